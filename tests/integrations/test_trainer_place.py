@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import shardwise as sw
+from shardwise.checkpoint.hosts import OneForAll
 from shardwise.errors import FormatError, LockedError
 from shardwise.format.manifest import read_manifest
 from shardwise.integrations._trainer_data import DataPlace
@@ -50,7 +51,7 @@ def stem_of(step: Path) -> str:
 def test_what_a_trainer_writes_is_taken(step: Path) -> None:
     assert check_place(str(step), read_manifest(step), stem_of(step))["extra.data"]["consumed"] == 2
     assert contents(str(step))["trainer"]["global_batch_size"] == 4
-    assert newest([trainer_line_of(str(step.parent))], {}) == str(step)
+    assert newest([trainer_line_of(str(step.parent))], {}, OneForAll()) == str(step)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_the_search_passes_a_malformed_one_by(step: Path) -> None:
     edit_documents(step, lambda d: d.pop("extra.trainer"))
     damaged: dict[str, tuple[int, str]] = {}
     with pytest.raises(sw.errors.NoCheckpointError):
-        newest([trainer_line_of(str(step.parent))], damaged)
+        newest([trainer_line_of(str(step.parent))], damaged, OneForAll())
     assert "holds no extra.trainer" in damaged[str(step)][1]
 
 
