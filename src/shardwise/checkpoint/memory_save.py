@@ -1,4 +1,5 @@
-"""Keeps one step in memory: copies the state into the ring at once; a thread hashes it, agrees, and lets other hosts copy it."""
+"""Keeps one step in memory: copies the state into the ring at once. A thread agrees with the other ranks beside the copy; behind training it
+hashes the copy, and lets other hosts copy it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,11 +32,11 @@ from ..memory.ring import Ring, Slot, write_whole
 from ..memory.units import units_of
 from ..ranks.ranks import Ranks
 from ..store.slice_file import tensor_bytes
-from .collect import Collected
+from .collect import Collected, Taken, compare
 from .document_files import checked_text, write_documents
 from .pieces import LiveContents, Piece, boxes_on, live_piece
 from .save_manifest import file_records, manifest_of_written, merged_records, outline_of
-from .snapshot import Live
+from .snapshot import Live, Snapshot
 from .stage import detached_documents
 
 __all__ = ["Host", "MemorySave"]
@@ -70,9 +72,9 @@ class _File:
         return len(self.header) + sum(s.nbytes for s, _ in self.slices)
 
 
-def _files_of(collected: Collected, rank: int) -> list[_File]:
+def _files_of(snapshot: Snapshot, rank: int) -> list[_File]:
     found = []
-    for part in collected.snapshot.parts:
+    for part in snapshot.parts:
         by_name = {v.stored.name: v for v in part.live}
         stored = [v.stored for v in part.live if not v.refers]
         count = file_count(stored)
@@ -83,19 +85,24 @@ def _files_of(collected: Collected, rank: int) -> list[_File]:
 
 
 class MemorySave:
-    """One step on its way into memory. :meth:`copy` in the training's thread, then a thread of its own."""
+    """One step on its way into memory. :meth:`copy` in the training's thread; a thread of its own beside it, and then behind training.
+
+    ``ranks`` agree in the thread until :meth:`copy` returns, those on ``behind`` afterwards.
+    """
 
     def __init__(
-        self, collected: Collected, host: Host, number: int, ranks: Ranks, warn: Callable[[str], None]
+        self, step: int, host: Host, number: int, ranks: Ranks, behind: Ranks, warn: Callable[[str], None]
     ) -> None:
         self._warn = warn
-        self.step = collected.step
+        self.step = step
         self.slot = host.ring.slot(f"own-{number}")
         self.is_complete = self.has_copies = False
         self.nbytes = 0
         self.error: BaseException | None = None
-        self._number, self._host, self._ranks = number, host, ranks
-        self._collected = collected
+        self._number, self._host, self._ranks, self._behind = number, host, ranks, behind
+        self._taken: Future[Taken] = Future()
+        self._agreed: Future[Collected | None] = Future()
+        self._copied = threading.Event()
         self._files: list[_File] = []
         self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
 
@@ -108,19 +115,41 @@ class MemorySave:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def copy(self) -> None:
-        """Copy this rank's slices into the slot; the caller may then change the state. A failure is all ranks', later."""
+    def start(self) -> bool:
+        """Start the thread, which :meth:`copy` needs. False: the system is out of threads."""
         try:
-            self._collected = detached_documents(self._collected)
-            self._copy()
+            self._thread.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def copy(self, taking: Callable[[], Taken]) -> bool:
+        """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
+
+        Raises what ``taking`` raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all
+        ranks', later.
+        """
+        try:
+            try:
+                self._taken.set_result(taken := taking())
+            except BaseException as error:
+                self._taken.set_exception(error)
+                raise
+            self._copy(taken.snapshot)
         except Exception as error:
             self.error = error
-        self._thread.start()
+        except BaseException as error:  # Ctrl-C: the other ranks learn of it
+            self.error = error
+            raise
+        finally:
+            wait([self._agreed])  # until then the thread uses the ranks of this thread, and reads the state
+            self._copied.set()
+        return self._agreed.result() is not None
 
-    def _copy(self) -> None:
+    def _copy(self, snapshot: Snapshot) -> None:
         rank, places = self._ranks.rank, self._host.places
         self.slot.clear()
-        self._files = _files_of(self._collected, rank)
+        self._files = _files_of(snapshot, rank)
         beside = places.beside(rank)
         self.slot.keep_only({rank}, {f.name for f in self._files})
         if places.is_leader(rank):
@@ -142,20 +171,35 @@ class MemorySave:
 
     def _run(self) -> None:
         try:
-            self._publish()
+            collected = self._agree()
+        except BaseException as error:
+            self._agreed.set_exception(error)
+            return
+        self._agreed.set_result(collected)
+        self._copied.wait()
+        if collected is None:
+            return
+        try:
+            self._publish(collected)
         except BaseException as error:
             self.error = error
             self._warn(f"step {self.step} is not kept in memory: {error}")
 
-    def _publish(self) -> None:
-        collected, ranks = self._collected, self._ranks
+    def _agree(self) -> Collected | None:
+        """What all ranks have at this step, beside the copy; None if a rank does not keep it."""
+        if not self._ranks.combine("keep a step", lambda: True, all):
+            return None
+        return detached_documents(compare(self._taken.result, self._ranks))
+
+    def _publish(self, collected: Collected) -> None:
+        ranks = self._behind
         with ranks.agree(
             "copy a step into memory"
         ):  # hashing would slow down ranks that still copy, for which training waits
             if self.error is not None:
                 raise self.error
         with ranks.agree("keep a step in memory"):
-            files, sums = self._records()
+            files, sums = self._records(collected)
             text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
             write_whole(self._records_path(ranks.rank), text)
         merged: list[dict[str, Any]] = []
@@ -165,7 +209,7 @@ class MemorySave:
             merged_records,
             merged.append,
         )
-        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(merged[0]))
+        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(collected, merged[0]))
         with ranks.agree("take the manifest in memory"):
             if self._host.places.is_leader(ranks.rank):
                 self._take_manifest(checksum)
@@ -176,9 +220,9 @@ class MemorySave:
         if not self.has_copies:
             self._warn(f"step {self.step} in memory lacks copies: {'; '.join(p for p in found if p)}")
 
-    def _records(self) -> tuple[dict[str, FileEntry], list[int]]:
+    def _records(self, collected: Collected) -> tuple[dict[str, FileEntry], list[int]]:
         """Entries of this rank's files, and the digest sums of what it wrote."""
-        collected, rank = self._collected, self._ranks.rank
+        rank = self._behind.rank
         counted = [v for part in collected.snapshot.parts for v in part.live if v.counted]
         totals = {id(v): 0 for v in counted}
         files: dict[str, FileEntry] = {}
@@ -193,7 +237,7 @@ class MemorySave:
                     values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
                     totals[id(live)] += partial_sum(values, box.start)
                 at += one.nbytes
-                self._ranks.tick()
+                self._behind.tick()
             payload = file.memory[len(file.header) :].numpy().data
             blocks = [
                 xxhash.xxh3_64_hexdigest(payload[a : a + BLOCK_BYTES])
@@ -207,11 +251,11 @@ class MemorySave:
             if v.refers:
                 boxes = boxes_on(v.stored, rank)
                 totals[id(v)] = sum(partial_sums((live_piece(Piece(v, b)), b.box.start) for b in boxes))
-        self._write_documents(files)
+        self._write_documents(collected, files)
         return files, [totals[id(v)] % 2**64 for v in counted]
 
-    def _write_documents(self, files: dict[str, FileEntry]) -> None:
-        collected, ranks = self._collected, self._ranks
+    def _write_documents(self, collected: Collected, files: dict[str, FileEntry]) -> None:
+        ranks = self._behind
         documents: dict[str, Mapping[str, Any]] = {f"rank/{ranks.rank:05d}": collected.local}
         if ranks.rank == 0:
             documents["state"] = collected.shared
@@ -224,8 +268,8 @@ class MemorySave:
             write_whole(os.path.join(self.slot.path, name), content)
             files[name] = FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
 
-    def _write_manifest(self, merged: Mapping[str, Any]) -> str:
-        text = manifest_of_written(self._collected, self._ranks, merged).to_text().encode()
+    def _write_manifest(self, collected: Collected, merged: Mapping[str, Any]) -> str:
+        text = manifest_of_written(collected, self._behind, merged).to_text().encode()
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         return xxhash.xxh3_64_hexdigest(text)
 
@@ -272,4 +316,4 @@ class MemorySave:
         for name, fields in records.items():
             entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
             path = held.room_for(name, entry.nbytes)
-            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._ranks.tick)
+            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._behind.tick)
