@@ -113,7 +113,18 @@ def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
             opened.write(bytes([content[HEADER + 5] ^ 1]))
         with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived damaged"):
             copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
-    assert here.read_bytes() == content, "no damaged byte is written"
+        assert proved_units(str(here), entry, lambda: None) == [0, 2]
+
+
+def test_a_unit_comes_in_small_pieces_and_the_rest_of_an_unwanted_one_is_lost(
+    server: Server, content: bytes
+) -> None:
+    with _reader(server, b"word") as reader:
+        found = [bytes(piece) for piece in reader.pieces("own-0/slices", HEADER, BLOCK_BYTES)]
+        assert max(map(len, found)) == 256 * 1024
+        assert b"".join(found) == content[HEADER : HEADER + BLOCK_BYTES]
+        next(reader.pieces("own-0/slices", 0, BLOCK_BYTES))
+        assert b"".join(map(bytes, reader.pieces("own-0/slices", 50, 100))) == content[50:150]
 
 
 def test_a_stranger_reads_nothing(server: Server) -> None:

@@ -1542,8 +1542,8 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/copies.py",
-        "            if not unit.is_proved_by(view):\n",
-        "            if len(view) != unit.nbytes:\n",
+        "            if found.hexdigest() != unit.xxh3:\n",
+        "            if at != unit.stop:\n",
         ("tests/memory/test_units.py::test_units_come_over_the_wire_and_damage_is_found_when_they_arrive",),
         "what another host sends is not compared with its checksum",
     ),

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ from .snapshot import Live, Snapshot
 from .stage import detached_documents
 
 __all__ = ["Host", "MemorySave"]
+
+#: Every rank reads what rank 0 sends through the group's store, which one process serves.
+_MOST_SENT_BYTES = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +214,10 @@ class MemorySave:
             merged.append,
         )
         checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(collected, merged[0]))
+        text = self._sent_manifest(checksum)
         with ranks.agree("take the manifest in memory"):
             if self._host.places.is_leader(ranks.rank):
-                self._take_manifest(checksum)
+                self._take_manifest(text)
         self.is_complete = True
         problems = self._copy_others()
         found = ranks.combine("copies in memory", lambda: problems, list)
@@ -273,17 +278,47 @@ class MemorySave:
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         return xxhash.xxh3_64_hexdigest(text)
 
-    def _take_manifest(self, checksum: str) -> None:
-        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more."""
-        if self._ranks.rank == 0:
-            with open(os.path.join(self.slot.path, MANIFEST_NAME), "rb") as file:
-                text = file.read()
-        else:
-            reader = self._host.reader(0)
-            text = reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
+    def _sent_manifest(self, checksum: str) -> bytes:
+        """The manifest, on the first rank of each host. Collective.
+
+        It comes over the network from rank 0's host; through the group's store where that does not answer some host.
+        """
+        ranks, text = self._behind, b""
+
+        def fetch() -> bool:
+            nonlocal text
+            if not self._host.places.is_leader(ranks.rank):
+                return True
+            text = self._manifest_of_first()
+            return xxhash.xxh3_64_hexdigest(text) == checksum
+
+        if ranks.combine("fetch the manifest in memory", fetch, all):
+            return text
+        return ranks.on_first("send the manifest in memory", self._sendable_manifest)
+
+    def _manifest_of_first(self) -> bytes:
+        """Empty if rank 0's host does not send it."""
+        if self._behind.rank == 0:
+            return Path(self.slot.path, MANIFEST_NAME).read_bytes()
+        reader = self._host.reader(0)
+        try:
+            return reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
+        except CheckpointError:
+            return b""
+        finally:
             reader.close()
-        if xxhash.xxh3_64_hexdigest(text) != checksum:
-            raise CheckpointError("the manifest arrived damaged")
+
+    def _sendable_manifest(self) -> bytes:
+        text = self._manifest_of_first()
+        if len(text) * self._behind.world_size > _MOST_SENT_BYTES:
+            raise CheckpointError(
+                f"rank 0's host does not send the manifest to all hosts, and it is too large for the group's store: {len(text):,} "
+                f"bytes for each rank"
+            )
+        return text
+
+    def _take_manifest(self, text: bytes) -> None:
+        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more."""
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         if min(self._host.tier.copies, self._host.places.hosts) > 1:
             write_whole(os.path.join(self._held.path, MANIFEST_NAME), text)
