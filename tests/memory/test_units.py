@@ -9,13 +9,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 
 from shardwise.errors import CheckpointError, IntegrityError
 from shardwise.format.manifest import BLOCK_BYTES, FileEntry
 from shardwise.memory.copies import copy_units
 from shardwise.memory.link import Reader, Server
-from shardwise.memory.maps import Maps, copy_bytes
+from shardwise.memory.maps import Maps, copy_tensors
 from shardwise.memory.places import Peer, Places
 from shardwise.memory.ring import Ring
 from shardwise.memory.units import proved_units, units_of
@@ -147,16 +148,20 @@ def test_a_stranger_reads_nothing(server: Server) -> None:
         late.read_whole("own-0/slices")
 
 
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
 def test_a_slot_stays_mapped_and_a_new_file_is_mapped_anew(ring: Ring) -> None:
     maps, slot = Maps(), ring.slot("own-1")
     first = maps.of(slot, {"a": 10, "b": 20})
-    copy_bytes(memoryview(bytearray(b"0123456789")), first["a"], 0)
+    assert copy_tensors([(_bytes(b"0123456789"), first["a"], 0)]) == 10
     assert (Path(slot.path) / "a").read_bytes() == b"0123456789"
     again = maps.of(slot, {"a": 10, "b": 30})
     assert again["a"].data_ptr() == first["a"].data_ptr()
     assert again["b"].numel() == 30
     (Path(slot.path) / "a").unlink()
-    copy_bytes(memoryview(bytearray(b"abc")), maps.of(slot, {"a": 10})["a"], 4)
+    copy_tensors([(_bytes(b"aXbXc")[::2], maps.of(slot, {"a": 10})["a"], 4)])
     assert (Path(slot.path) / "a").read_bytes() == b"\0\0\0\0abc\0\0\0"
 
 

@@ -26,13 +26,12 @@ from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..memory.copies import copy_units
 from ..memory.link import Reader
-from ..memory.maps import Maps, copy_bytes
+from ..memory.maps import Maps, copy_tensors
 from ..memory.options import MemoryTier
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
 from ..memory.units import units_of
 from ..ranks.ranks import Ranks
-from ..store.slice_file import tensor_bytes
 from .collect import Collected, Taken, compare
 from .document_files import checked_text, write_documents
 from .pieces import LiveContents, Piece, boxes_on, live_piece
@@ -162,14 +161,16 @@ class MemorySave:
         memories = self._host.maps.of(self.slot, {f.name: f.nbytes for f in self._files})
         for file in self._files:
             memory = file.memory = memories[file.name]
-            at = len(file.header)
-            memory[:at] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-            for one, live in file.slices:
-                for _, part in contents.parts_of(Piece(live, one.held)):
-                    for view in tensor_bytes(part):
-                        copy_bytes(view, memory, at)
-                        at += view.nbytes
-                        self.nbytes += view.nbytes
+            memory[: len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+            pieces = [
+                (Piece(live, one.held), len(file.header) + one.offset_bytes) for one, live in file.slices
+            ]
+            copy_tensors([(live_piece(p), memory, at) for p, at in pieces if not p.is_on_device])
+            for piece, at in pieces:
+                if piece.is_on_device:
+                    for _, part in contents.parts_of(piece):
+                        at += copy_tensors([(part, memory, at)])
+            self.nbytes += file.nbytes - len(file.header)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
