@@ -107,23 +107,28 @@ def take(
     return Taken(snapshot, assets, lineage, step, seed, software_versions(state), _hub_tensors(state))
 
 
-def compare(taken_by: Callable[[], Taken], ranks: Ranks) -> Collected:
-    """Compare what each rank has taken. Collective; writes nothing. Until it returns, nobody may change the state.
+def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | None:
+    """Compare what all ranks have taken; None if a rank has taken nothing. Collective; writes nothing. Nobody may change the state
+    before it returns.
 
     Raises :class:`StateError` or :class:`RankError` on every rank, also for what ``taken_by`` raises on any of them.
     """
     taken: Taken | None = None
     sums: dict[str, int] = {}
 
-    def told() -> dict[str, Any]:
+    def told() -> dict[str, Any] | None:
         nonlocal taken, sums
         taken = taken_by()
+        if taken is None:
+            return None
         if ranks.world_size > 1:
             sums = plain_sums(taken.snapshot)
         return comparable(taken.snapshot, sums, ranks)
 
-    differing, held = ranks.reduce("collect state", told, merged, differing_in)
-    assert taken is not None
+    found = ranks.reduce("collect state", told, merged, differing_in)
+    if taken is None or found is None:
+        return None
+    differing, held = found
     snapshot = taken.snapshot
     _refuse_other_modules(held)
     _refuse_other_layouts(snapshot, differing)
@@ -148,7 +153,9 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     Raises :class:`StateError` or :class:`RankError` on every rank.
     """
     forms = agree_on_forms(state, ranks)
-    return compare(lambda: take(state, step, lineage, forms, ranks.rank), ranks)
+    found = compare(lambda: take(state, step, lineage, forms, ranks.rank), ranks)
+    assert found is not None
+    return found
 
 
 def _check_names(snapshot: Snapshot) -> None:

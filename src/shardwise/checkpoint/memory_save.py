@@ -129,7 +129,7 @@ class MemorySave:
     def copy(self, taking: Callable[[], Taken]) -> bool:
         """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
 
-        Raises what ``taking`` raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all
+        It does not wait for the other ranks first: the slot holds no step that anyone wants, whatever they say. Raises what ``taking`` raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all
         ranks', later.
         """
         try:
@@ -153,12 +153,14 @@ class MemorySave:
         rank, places = self._ranks.rank, self._host.places
         self.slot.clear()
         self._files = _files_of(snapshot, rank)
-        beside = places.beside(rank)
-        self.slot.keep_only({rank}, {f.name for f in self._files})
-        if places.is_leader(rank):
-            self.slot.keep_only({rank_of_file(n) for n in self.slot.files()}.difference(beside), ())
+        sizes = {f.name: f.nbytes for f in self._files}
+        if not self._host.maps.has(self.slot, sizes):  # else there is nothing to make room for
+            self.slot.keep_only({rank}, sizes.keys())
+            if places.is_leader(rank):
+                others = {rank_of_file(n) for n in self.slot.files()}.difference(places.beside(rank))
+                self.slot.keep_only(others, ())
+        memories = self._host.maps.of(self.slot, sizes)
         contents = LiveContents(Piece(v, s.held) for f in self._files for s, v in f.slices)
-        memories = self._host.maps.of(self.slot, {f.name: f.nbytes for f in self._files})
         for file in self._files:
             memory = file.memory = memories[file.name]
             memory[: len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
@@ -175,8 +177,9 @@ class MemorySave:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            collected = self._agree()
+        try:  # beside the copy
+            found = compare(self._taken.result, self._ranks)
+            collected = None if found is None else detached_documents(found)
         except BaseException as error:
             self._agreed.set_exception(error)
             return
@@ -190,17 +193,10 @@ class MemorySave:
             self.error = error
             self._warn(f"step {self.step} is not kept in memory: {error}")
 
-    def _agree(self) -> Collected | None:
-        """What all ranks have at this step, beside the copy; None if a rank does not keep it."""
-        if not self._ranks.combine("keep a step", lambda: True, all):
-            return None
-        return detached_documents(compare(self._taken.result, self._ranks))
-
     def _publish(self, collected: Collected) -> None:
         ranks = self._behind
-        with ranks.agree(
-            "copy a step into memory"
-        ):  # hashing would slow down ranks that still copy, for which training waits
+        # Before hashing, which would slow down ranks that still copy, and for which training waits.
+        with ranks.agree("copy a step into memory"):
             if self.error is not None:
                 raise self.error
         with ranks.agree("keep a step in memory"):
@@ -262,6 +258,7 @@ class MemorySave:
 
     def _write_documents(self, collected: Collected, files: dict[str, FileEntry]) -> None:
         ranks = self._behind
+        self.slot.keep_only({ranks.rank}, {f.name for f in self._files})  # not the documents of an older step
         documents: dict[str, Mapping[str, Any]] = {f"rank/{ranks.rank:05d}": collected.local}
         if ranks.rank == 0:
             documents["state"] = collected.shared

@@ -48,6 +48,10 @@ class Maps:
     def __init__(self) -> None:
         self._slots: dict[str, dict[str, tuple[int, torch.Tensor]]] = {}
 
+    def has(self, slot: Slot, sizes: Mapping[str, int]) -> bool:
+        """Whether the files of a slot were mapped last with these names and sizes."""
+        return {n: memory.numel() for n, (_, memory) in self._slots.get(slot.path, {}).items()} == sizes
+
     def of(self, slot: Slot, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Files of a slot, with room for so many bytes (at least one), as memory by name. Lets go of other files of the slot.
 
