@@ -99,35 +99,45 @@ def beside_others(root: str, hosts: str, kept: str) -> list[Any]:
             may_end.wait(60)
 
     def keep(step: int) -> Any:
-        set_values(state, step)
         return checkpointer.remember(state, step)
+
+    def train_to(step: int) -> None:
+        for one in (step - 1, step)[step == 2 :]:
+            set_values(state, one)
 
     said = []
     with (
         mock.patch.object(MemorySave, "_publish", late),
         sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
     ):
+        train_to(2)
         said.append(keep(2) > 0)
         if rank == 0:
             checkpointer.wait_for_memory()
         dist.barrier()
+        train_to(4)
         said.append(keep(4))
         on_first(lambda: [shutil.copytree(one, f"{kept}/{Path(one).name}") for one in (root, hosts)])
         may_end.set()
         said.append(checkpointer.wait_for_memory())
+        train_to(6)
         group = state.optimizer.param_groups[0]
-        group["lr"] = group["lr"] * (1 + rank)
+        lr = group["lr"]
+        group["lr"] = lr * (1 + rank)
         said.append(failure(lambda: keep(6)))
-        group["lr"] = group["lr"] / (1 + rank)
+        group["lr"] = lr
+        train_to(8)
         state.extra["odd"] = object() if rank == 1 else "even"
         said.append(failure(lambda: keep(8)))
         del state.extra["odd"]
+        train_to(10)
         no_thread = mock.patch.object(
             threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
         )
         with no_thread if rank == 1 else contextlib.nullcontext():
             said.append(keep(10))
         said.append(checkpointer.wait_for_memory())
+        train_to(12)
         said.append(keep(12) > 0)
     return said
 
