@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,8 +13,9 @@ from unittest import mock
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpoint.memory_save import MemorySave
 from shardwise.checkpoint.memory_view import MemoryView
-from tests.checkpoint._checkpointer_fns import set_values, state_at
+from tests.checkpoint._checkpointer_fns import failure, on_first, set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
 
 
@@ -80,3 +85,79 @@ def reference(step: int) -> sw.TrainState:
     for one in range(2, step + 1):
         set_values(state, one)
     return state
+
+
+def beside_others(root: str, hosts: str, kept: str) -> list[Any]:
+    """Step 2 has ended on rank 0, and not yet on rank 1, when step 4 comes: ``kept`` gets the run of that moment. In step 6 the ranks
+    differ, in step 8 rank 1's state can't be stored, in step 10 it has no thread. What each call said, and the newest step."""
+    state, rank = state_at(1), dist.get_rank()
+    may_end, real = threading.Event(), MemorySave._publish
+
+    def late(save: MemorySave, collected: Any) -> None:
+        real(save, collected)
+        if save.step == 2 and rank == 1:
+            may_end.wait(60)
+
+    def keep(step: int) -> Any:
+        return checkpointer.remember(state, step)
+
+    def train_to(step: int) -> None:
+        for one in (step - 1, step)[step == 2 :]:
+            set_values(state, one)
+
+    said = []
+    with (
+        mock.patch.object(MemorySave, "_publish", late),
+        sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
+    ):
+        train_to(2)
+        said.append(keep(2) > 0)
+        if rank == 0:
+            checkpointer.wait_for_memory()
+        dist.barrier()
+        train_to(4)
+        said.append(keep(4))
+        on_first(lambda: [shutil.copytree(one, f"{kept}/{Path(one).name}") for one in (root, hosts)])
+        may_end.set()
+        said.append(checkpointer.wait_for_memory())
+        train_to(6)
+        group = state.optimizer.param_groups[0]
+        lr = group["lr"]
+        group["lr"] = lr * (1 + rank)
+        said.append(failure(lambda: keep(6)))
+        group["lr"] = lr
+        train_to(8)
+        state.extra["odd"] = object() if rank == 1 else "even"
+        said.append(failure(lambda: keep(8)))
+        del state.extra["odd"]
+        train_to(10)
+        no_thread = mock.patch.object(
+            threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
+        )
+        with no_thread if rank == 1 else contextlib.nullcontext():
+            said.append(keep(10))
+        said.append(checkpointer.wait_for_memory())
+        train_to(12)
+        said.append(keep(12) > 0)
+    return said
+
+
+def resumed_beside(root: str, hosts: str) -> tuple[int | None, int | None, list[int]]:
+    """Resume an older step while the newest is on its way into memory: the resumed step, the newest and all that memory holds then."""
+    state, real = state_at(1), MemorySave._take_manifest
+
+    def late(save: MemorySave, text: bytes) -> None:
+        time.sleep(0.5)
+        real(save, text)
+
+    with (
+        mock.patch.object(MemorySave, "_take_manifest", late),
+        sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
+    ):
+        checkpointer.save(state, 3)
+        checkpointer.remember(state, 4)
+        report = checkpointer.resume(state, 3)
+        assert report is not None
+        newest, memory = checkpointer.wait_for_memory(), checkpointer._memory
+        assert memory is not None
+        return report.step, newest, [one.step for one in memory.candidates(checkpointer._ranks())]

@@ -40,6 +40,26 @@ def test_a_host_brings_what_its_ranks_read(ranks, tmp_path):
     assert folders == [{"model"}, {"model", "optimizer", "rank"}, set()]
 
 
+def test_a_step_that_not_all_ranks_keep(ranks, tmp_path):
+    """The copy does not wait for the other ranks: what it writes over is never the newest step. Errors are alike on all ranks."""
+    root, hosts, kept = tmp_path / "run", tmp_path / "hosts", tmp_path / "kept"
+    both = ranks.run_ranks(2, fns.beside_others, str(root), str(hosts), str(kept))
+    assert both[0] == both[1]
+    first, busy, newest, differ, odd, without, still, last = both[0]
+    assert (first, busy, newest, without, still, last) == (True, 0, 2, 0, 2, True)
+    assert differ[0] == "StateError"
+    assert "ranks hold different values of optimizer" in differ[1]
+    assert odd[0] == "RankError"
+    assert "extra.odd" in odd[1]
+    found = ranks.run_ranks(2, fns.resume_each, [(f"{kept}/run", f"{kept}/hosts"), (str(root), str(hosts))])
+    assert found == [[(2, True, True), (12, True, True)]] * 2
+
+
+def test_a_step_on_its_way_is_given_up_by_a_resume_of_an_older_one(ranks, tmp_path):
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    assert ranks.run_ranks(2, fns.resumed_beside, str(root), str(hosts)) == [(3, None, [])] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [RANKS, 3])
 def test_every_subset_of_hosts_lost(ranks, tmp_path, world_size):

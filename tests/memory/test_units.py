@@ -9,13 +9,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 
 from shardwise.errors import CheckpointError, IntegrityError
 from shardwise.format.manifest import BLOCK_BYTES, FileEntry
 from shardwise.memory.copies import copy_units
 from shardwise.memory.link import Reader, Server
-from shardwise.memory.maps import Maps, copy_bytes
+from shardwise.memory.maps import Maps, copy_tensors
 from shardwise.memory.places import Peer, Places
 from shardwise.memory.ring import Ring
 from shardwise.memory.units import proved_units, units_of
@@ -113,7 +114,18 @@ def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
             opened.write(bytes([content[HEADER + 5] ^ 1]))
         with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived damaged"):
             copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
-    assert here.read_bytes() == content, "no damaged byte is written"
+        assert proved_units(str(here), entry, lambda: None) == [0, 2]
+
+
+def test_a_unit_comes_in_small_pieces_and_the_rest_of_an_unwanted_one_is_lost(
+    server: Server, content: bytes
+) -> None:
+    with _reader(server, b"word") as reader:
+        found = [bytes(piece) for piece in reader.pieces("own-0/slices", HEADER, BLOCK_BYTES)]
+        assert max(map(len, found)) == 256 * 1024
+        assert b"".join(found) == content[HEADER : HEADER + BLOCK_BYTES]
+        next(reader.pieces("own-0/slices", 0, BLOCK_BYTES))
+        assert b"".join(map(bytes, reader.pieces("own-0/slices", 50, 100))) == content[50:150]
 
 
 def test_a_unit_that_arrives_damaged_once_is_read_again(
@@ -157,16 +169,20 @@ def test_a_stranger_reads_nothing(server: Server) -> None:
         late.read_whole("own-0/slices")
 
 
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
 def test_a_slot_stays_mapped_and_a_new_file_is_mapped_anew(ring: Ring) -> None:
     maps, slot = Maps(), ring.slot("own-1")
     first = maps.of(slot, {"a": 10, "b": 20})
-    copy_bytes(memoryview(bytearray(b"0123456789")), first["a"], 0)
+    assert copy_tensors([(_bytes(b"0123456789"), first["a"], 0)]) == 10
     assert (Path(slot.path) / "a").read_bytes() == b"0123456789"
     again = maps.of(slot, {"a": 10, "b": 30})
     assert again["a"].data_ptr() == first["a"].data_ptr()
     assert again["b"].numel() == 30
     (Path(slot.path) / "a").unlink()
-    copy_bytes(memoryview(bytearray(b"abc")), maps.of(slot, {"a": 10})["a"], 4)
+    copy_tensors([(_bytes(b"aXbXc")[::2], maps.of(slot, {"a": 10})["a"], 4)])
     assert (Path(slot.path) / "a").read_bytes() == b"\0\0\0\0abc\0\0\0"
 
 

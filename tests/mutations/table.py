@@ -1556,8 +1556,8 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/copies.py",
-        "            if not unit.is_proved_by(view):\n",
-        "            if len(view) != unit.nbytes:\n",
+        "            if found.hexdigest() != unit.xxh3:\n",
+        "            if at != unit.stop:\n",
         ("tests/memory/test_units.py::test_units_come_over_the_wire_and_damage_is_found_when_they_arrive",),
         "what another host sends is not compared with its checksum",
     ),
@@ -1595,6 +1595,27 @@ MUTATIONS = (
         "            raise\n",
         ("tests/memory/test_deaths.py::test_a_tier_that_cannot_begin_leaves_no_server_open",),
         "a memory tier that can't begin goes on serving",
+    ),
+    Mutation(
+        "checkpoint/compare.py",
+        "    return _merged(every) if len(every) == len(told) else None\n",
+        "    return _merged(every)\n",
+        ("tests/memory/test_memory_tier.py::test_a_step_that_not_all_ranks_keep",),
+        "ranks keep a step that another one leaves out",
+    ),
+    Mutation(
+        "checkpoint/memory_steps.py",
+        "        return MemorySave(step, self._host, 1 - self._slot, ranks, behind, warn)\n",
+        "        return MemorySave(step, self._host, self._slot, ranks, behind, warn)\n",
+        ("tests/memory/test_memory_tier.py::test_a_step_that_not_all_ranks_keep",),
+        "a step is copied over the newest one",
+    ),
+    Mutation(
+        "checkpoint/memory_steps.py",
+        "        self.wait()\n        line = ranks",
+        "        line = ranks",
+        ("tests/memory/test_memory_tier.py::test_a_step_on_its_way_is_given_up_by_a_resume_of_an_older_one",),
+        "a resume leaves a newer step on its way into memory",
     ),
     Mutation(
         "checkpoint/memory_view.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from ..limits import MAX_NAME_CHARS, brief
 from ..models.assets import asset_files
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
+from ..state.optimizer import AgreedForm
 from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
@@ -27,7 +28,7 @@ from .low_bit_save import agree_on_forms
 from .own_files import OwnPart, own_parts
 from .snapshot import Snapshot, on_host, plain_sums, plain_tensors, take_snapshot
 
-__all__ = ["Collected", "Lineage", "collect", "software_versions"]
+__all__ = ["Collected", "Lineage", "Taken", "collect", "compare", "software_versions", "take"]
 
 #: Files that every checkpoint may have.
 _OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
@@ -81,33 +82,62 @@ class Collected:
     """What this rank writes, for each part of the snapshot."""
 
 
-def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Collected:
-    """Collect a training state by reference and compare it between ranks. Collective; writes nothing.
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one rank has at one instant, by reference; not yet compared with what the other ranks have."""
 
-    Raises :class:`StateError` or :class:`RankError` on every rank.
+    snapshot: Snapshot
+    assets: Mapping[str, bytes]
+    lineage: Lineage
+    step: int
+    seed: int
+    software: Mapping[str, str]
+    hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]]
+    own: Sequence[OwnPart]
+    """As of :class:`Collected`."""
+
+
+@gc_paused()
+def take(
+    state: TrainState, step: int, lineage: Lineage, forms: Mapping[int, Mapping[str, AgreedForm]], rank: int
+) -> Taken:
+    """Take a training state by reference. Rank-local. ``forms``: as :func:`.low_bit_save.agree_on_forms` gives them.
+
+    Raises :class:`StateError`.
     """
-    snapshot: Snapshot | None = None
-    assets: dict[str, bytes] = {}
+    snapshot = take_snapshot(state, step, forms)
+    for live in (live for part in snapshot.parts for live in part.live):
+        refuse_meta(live.stored.name, live.tensor)
+    _check_names(snapshot)
+    assets = _assets(state) if rank == 0 else {}
+    seed, own = torch.initial_seed() % 2**63, own_parts(snapshot, rank)
+    return Taken(snapshot, assets, lineage, step, seed, software_versions(state), _hub_tensors(state), own)
+
+
+def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | None:
+    """Compare what all ranks have taken; None if a rank has taken nothing. Collective; writes nothing. Nobody may change the state
+    before it returns.
+
+    Raises :class:`StateError` or :class:`RankError` on every rank, also for what ``taken_by`` raises on any of them.
+    """
+    taken: Taken | None = None
     sums: dict[str, int] = {}
-    own: tuple[OwnPart, ...] = ()
 
-    forms = agree_on_forms(state, ranks)
+    def told() -> dict[str, Any] | None:
+        nonlocal taken, sums
+        taken = taken_by()
+        if taken is None:
+            return None
+        with gc_paused():
+            if ranks.world_size > 1:
+                sums = plain_sums(taken.snapshot)
+            return comparable(taken.snapshot, sums, ranks)
 
-    @gc_paused()
-    def collected() -> dict[str, Any]:
-        nonlocal snapshot, assets, sums, own
-        snapshot = take_snapshot(state, step, forms)
-        for live in (live for part in snapshot.parts for live in part.live):
-            refuse_meta(live.stored.name, live.tensor)
-        _check_names(snapshot)
-        own = own_parts(snapshot, ranks.rank)
-        assets = _assets(state) if ranks.rank == 0 else {}
-        if ranks.world_size > 1:
-            sums = plain_sums(snapshot)
-        return comparable(snapshot, sums, ranks)
-
-    differing, held = ranks.reduce("collect state", collected, merged, differing_in)
-    assert snapshot is not None
+    found = ranks.reduce("collect state", told, merged, differing_in)
+    if taken is None or found is None:
+        return None
+    differing, held = found
+    snapshot = taken.snapshot
     _refuse_other_modules(held)
     _refuse_other_layouts(snapshot, differing)
     tensors = differing_tensors(sums, ranks) if PLAIN in differing else set()
@@ -116,14 +146,25 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
         snapshot,
         shared,
         local,
-        assets,
-        step,
-        lineage,
-        torch.initial_seed() % 2**63,
-        software_versions(state),
-        _hub_tensors(state),
-        own,
+        taken.assets,
+        taken.step,
+        taken.lineage,
+        taken.seed,
+        taken.software,
+        taken.hub_tensors,
+        taken.own,
     )
+
+
+def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Collected:
+    """Collect a training state by reference and compare it between ranks. Collective; writes nothing.
+
+    Raises :class:`StateError` or :class:`RankError` on every rank.
+    """
+    forms = agree_on_forms(state, ranks)
+    found = compare(lambda: take(state, step, lineage, forms, ranks.rank), ranks)
+    assert found is not None
+    return found
 
 
 def _check_names(snapshot: Snapshot) -> None:

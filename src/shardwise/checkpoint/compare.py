@@ -38,9 +38,14 @@ def comparable(snapshot: Snapshot, plain: Mapping[str, int], ranks: Ranks) -> di
     return {"hashes": hashes, "held": {_held(snapshot): ranks.rank}}
 
 
-def merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(told: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Merges the :func:`comparable` of several ranks: the hash that all of them have, or a mark that they differ; for each text the
-    first rank that has it."""
+    first rank that has it. None if a rank has none."""
+    every = [one for one in told if one is not None]
+    return _merged(every) if len(every) == len(told) else None
+
+
+def _merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = {name for one in told for name in one["hashes"]}
     hashes = {}
     for name in names:
@@ -54,8 +59,10 @@ def merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"hashes": hashes, "held": dict(first)}
 
 
-def differing_in(told: Mapping[str, Any]) -> list[Any]:
+def differing_in(told: Mapping[str, Any] | None) -> list[Any] | None:
     """The names whose hashes differ between ranks; then the tensors of some ranks in words, in the order of ranks."""
+    if told is None:
+        return None
     return [sorted(n for n, value in told["hashes"].items() if value == _DIFFERS), told["held"]]
 
 

@@ -1,4 +1,5 @@
-"""Keeps one step in memory: copies the state into the ring at once; a thread hashes it, agrees, and lets other hosts copy it."""
+"""Keeps one step in memory: copies the state into the ring at once. A thread agrees with the other ranks beside the copy; behind training it
+hashes the copy, and lets other hosts copy it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +24,13 @@ from ..format.places import rank_of_file
 from ..format.slices import header_bytes
 from ..memory.copies import copy_units
 from ..memory.link import Reader
-from ..memory.maps import Maps, copy_bytes
+from ..memory.maps import Maps, copy_tensors
 from ..memory.options import MemoryTier
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
 from ..memory.units import units_of
 from ..ranks.ranks import Ranks
-from ..store.slice_file import tensor_bytes
-from .collect import Collected
+from .collect import Collected, Taken, compare
 from .document_files import checked_text, write_documents
 from .own_files import OwnFile, Piece, boxes_on
 from .pieces import LiveContents, live_piece
@@ -36,6 +38,9 @@ from .save_manifest import file_records, manifest_of_written, merged_records, ou
 from .stage import detached_documents
 
 __all__ = ["Host", "MemorySave"]
+
+#: Every rank reads what rank 0 sends through the group's store, which one process serves.
+_MOST_SENT_BYTES = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +77,24 @@ class _File:
 
 
 class MemorySave:
-    """One step on its way into memory. :meth:`copy` in the training's thread, then a thread of its own."""
+    """One step on its way into memory. :meth:`copy` in the training's thread; a thread of its own beside it, and then behind training.
+
+    ``ranks`` agree in the thread until :meth:`copy` returns, those on ``behind`` afterwards.
+    """
 
     def __init__(
-        self, collected: Collected, host: Host, number: int, ranks: Ranks, warn: Callable[[str], None]
+        self, step: int, host: Host, number: int, ranks: Ranks, behind: Ranks, warn: Callable[[str], None]
     ) -> None:
         self._warn = warn
-        self.step = collected.step
+        self.step = step
         self.slot = host.ring.slot(f"own-{number}")
         self.is_complete = self.has_copies = False
         self.nbytes = 0
         self.error: BaseException | None = None
-        self._number, self._host, self._ranks = number, host, ranks
-        self._collected = collected
+        self._number, self._host, self._ranks, self._behind = number, host, ranks, behind
+        self._taken: Future[Taken] = Future()
+        self._agreed: Future[Collected | None] = Future()
+        self._copied = threading.Event()
         self._files: list[_File] = []
         self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
 
@@ -97,54 +107,88 @@ class MemorySave:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def copy(self) -> None:
-        """Copy this rank's slices into the slot; the caller may then change the state. A failure is all ranks', later."""
+    def start(self) -> bool:
+        """Start the thread, which :meth:`copy` needs. False: the system is out of threads."""
         try:
-            self._collected = detached_documents(self._collected)
-            self._copy()
+            self._thread.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def copy(self, taking: Callable[[], Taken]) -> bool:
+        """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
+
+        It does not wait for the other ranks first: the slot holds no step that anyone wants, whatever they say. Raises what ``taking`` raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all
+        ranks', later.
+        """
+        try:
+            try:
+                self._taken.set_result(taken := taking())
+            except BaseException as error:
+                self._taken.set_exception(error)
+                raise
+            self._copy(taken)
         except Exception as error:
             self.error = error
-        self._thread.start()
+        except BaseException as error:  # Ctrl-C: the other ranks learn of it
+            self.error = error
+            raise
+        finally:
+            wait([self._agreed])  # until then the thread uses the ranks of this thread, and reads the state
+            self._copied.set()
+        return self._agreed.result() is not None
 
-    def _copy(self) -> None:
+    def _copy(self, taken: Taken) -> None:
         rank, places = self._ranks.rank, self._host.places
         self.slot.clear()
-        self._files = [_File(f, header_bytes(f.slices)) for part in self._collected.own for f in part.files]
-        beside = places.beside(rank)
-        self.slot.keep_only({rank}, {f.name for f in self._files})
-        if places.is_leader(rank):
-            self.slot.keep_only({rank_of_file(n) for n in self.slot.files()}.difference(beside), ())
+        self._files = [_File(f, header_bytes(f.slices)) for part in taken.own for f in part.files]
+        sizes = {f.name: f.nbytes for f in self._files}
+        if not self._host.maps.has(self.slot, sizes):  # else there is nothing to make room for
+            self.slot.keep_only({rank}, sizes.keys())
+            if places.is_leader(rank):
+                others = {rank_of_file(n) for n in self.slot.files()}.difference(places.beside(rank))
+                self.slot.keep_only(others, ())
+        memories = self._host.maps.of(self.slot, sizes)
         contents = LiveContents(piece for file in self._files for piece in file.own.pieces)
-        memories = self._host.maps.of(self.slot, {f.name: f.nbytes for f in self._files})
         for file in self._files:
             memory = file.memory = memories[file.name]
-            at = len(file.header)
-            memory[:at] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-            for piece in file.own.pieces:
-                for _, part in contents.parts_of(piece):
-                    for view in tensor_bytes(part):
-                        copy_bytes(view, memory, at)
-                        at += view.nbytes
-                        self.nbytes += view.nbytes
+            memory[: len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+            offsets = [len(file.header) + one.offset_bytes for one in file.own.slices]
+            pieces = list(zip(file.own.pieces, offsets, strict=True))
+            copy_tensors([(live_piece(p), memory, at) for p, at in pieces if not p.is_on_device])
+            for piece, at in pieces:
+                if piece.is_on_device:
+                    for _, part in contents.parts_of(piece):
+                        at += copy_tensors([(part, memory, at)])
+            self.nbytes += file.nbytes - len(file.header)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:  # beside the copy
+            found = compare(self._taken.result, self._ranks)
+            collected = None if found is None else detached_documents(found)
+        except BaseException as error:
+            self._agreed.set_exception(error)
+            return
+        self._agreed.set_result(collected)
+        self._copied.wait()
+        if collected is None:
+            return
         try:
-            self._publish()
+            self._publish(collected)
         except BaseException as error:
             self.error = error
             self._warn(f"step {self.step} is not kept in memory: {error}")
 
-    def _publish(self) -> None:
-        collected, ranks = self._collected, self._ranks
-        with ranks.agree(
-            "copy a step into memory"
-        ):  # hashing would slow down ranks that still copy, for which training waits
+    def _publish(self, collected: Collected) -> None:
+        ranks = self._behind
+        # Before hashing, which would slow down ranks that still copy, and for which training waits.
+        with ranks.agree("copy a step into memory"):
             if self.error is not None:
                 raise self.error
         with ranks.agree("keep a step in memory"):
-            files, sums = self._records()
+            files, sums = self._records(collected)
             text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
             write_whole(self._records_path(ranks.rank), text)
         merged: list[dict[str, Any]] = []
@@ -154,10 +198,11 @@ class MemorySave:
             merged_records,
             merged.append,
         )
-        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(merged[0]))
+        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(collected, merged[0]))
+        text = self._sent_manifest(checksum)
         with ranks.agree("take the manifest in memory"):
             if self._host.places.is_leader(ranks.rank):
-                self._take_manifest(checksum)
+                self._take_manifest(text)
         self.is_complete = True
         problems = self._copy_others()
         found = ranks.combine("copies in memory", lambda: problems, list)
@@ -165,9 +210,9 @@ class MemorySave:
         if not self.has_copies:
             self._warn(f"step {self.step} in memory lacks copies: {'; '.join(p for p in found if p)}")
 
-    def _records(self) -> tuple[dict[str, FileEntry], list[int]]:
+    def _records(self, collected: Collected) -> tuple[dict[str, FileEntry], list[int]]:
         """Entries of this rank's files, and the digest sums of what it wrote."""
-        collected, rank = self._collected, self._ranks.rank
+        rank = self._behind.rank
         counted = [v for part in collected.snapshot.parts for v in part.live if v.counted]
         totals = {id(v): 0 for v in counted}
         files: dict[str, FileEntry] = {}
@@ -183,7 +228,7 @@ class MemorySave:
                     values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
                     totals[id(live)] += partial_sum(values, box.start)
                 at += nbytes
-                self._ranks.tick()
+                self._behind.tick()
             payload = file.memory[len(file.header) :].numpy().data
             blocks = [
                 xxhash.xxh3_64_hexdigest(payload[a : a + BLOCK_BYTES])
@@ -197,11 +242,12 @@ class MemorySave:
             if v.refers:
                 boxes = boxes_on(v.stored, rank)
                 totals[id(v)] = sum(partial_sums((live_piece(Piece(v, b)), b.box.start) for b in boxes))
-        self._write_documents(files)
+        self._write_documents(collected, files)
         return files, [totals[id(v)] % 2**64 for v in counted]
 
-    def _write_documents(self, files: dict[str, FileEntry]) -> None:
-        collected, ranks = self._collected, self._ranks
+    def _write_documents(self, collected: Collected, files: dict[str, FileEntry]) -> None:
+        ranks = self._behind
+        self.slot.keep_only({ranks.rank}, {f.name for f in self._files})  # not the documents of an older step
         documents: dict[str, Mapping[str, Any]] = {f"rank/{ranks.rank:05d}": collected.local}
         if ranks.rank == 0:
             documents["state"] = collected.shared
@@ -214,22 +260,52 @@ class MemorySave:
             write_whole(os.path.join(self.slot.path, name), content)
             files[name] = FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
 
-    def _write_manifest(self, merged: Mapping[str, Any]) -> str:
-        text = manifest_of_written(self._collected, self._ranks, merged).to_text().encode()
+    def _write_manifest(self, collected: Collected, merged: Mapping[str, Any]) -> str:
+        text = manifest_of_written(collected, self._behind, merged).to_text().encode()
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         return xxhash.xxh3_64_hexdigest(text)
 
-    def _take_manifest(self, checksum: str) -> None:
-        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more."""
-        if self._ranks.rank == 0:
-            with open(os.path.join(self.slot.path, MANIFEST_NAME), "rb") as file:
-                text = file.read()
-        else:
-            reader = self._host.reader(0)
-            text = reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
+    def _sent_manifest(self, checksum: str) -> bytes:
+        """The manifest, on the first rank of each host. Collective.
+
+        It comes over the network from rank 0's host; through the group's store where that does not answer some host.
+        """
+        ranks, text = self._behind, b""
+
+        def fetch() -> bool:
+            nonlocal text
+            if not self._host.places.is_leader(ranks.rank):
+                return True
+            text = self._manifest_of_first()
+            return xxhash.xxh3_64_hexdigest(text) == checksum
+
+        if ranks.combine("fetch the manifest in memory", fetch, all):
+            return text
+        return ranks.on_first("send the manifest in memory", self._sendable_manifest)
+
+    def _manifest_of_first(self) -> bytes:
+        """Empty if rank 0's host does not send it."""
+        if self._behind.rank == 0:
+            return Path(self.slot.path, MANIFEST_NAME).read_bytes()
+        reader = self._host.reader(0)
+        try:
+            return reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
+        except CheckpointError:
+            return b""
+        finally:
             reader.close()
-        if xxhash.xxh3_64_hexdigest(text) != checksum:
-            raise CheckpointError("the manifest arrived damaged")
+
+    def _sendable_manifest(self) -> bytes:
+        text = self._manifest_of_first()
+        if len(text) * self._behind.world_size > _MOST_SENT_BYTES:
+            raise CheckpointError(
+                f"rank 0's host does not send the manifest to all hosts, and it is too large for the group's store: {len(text):,} "
+                f"bytes for each rank"
+            )
+        return text
+
+    def _take_manifest(self, text: bytes) -> None:
+        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more."""
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         if min(self._host.tier.copies, self._host.places.hosts) > 1:
             write_whole(os.path.join(self._held.path, MANIFEST_NAME), text)
@@ -262,4 +338,4 @@ class MemorySave:
         for name, fields in records.items():
             entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
             path = held.room_for(name, entry.nbytes)
-            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._ranks.tick)
+            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._behind.tick)

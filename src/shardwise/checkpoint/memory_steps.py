@@ -26,7 +26,8 @@ from ..memory.units import proved_units, units_of
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import is_url
-from .collect import Lineage, collect
+from .collect import Lineage, compare, take
+from .low_bit_save import agree_on_forms
 from .memory_save import Host, MemorySave
 from .memory_view import Holdings, MemoryView
 
@@ -54,7 +55,7 @@ class MemorySteps:
         self._tier, self._root = tier, root
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""
-        self._slot, self._knows_slot, self._is_off, self._has_line = 1, False, False, False
+        self._slot, self._is_off, self._has_line = 1, False, False
         self._has_warned = False
         self._saving: MemorySave | None = None
         self.failed: list[HeldStep] = []
@@ -103,12 +104,18 @@ class MemorySteps:
         self._settle_if_done()
         if not self._has_line:
             self.begin_line(None, ranks)
-        slot = ranks.combine("keep a step", self._ready, _agreed_slot)
-        if slot is None:
+        forms = agree_on_forms(state, ranks)
+        saving = None if self._saving is not None or self._is_off else self._new_save(step, ranks)
+        if saving is None or not saving.start():
+            compare(lambda: None, ranks)
             return 0
-        self._slot = slot
-        collected = collect(state, step, lineage, ranks)
-        group = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
+        if not saving.copy(lambda: take(state, step, lineage, forms, ranks.rank)):
+            return 0
+        self._saving = saving
+        return saving.nbytes
+
+    def _new_save(self, step: int, ranks: Ranks) -> MemorySave:
+        behind = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
         level = (
             logging.INFO if self._has_warned else logging.WARNING
         )  # one warning, until a step is held whole
@@ -118,20 +125,7 @@ class MemorySteps:
             if ranks.rank == 0:
                 _log.log(level, "%s", text)
 
-        self._saving = MemorySave(collected, self._host, 1 - self._slot, group, warn)
-        self._saving.copy()
-        return self._saving.nbytes
-
-    def _ready(self) -> int | None:
-        """The slot of the newest step; -1 if this host has none, None if no step can be kept now."""
-        if self._saving is not None or self._is_off:
-            return None
-        if self.newest is None:
-            return -1
-        if self._knows_slot and self._ring.slot(f"own-{self._slot}").has_manifest:
-            return self._slot
-        held = [_held_in(self._ring.slot(f"own-{n}")) for n in (0, 1)]
-        return next((n for n, one in enumerate(held) if one is not None and one.step == self.newest), -1)
+        return MemorySave(step, self._host, 1 - self._slot, ranks, behind, warn)
 
     def wait(self) -> int | None:
         """Wait for the thread. Returns the newest step that is held."""
@@ -146,7 +140,7 @@ class MemorySteps:
             return
         self._saving = None
         if saving.is_complete:
-            self.newest, self._slot, self._knows_slot = saving.step, 1 - self._slot, True
+            self.newest, self._slot = saving.step, 1 - self._slot
         self._has_warned = self._has_warned and not saving.has_copies
         if isinstance(saving.error, RankError) and saving.error.missing:
             self._is_off = True  # ranks are out of step
@@ -162,17 +156,26 @@ class MemorySteps:
 
     def begin_line(self, step: int | None, ranks: Ranks) -> None:
         """From here on nothing but steps up to ``step`` may ever be taken from memory, on hosts that are here. Collective."""
+        self.wait()
         line = ranks.on_first("begin a line", new_word)
-        with ranks.agree("begin a line"):
+
+        def begin() -> int:
+            """The slot on this host that holds the step; -1: none."""
+            found = -1
             if self._host.places.is_leader(ranks.rank):
                 is_ours = self._line in self._ring.lines
                 for name in self._ring.slots():
                     held = _held_in(self._ring.slot(name))
                     if not is_ours or step is None or held is None or held.step > step:
                         self._ring.slot(name).clear()
+                    elif held.step == step and name.startswith("own"):
+                        found = int(name[-1])
                 self._ring.set_lines([self._line, line] if is_ours else [line])
+            return found
+
+        self._slot = ranks.combine("begin a line", begin, _agreed_slot)
         ranks.on_first("write the line", lambda: write_record(self._root, Record(self._name, line)))
-        self._line, self._has_line = line, True
+        self.newest, self._line, self._has_line = None, line, True
 
     def took(self, held: HeldStep) -> None:
         """A resume has taken this step: it stays until a newer one is held."""
@@ -186,6 +189,7 @@ class MemorySteps:
 
     def candidates(self, ranks: Ranks) -> list[HeldStep]:
         """Steps of which some host has a manifest, newest first; nothing is proved yet. Collective."""
+        self.wait()
 
         def look() -> list[list[Any]]:
             if self._line not in self._ring.lines:
@@ -255,9 +259,9 @@ def _held_in(slot: Slot) -> HeldStep | None:
         return None
 
 
-def _agreed_slot(found: list[int | None]) -> int | None:
+def _agreed_slot(found: list[int]) -> int:
     """The slot that must stay, from the hosts that have one."""
-    return None if None in found else max((n for n in found if n is not None and n >= 0), default=1)
+    return max((n for n in found if n >= 0), default=1)
 
 
 def _newest_first(found: list[list[list[Any]]]) -> list[list[Any]]:

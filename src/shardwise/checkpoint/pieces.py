@@ -42,7 +42,8 @@ def live_piece(piece: Piece) -> torch.Tensor:
     """The live tensor's elements in the box: a view."""
     found = local_tensor(piece.live.tensor).detach()
     for dim, (start, size) in enumerate(zip(piece.held.local_start, piece.held.box.sizes, strict=True)):
-        found = found.narrow(dim, start, size)
+        if size != found.shape[dim]:
+            found = found.narrow(dim, start, size)
     return found
 
 

@@ -1,9 +1,11 @@
-"""Brings units of another host into files of this one. Each is compared with its checksum when it arrives."""
+"""Brings units of another host into files of this one. Each is compared with its checksum as it arrives."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+
+import xxhash
 
 from ..errors import IntegrityError
 from .link import Reader
@@ -25,20 +27,24 @@ def copy_units(
 ) -> int:
     """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size. Returns their bytes.
 
-    Raises :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError` if the file's pages find no room.
+    Memory: a piece of 256 KiB; bytes go to their place before the unit is whole. Raises :class:`IntegrityError` for a unit that
+    arrived damaged: then nobody may read it there. :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError`
+    if the file's pages find no room.
     """
     done = 0
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for unit in units:
-            view = reader.room_for(unit.nbytes)
             for attempt in range(_ATTEMPTS):
-                reader.read_into(name, unit.start, view)
-                if unit.is_proved_by(view):
+                at, found = unit.start, xxhash.xxh3_64()
+                for piece in reader.pieces(name, unit.start, unit.nbytes):
+                    found.update(piece)
+                    _write(fd, piece, at, path)
+                    at += piece.nbytes
+                if found.hexdigest() == unit.xxh3:
                     break
                 if attempt == _ATTEMPTS - 1:
                     raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
-            _write(fd, view, unit.start, path)
             done += unit.nbytes
             on_progress()
     finally:

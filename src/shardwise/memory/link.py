@@ -15,10 +15,10 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Protocol
 
 from ..errors import CheckpointError, ShardwiseError
-from ..format.manifest import BLOCK_BYTES
 
 __all__ = ["Readable", "Reader", "Server", "address_towards_store", "own_address"]
 
@@ -28,6 +28,8 @@ _REQUEST = struct.Struct("!HQQ")
 _REPLY = struct.Struct("!BQ")
 _MAX_BYTES = 128 * 1024**2
 _MAX_CONNECTIONS = 64
+#: Of a reply, as it arrives: stays in a core's cache until it is hashed and written.
+_PIECE_BYTES = 256 * 1024
 
 
 def own_address(towards: tuple[str, int]) -> str:
@@ -151,44 +153,55 @@ class Reader:
         self._host, self._timeout_s = host, timeout_s
         self._at, self._secret = (address, port), secret
         self._link: socket.socket | None = None
-        self._memory = bytearray()
-
-    def room_for(self, nbytes: int) -> memoryview:
-        """Memory to read into, the same at each call: new pages for each unit would cost as much as the unit."""
-        if len(self._memory) < nbytes:
-            self._memory = bytearray(max(nbytes, BLOCK_BYTES))
-        return memoryview(self._memory)[:nbytes]
+        self._unread = 0  # bytes of the last reply
 
     def close(self) -> None:
-        self._memory = bytearray()
         if self._link is not None:
             self._link.close()
             self._link = None
 
-    def read_into(self, name: str, start: int, view: memoryview) -> None:
-        """Fill ``view`` from a file."""
-        if self._ask(name, start, view.nbytes, view) != view.nbytes:
+    def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Bytes of a file, in order. All pieces lie in the same memory: each is valid until the next one."""
+        if self._ask(name, start, nbytes) != nbytes:
             raise CheckpointError(f"host {self._host}: {name} is shorter than expected")
+        memory = memoryview(bytearray(min(_PIECE_BYTES, nbytes)))
+        while self._unread:
+            piece = memory[: self._unread]
+            self._take(piece)
+            yield piece
 
     def read_whole(self, name: str) -> bytes:
         """A file of at most 128 MiB."""
-        content = bytearray()
-        self._ask(name, 0, 0, content)
+        content = bytearray(self._ask(name, 0, 0))
+        self._take(memoryview(content))
         return bytes(content)
 
-    def _ask(self, name: str, start: int, nbytes: int, into: memoryview | bytearray) -> int:
-        try:
+    def _ask(self, name: str, start: int, nbytes: int) -> int:
+        """Ask for bytes; 0: all. Returns how many come."""
+        with self._explained():
+            if self._unread:  # the caller did not want the rest
+                self.close()
             link = self._link or self._connect()
             text = name.encode()
             link.sendall(_REQUEST.pack(len(text), start, nbytes) + text)
             status, found = _REPLY.unpack(_receive(link, _REPLY.size))
-            if status or found > _MAX_BYTES or (isinstance(into, memoryview) and found > into.nbytes):
+            if status or found > (nbytes or _MAX_BYTES):
+                self.close()
                 raise CheckpointError(f"host {self._host}: does not hold {name}")
-            if isinstance(into, bytearray):
-                into.extend(_receive(link, found))
-            else:
-                _receive_into(link, into[:found])
-            return int(found)
+            self._unread = int(found)
+        return self._unread
+
+    def _take(self, view: memoryview) -> None:
+        """Fill ``view`` from the reply."""
+        assert self._link is not None
+        with self._explained():
+            _receive_into(self._link, view)
+        self._unread -= view.nbytes
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self.close()
             raise CheckpointError(f"host {self._host} at {self._at[0]}: {error}") from error
@@ -204,5 +217,5 @@ class Reader:
         except BaseException:
             link.close()
             raise
-        self._link = link
+        self._link, self._unread = link, 0
         return link

@@ -5,20 +5,40 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..store.slice_file import tensor_bytes
 from .ring import Slot
 
-__all__ = ["Maps", "copy_bytes"]
+__all__ = ["Maps", "copy_tensors"]
 
 
-def copy_bytes(content: memoryview, target: torch.Tensor, at: int) -> None:
-    """Copy bytes into memory, from byte ``at`` on, as the C library does: it writes past the caches, which ``Tensor.copy_`` does not."""
-    assert at + content.nbytes <= target.numel()
-    source = torch.frombuffer(content, dtype=torch.uint8)
-    ctypes.memmove(target.data_ptr() + at, source.data_ptr(), content.nbytes)
+#: A tensor, memory, and the first byte there.
+Copy = tuple[torch.Tensor, torch.Tensor, int]
+
+
+def copy_tensors(copies: Sequence[Copy]) -> int:
+    """Copy elements of CPU tensors in row-major order into memory. Returns their bytes.
+
+    The C library copies: it writes past the caches, which ``Tensor.copy_`` does not. Memory: at most 16 MiB for a tensor that is not
+    contiguous.
+    """
+    moves, others = [], []
+    for tensor, target, at in copies:
+        assert at + tensor.nbytes <= target.numel()
+        if tensor.is_contiguous():
+            moves.append((target.data_ptr() + at, tensor.data_ptr(), tensor.nbytes))
+        else:
+            others.append((tensor, target, at))
+    for move in moves:  # nothing else between two of them: Python would find the caches full of the tensors
+        ctypes.memmove(*move)
+    for tensor, target, at in others:
+        for view in tensor_bytes(tensor):
+            target[at : at + view.nbytes] = torch.frombuffer(view, dtype=torch.uint8)
+            at += view.nbytes
+    return sum(tensor.nbytes for tensor, _, _ in copies)
 
 
 class Maps:
@@ -27,6 +47,10 @@ class Maps:
 
     def __init__(self) -> None:
         self._slots: dict[str, dict[str, tuple[int, torch.Tensor]]] = {}
+
+    def has(self, slot: Slot, sizes: Mapping[str, int]) -> bool:
+        """Whether the files of a slot were mapped last with these names and sizes."""
+        return {n: memory.numel() for n, (_, memory) in self._slots.get(slot.path, {}).items()} == sizes
 
     def of(self, slot: Slot, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Files of a slot, with room for so many bytes (at least one), as memory by name. Lets go of other files of the slot.

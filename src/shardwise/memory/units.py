@@ -31,10 +31,6 @@ class Unit:
     def stop(self) -> int:
         return self.start + self.nbytes
 
-    def is_proved_by(self, content: memoryview) -> bool:
-        """Whether these are its bytes."""
-        return content.nbytes == self.nbytes and xxhash.xxh3_64_hexdigest(content) == self.xxh3
-
 
 def units_of(entry: FileEntry) -> list[Unit]:
     """The units of a file, in order."""
