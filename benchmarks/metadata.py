@@ -137,12 +137,14 @@ TP_PLAN = {
 
 
 @contextmanager
-def ranks_not_there(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is one and no other exists."""
+def ranks_not_there(ranks: int, rank: int | None = None) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is one (:func:`rank_of` them) and no other exists."""
     # Private, and registers the backend "fake" when imported; what torch's own planners use (torch 2.11-2.13).
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank_of(ranks), world_size=ranks)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank_of(ranks) if rank is None else rank, world_size=ranks
+    )
     try:
         yield
     finally:
