@@ -10,7 +10,10 @@ from tests.simulation.run_judge import Run
 from tests.simulation.store import Server
 from tests.simulation.world import Process
 
-__all__ = ["FAULTS", "plan_fault"]
+__all__ = ["FAULTS", "LONGEST_LIFE_S", "plan_fault"]
+
+#: A process that its launcher could not kill is gone after this time.
+LONGEST_LIFE_S = 112.0
 
 FAULTS = (
     *("a rank dies", "all lose power", "a rank stops", "a rank stops for long"),
