@@ -10,7 +10,7 @@ from tests.simulation.agreements import born, limit_s
 from tests.simulation.files import Files
 from tests.simulation.programs import launch as start
 from tests.simulation.run_faults import FAULTS, LONGEST_LIFE_S, plan_fault
-from tests.simulation.run_judge import Run, judge_end, judge_launch, judge_rename, watch_launch
+from tests.simulation.run_judge import Run, judge_end, judge_launch, judge_lost, judge_rename, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import World
 
@@ -52,6 +52,9 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
                 world.problems.append(
                     f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
                 )
+        if run.is_lost:
+            judge_lost(run, launch)
+            break
         judge_launch(run, launch, processes, fault)
         files.failing, files.on_rename, files.on_scan, files.on_mkdir = None, None, None, None
         for process in processes:
