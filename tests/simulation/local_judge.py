@@ -8,7 +8,7 @@ from tests.simulation.files import Files
 from tests.simulation.run_judge import Run, judge_lock
 from tests.simulation.world import Process
 
-__all__ = ["Parts", "judge_away", "judge_hosts", "judge_part"]
+__all__ = ["Parts", "judge_away", "judge_hosts", "judge_leftovers", "judge_part"]
 
 
 @dataclass(slots=True)
@@ -58,6 +58,19 @@ def judge_away(run: Run, parts: Parts, launch: int, processes: list[Process], aw
     if not any("CheckpointError" in text for text in texts):
         run.world.problems.append(f"nameless: launch {launch} resumes as {texts}")
     return True
+
+
+def judge_leftovers(run: Run, launch: int, hosts: list[int]) -> None:
+    """After a launch that has saved a step, and in which nothing failed: no part of an older one is left that may still get its name."""
+    lines = [line for told in run.ended.get(launch, {}).values() for line in told]
+    if run.has_guest or not any(
+        line.startswith(("save", "wait")) and line.endswith(": ok") for line in lines
+    ):
+        return
+    for host in hosts:
+        names = run.disks[host].node(run.home).entries
+        if parts := [n for n in names if n.startswith(".tmp-step-")]:
+            run.world.problems.append(f"rubbish: {parts} are left on host {host} after launch {launch}")
 
 
 def judge_hosts(run: Run, parts: Parts, launch: int, *, is_whole: bool) -> None:

@@ -10,7 +10,10 @@ from tests.simulation.run_judge import Run
 from tests.simulation.store import Server
 from tests.simulation.world import Process
 
-__all__ = ["FAULTS", "plan_fault"]
+__all__ = ["FAULTS", "LONGEST_LIFE_S", "plan_fault"]
+
+#: A process that its launcher could not kill is gone after this time.
+LONGEST_LIFE_S = 112.0
 
 FAULTS = (
     *("a rank dies", "all lose power", "a rank stops", "a rank stops for long"),
@@ -81,7 +84,9 @@ def _damage_next(run: Run, files: Files) -> None:
         if judge is not None:
             judge(old, new)
         name = new.rpartition("/")[2]
-        if name.startswith("step-") and "." not in name and not is_done and any(map(is_step, home)):
+        if not name.startswith("step-") or "." in name or is_done:
+            return
+        if any(map(is_step, home)) or run.world.draw.random() < 0.1:
             is_done = True
             inner = files.node(old).entries["rank"].entries
             inner[max(inner)].content.clear()

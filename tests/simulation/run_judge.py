@@ -19,6 +19,7 @@ __all__ = [
     "judge_launch",
     "judge_lock",
     "judge_locked",
+    "judge_lost",
     "judge_rename",
     "judge_wait",
     "watch_launch",
@@ -63,6 +64,8 @@ class Run:
 
     began: dict[tuple[int, int], float] = field(default_factory=dict)
     """By launch and step, when the first rank began to save it."""
+    is_lost: bool = False
+    """Whether all steps were damaged when the present launch began: it must not begin anew."""
     had_failing_call: bool = False
     has_guest: bool = False
     """Whether a process of an earlier launch lived when the present one began. It may go on, and leave something, after the last one."""
@@ -88,6 +91,7 @@ def judge_wait(run: Run, process: Process, name: str) -> None:
 
 def watch_launch(run: Run, launch: int) -> None:
     """A launch begins: look at what the one before has left, and from now on at what is made."""
+    run.is_lost = run.is_lost or _has_only_damaged(run)
     run.has_guest = any(not p.is_dead for p in run.world.processes if p.launch < launch)
     for files in run.disks:
         files.on_mkdir = functools.partial(_judge_mkdir, run, launch)
@@ -95,6 +99,22 @@ def watch_launch(run: Run, launch: int) -> None:
             hint = bytes(files.node(f"{run.home}/latest").content).decode(errors="replace")
             if not re.fullmatch(r"step-[0-9]{8}\n", hint):
                 run.world.problems.append(f"hint: launch {launch} finds {hint!r} in latest")
+
+
+def _has_only_damaged(run: Run) -> bool:
+    names = [n for files in run.disks if files.has(run.home) for n in files.node(run.home).entries]
+    steps = {int(n[5:]) for n in names if n.startswith("step-") and "." not in n}
+    return bool(steps) and run.damaged.issuperset(steps)
+
+
+def judge_lost(run: Run, launch: int) -> None:
+    """All steps of a run are damaged: a launch says so on every rank that comes so far, and makes no new one."""
+    for rank, lines in run.ended.get(launch, {}).items():
+        for line in lines:
+            if line == "resume: ok" or (line.startswith("save") and line.endswith(": ok")):
+                run.world.problems.append(
+                    f"lost: all steps are damaged, launch {launch}, rank {rank}: {line}"
+                )
 
 
 def _judge_mkdir(run: Run, launch: int, path: str) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from tests.simulation.world import Process, World
 
-__all__ = ["Server", "Store", "label_of"]
+__all__ = ["Server", "Store", "labels_of"]
 
 #: How long torch's client waits for a key that does not come.
 _GET_TIMEOUT_S = 300.0
+_AGREEMENT = re.compile(rb'^\{[^\n]*"label":"([^"]*)"')
 
 
 class Server:
@@ -46,6 +47,14 @@ def label_of(method: str, key: str) -> str:
     return f"{method} {re.sub(r'/[1-9][0-9]*', '/n', key)}"
 
 
+def labels_of(method: str, key: str, value: bytes) -> tuple[str, ...]:
+    """The kind of a message, and where its value names the agreement, the kind in that agreement."""
+    label = label_of(method, key)
+    if (found := _AGREEMENT.search(value)) is None:
+        return (label,)
+    return label, f"{label} in '{re.sub('[0-9]+', 'N', found[1].decode())}'"
+
+
 class Store:
     """A client. Prefixes are part of it."""
 
@@ -59,16 +68,23 @@ class Store:
         """As ``torch.distributed.PrefixStore``."""
         return Store(self._server, self._process, f"{self._prefix}{prefix}/")
 
-    def _ask(self, method: str, key: str, answer: Callable[[dict[str, bytes]], Any], lost: Any) -> Any:
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        answer: Callable[[dict[str, bytes]], Any],
+        lost: Any,
+        value: bytes = b"",
+    ) -> Any:
         server, world, process = self._server, self._server.world, self._process
         world.operation()
         self._reach(process)
-        label = None
+        labels: tuple[str, ...] = ()
         if server.labels is not None or server.dropped is not None:
-            label = label_of(method, key)
+            labels = labels_of(method, key, value)
             if server.labels is not None:
-                server.labels.add(label)
-        if label is not None and label == server.dropped:
+                server.labels.update(labels)
+        if labels and server.dropped in labels:
             result = lost(server.data) if callable(lost) else lost
         else:
             result = answer(server.data)
@@ -98,7 +114,7 @@ class Store:
 
     def set(self, key: str, value: bytes) -> None:
         full = self._key(key)
-        self._ask("set", full, lambda data: data.__setitem__(full, bytes(value)), None)
+        self._ask("set", full, lambda data: data.__setitem__(full, bytes(value)), None, bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -145,7 +161,7 @@ class Store:
                 data[full] = desired
             return data[full]
 
-        return bytes(self._ask("compare_set", full, answer, desired))
+        return bytes(self._ask("compare_set", full, answer, desired, desired))
 
     def delete_key(self, key: str) -> bool:
         full = self._key(key)
