@@ -156,7 +156,6 @@ class MemorySteps:
 
     def begin_line(self, step: int | None, ranks: Ranks) -> None:
         """From here on nothing but steps up to ``step`` may ever be taken from memory, on hosts that are here. Collective."""
-        self.wait()
         line = ranks.on_first("begin a line", new_word)
 
         def begin() -> int:
@@ -188,7 +187,7 @@ class MemorySteps:
     # -- finding ------------------------------------------------------------------------------------------
 
     def candidates(self, ranks: Ranks) -> list[HeldStep]:
-        """Steps of which some host has a manifest, newest first; nothing is proved yet. Collective."""
+        """Steps of which some host has a manifest, newest first; nothing is proved yet. Waits for one that is on its way. Collective."""
         self.wait()
 
         def look() -> list[list[Any]]:
