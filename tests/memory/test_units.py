@@ -133,16 +133,17 @@ def test_a_unit_that_arrives_damaged_once_is_read_again(
 ) -> None:
     here = tmp_path / "here"
     here.write_bytes(bytes(NBYTES))
-    read, calls = Reader.read_into, 0
+    pieces, calls = Reader.pieces, 0
 
-    def garbled_once(self: Reader, name: str, start: int, view: memoryview) -> None:
+    def garbled_once(self: Reader, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
         nonlocal calls
         calls += 1
-        read(self, name, start, view)
-        if calls == 2:
-            view[0] ^= 1
+        for piece in pieces(self, name, start, nbytes):
+            if calls == 2:
+                piece[0] ^= 1
+            yield piece
 
-    monkeypatch.setattr(Reader, "read_into", garbled_once)
+    monkeypatch.setattr(Reader, "pieces", garbled_once)
     with _reader(server, b"word") as reader:
         copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
     assert here.read_bytes() == content

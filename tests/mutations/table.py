@@ -1556,8 +1556,8 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/copies.py",
-        "            if found.hexdigest() != unit.xxh3:\n",
-        "            if at != unit.stop:\n",
+        "return found.hexdigest() == unit.xxh3",
+        "return at == unit.stop",
         ("tests/memory/test_units.py::test_units_come_over_the_wire_and_damage_is_found_when_they_arrive",),
         "what another host sends is not compared with its checksum",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -67,10 +67,7 @@ class _Reader:
         self._world, self._host, self._one = world, host, one
         self._secret, self._timeout_s = secret, timeout_s
 
-    def room_for(self, nbytes: int) -> memoryview:
-        return memoryview(bytearray(nbytes))
-
-    def read_into(self, name: str, start: int, view: memoryview) -> None:
+    def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
         world, one = self._world, self._one
         world.operation()
         until = max(world.process.cut_until, one.process.cut_until, one.process.paused_until)
@@ -85,19 +82,19 @@ class _Reader:
             content = bytes(one.files.node(one.files.inner(one.ring.readable(name)) or "").content)
         except OSError as error:
             raise CheckpointError(f"host {self._host}: does not hold {name}") from error
-        found = bytearray(content[start : start + view.nbytes])
+        found = bytearray(content[start : start + nbytes])
         if one.files.labels is not None:
             one.files.labels.add(_LABEL)
         if one.files.dropped == _LABEL:
-            return
-        if len(found) != view.nbytes:
+            return  # the file keeps what it had
+        if len(found) != nbytes:
             raise CheckpointError(f"host {self._host}: {name} is shorter than expected")
         if world.garbled_reads:
             world.garbled_reads -= 1
             if not world.garbled_reads:
                 world.note(f"{name} arrives damaged")
                 found[world.draw.randrange(len(found))] ^= 1
-        view[:] = found
+        yield memoryview(found)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -22,7 +22,7 @@ from shardwise.checkpoint import (
 from shardwise.errors import IntegrityError
 from shardwise.format.manifest import read_manifest
 from shardwise.format.places import absent_places
-from shardwise.memory import copies, units
+from shardwise.memory import copies
 from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, protocol, ranks
 from shardwise.ranks.verdicts import Request, Status
@@ -120,6 +120,13 @@ def _lost(held: Any, damage: str, at: Any) -> None:
     raise IntegrityError(damage or f"{held.path}: a host lacks its part")
 
 
+_bring = copies._bring
+
+
+def _brings_anything(*unit: Any) -> bool:
+    return _bring(*unit) or True
+
+
 def _of_no_other_host(root: str) -> list[Any]:
     return [replace(part, places=[]) for part in part_target.sealed_parts(root)]
 
@@ -182,7 +189,7 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
         "_is_own_part_whole",
         lambda self, current: lambda path, step: True,
     ),
-    ("whether bytes of another host are right", units.Unit, "is_proved_by", lambda self, view: True),
+    ("whether bytes of another host are right", copies, "_bring", _brings_anything),
     ("whether bytes of another host are right when read again", copies, "_ATTEMPTS", 1),
     ("whether a sealed part is of a published step", local_directories, "settle_parts", _sweep_all),
     ("whether other parts may have appeared, after a failure", ranks.Ranks, "is_settled", lambda *_: True),
@@ -201,8 +208,8 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
 
 #: Where only schedules of hosts with directories of their own come.
 _ONLY_LOCAL = (
-    *(local_directories, local_directories._Held, local_directories.LocalDirectories),
-    *(parts, part_target, units.Unit, copies),
+    *(local_directories, local_directories.LocalDirectories, local_parts, local_parts._Held),
+    *(parts, part_target, copies),
 )
 
 

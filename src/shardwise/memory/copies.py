@@ -35,21 +35,23 @@ def copy_units(
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for unit in units:
-            for attempt in range(_ATTEMPTS):
-                at, found = unit.start, xxhash.xxh3_64()
-                for piece in reader.pieces(name, unit.start, unit.nbytes):
-                    found.update(piece)
-                    _write(fd, piece, at, path)
-                    at += piece.nbytes
-                if found.hexdigest() == unit.xxh3:
-                    break
-                if attempt == _ATTEMPTS - 1:
-                    raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
+            if not any(_bring(reader, name, unit, fd, path) for _ in range(_ATTEMPTS)):
+                raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
             done += unit.nbytes
             on_progress()
     finally:
         os.close(fd)
     return done
+
+
+def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> bool:
+    """Write a unit to its place. Whether what arrived has its checksum."""
+    at, found = unit.start, xxhash.xxh3_64()
+    for piece in reader.pieces(name, unit.start, unit.nbytes):
+        found.update(piece)
+        _write(fd, piece, at, path)
+        at += piece.nbytes
+    return found.hexdigest() == unit.xxh3
 
 
 def _write(fd: int, content: memoryview, start: int, path: str) -> None:
