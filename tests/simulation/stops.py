@@ -192,6 +192,8 @@ def _judged(loop: _Loop, processes: list[Process]) -> list[str]:
     if loop.fault is None and loop.stray < 0:
         if kinds - {"stopped", "end"}:
             problems.append(f"false alarm: {loop.ended}")
-        if kinds == {"end"} and loop.first_call_then + _MOST_CALLS_LATE < len(loop.steps) and loop.asked:
+        # Where rank 0 is never told, from when it should have been.
+        since = loop.first_call_then if loop.known_call is None else loop.known_call
+        if kinds == {"end"} and since + _MOST_CALLS_LATE < len(loop.steps) and loop.asked:
             problems.append("missed: a rank was asked, and no rank stopped")
     return problems
