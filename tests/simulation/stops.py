@@ -192,6 +192,7 @@ def _judged(loop: _Loop, processes: list[Process]) -> list[str]:
     if loop.fault is None and loop.stray < 0:
         if kinds - {"stopped", "end"}:
             problems.append(f"false alarm: {loop.ended}")
-        if kinds == {"end"} and loop.first_call_then + _MOST_CALLS_LATE < len(loop.steps) and loop.asked:
+        known = loop.first_call_then if loop.known_call is None else loop.known_call
+        if kinds == {"end"} and known + _MOST_CALLS_LATE < len(loop.steps) and loop.asked:
             problems.append("missed: a rank was asked, and no rank stopped")
     return problems
