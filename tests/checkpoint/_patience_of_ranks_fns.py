@@ -6,8 +6,8 @@ import contextlib
 import fcntl
 import os
 import resource
-import stat
 import shutil
+import stat
 import subprocess
 import threading
 import time
