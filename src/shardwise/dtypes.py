@@ -79,7 +79,6 @@ def torch_dtype(code: str) -> torch.dtype:
 
 
 @cache
-@cache
 def code_of(dtype: torch.dtype) -> str:
     """The stored dtype code of a torch dtype. Raises :class:`FormatError` if it can't be stored."""
     name = str(dtype).removeprefix("torch.")

@@ -166,7 +166,8 @@ def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> tuple[NamedTensor, .
                 clashes.add(name)
             if name not in entry.names:
                 entry.names.append(name)
-            if (module, attribute) not in entry.owners:  # a module may stand at two places
+            # A module may stand at two places; its class may say itself which others are equal.
+            if not any(m is module and a == attribute for m, a in entry.owners):
                 entry.owners.append((module, attribute))
             entry.persistent |= persistent
     if clashes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpoint import memory_steps
 from shardwise.checkpoint.memory_save import MemorySave
 from shardwise.checkpoint.memory_view import MemoryView
 from tests.checkpoint._checkpointer_fns import failure, on_first, set_values, state_at
@@ -161,3 +163,39 @@ def resumed_beside(root: str, hosts: str) -> tuple[int | None, int | None, list[
         newest, memory = checkpointer.wait_for_memory(), checkpointer._memory
         assert memory is not None
         return report.step, newest, [one.step for one in memory.candidates(checkpointer._ranks())]
+
+
+def interrupted(root: str, hosts: str) -> list[Any]:
+    """Ctrl-C on rank 0 while it waits for rank 1, which is late with step 4. What the call said, whether a save and step 6 worked after
+    it, and threads that are left."""
+    state, rank, real = state_at(1), dist.get_rank(), memory_steps.take
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def late(*args: Any) -> Any:
+        time.sleep(1.0)
+        return real(*args)
+
+    try:
+        with sw.Checkpointer(root, memory=tier(hosts)) as checkpointer:
+            checkpointer.remember(state, 2)
+            checkpointer.wait_for_memory()
+            dist.barrier()
+            set_values(state, 3)
+            set_values(state, 4)
+            if rank == 0:
+                threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+            with mock.patch.object(memory_steps, "take", late if rank else real):
+                try:
+                    said: list[Any] = [checkpointer.remember(state, 4) > 0]
+                except KeyboardInterrupt:
+                    said = ["interrupted"]
+            checkpointer.save(state, 4)
+            said.append(checkpointer.wait_for_memory())
+            set_values(state, 5)
+            set_values(state, 6)
+            said.append(checkpointer.remember(state, 6) > 0)
+            said.append(checkpointer.wait_for_memory())
+        said.append([t.name for t in threading.enumerate() if t.name.startswith("shardwise-memory")])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return said

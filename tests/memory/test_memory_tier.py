@@ -56,6 +56,13 @@ def test_a_step_that_not_all_ranks_keep(ranks, tmp_path):
     assert found == [[(2, True, True), (12, True, True)]] * 2
 
 
+def test_interrupted_while_other_ranks_are_late(ranks, tmp_path):
+    """The thread beside the copy uses the ranks of the caller's thread until they have compared: Ctrl-C waits for that."""
+    first, second = ranks.run_ranks(2, fns.interrupted, str(tmp_path / "run"), str(tmp_path / "hosts"))
+    assert (first[0], second[0]) == ("interrupted", True)
+    assert first[1:] == second[1:] == [2, True, 6, []]
+
+
 def test_a_step_on_its_way_is_given_up_by_a_resume_of_an_older_one(ranks, tmp_path):
     root, hosts = tmp_path / "run", tmp_path / "hosts"
     assert ranks.run_ranks(2, fns.resumed_beside, str(root), str(hosts)) == [(3, None, [])] * 2

@@ -203,3 +203,11 @@ def test_bytes_arrive_before_they_are_read(tmp_path: Path) -> None:
     with FileReader() as reader:
         reader.read_into(str(file), 0, memoryview(found))
     assert len(asked) == 1, "only readers that are made in the block ask"
+
+
+def test_marks_of_a_tensor_are_copied() -> None:
+    marked = [torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j]).conj().imag, torch.ones(2)]
+    target = torch.zeros(16 + 4 + 8, dtype=torch.uint8)
+    copy_tensors(list(zip(marked, [target] * 3, (0, 16, 20), strict=True)))
+    assert target[:16].view(torch.complex64).tolist() == [1 - 2j, 3 + 4j]
+    assert target[16:20].view(torch.float32).tolist() == [-2.0]

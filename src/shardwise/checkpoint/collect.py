@@ -176,6 +176,10 @@ def _check_names(snapshot: Snapshot) -> None:
                     f"{part.name}: the tensor {brief(v.stored.name)} has a name of {len(v.stored.name)} characters, the limit "
                     f"is {MAX_NAME_CHARS}; give the module or the parameter a shorter name"
                 )
+            if v.stored.name == "__metadata__":
+                raise StateError(
+                    f"{part.name}: safetensors keeps the name '__metadata__' for itself; give the parameter or the buffer another one"
+                )
 
 
 def _split_documents(

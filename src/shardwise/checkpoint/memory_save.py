@@ -92,20 +92,21 @@ class MemorySave:
         self.nbytes = 0
         self.error: BaseException | None = None
         self._number, self._host, self._ranks, self._behind = number, host, ranks, behind
+        self._stream: torch.Stream | None = None
         self._taken: Future[Taken] = Future()
         self._agreed: Future[Collected | None] = Future()
-        self._copied = threading.Event()
+        self._copied, self._ended, self._has_started = threading.Event(), threading.Event(), False
         self._files: list[_File] = []
         self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return self._has_started and not self._ended.is_set()
 
     def join(self) -> None:
-        """Wait for the thread."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        """Wait for the thread. Not by ``Thread.join``: after Ctrl-C in it Python (3.11) takes a running thread for one that has ended."""
+        if self._has_started:
+            self._ended.wait()
 
     def start(self) -> bool:
         """Start the thread, which :meth:`copy` needs. False: the system is out of threads."""
@@ -113,30 +114,45 @@ class MemorySave:
             self._thread.start()
         except RuntimeError:
             return False
+        self._has_started = True
         return True
 
     def copy(self, taking: Callable[[], Taken]) -> bool:
         """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
 
-        It does not wait for the other ranks first: the slot holds no step that anyone wants, whatever they say. Raises what ``taking`` raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all
-        ranks', later.
+        It does not wait for the other ranks first: the slot holds no step that anyone wants, whatever they say. Raises what ``taking``
+        raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all ranks', later, and so is
+        Ctrl-C, which this rank raises when all have compared: until then the thread uses this thread's ranks.
         """
+        if torch.accelerator.is_available():
+            self._stream = torch.accelerator.current_stream()
         try:
             try:
-                self._taken.set_result(taken := taking())
+                with self._ranks.patience():
+                    taken = taking()
             except BaseException as error:
                 self._taken.set_exception(error)
                 raise
+            self._taken.set_result(taken)
             self._copy(taken)
-        except Exception as error:
+        except BaseException as error:
             self.error = error
-        except BaseException as error:  # Ctrl-C: the other ranks learn of it
-            self.error = error
-            raise
         finally:
-            wait([self._agreed])  # until then the thread uses the ranks of this thread, and reads the state
-            self._copied.set()
+            self._wait_for_agreement()
+        if self.error is not None and not isinstance(self.error, Exception):
+            raise self.error
         return self._agreed.result() is not None
+
+    def _wait_for_agreement(self) -> None:
+        """Until the thread no longer uses this thread's ranks, and no longer reads the state; also through Ctrl-C."""
+        while not self._agreed.done():
+            try:
+                if not self._taken.done():  # Ctrl-C came first
+                    self._taken.set_exception(KeyboardInterrupt())
+                wait([self._agreed])
+            except BaseException as error:
+                self.error = error
+        self._copied.set()
 
     def _copy(self, taken: Taken) -> None:
         rank, places = self._ranks.rank, self._host.places
@@ -165,8 +181,14 @@ class MemorySave:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+    def _work(self) -> None:
         try:  # beside the copy
-            found = compare(self._taken.result, self._ranks)
+            found = compare(self._taken_here, self._ranks)
             collected = None if found is None else detached_documents(found)
         except BaseException as error:
             self._agreed.set_exception(error)
@@ -180,6 +202,13 @@ class MemorySave:
         except BaseException as error:
             self.error = error
             self._warn(f"step {self.step} is not kept in memory: {error}")
+
+    def _taken_here(self) -> Taken:
+        """What the caller's thread has taken; this thread's device work comes after that one's from here on."""
+        taken = self._taken.result()
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        return taken
 
     def _publish(self, collected: Collected) -> None:
         ranks = self._behind

@@ -109,9 +109,17 @@ class MemorySteps:
         if saving is None or not saving.start():
             compare(lambda: None, ranks)
             return 0
-        if not saving.copy(lambda: take(state, step, lineage, forms, ranks.rank)):
+        self._saving = (
+            saving  # also after Ctrl-C in the copy: its thread has to end before the next one begins
+        )
+        try:
+            is_kept = saving.copy(lambda: take(state, step, lineage, forms, ranks.rank))
+        except Exception:
+            self._saving = None  # the thread has ended, or is about to
+            raise
+        if not is_kept:
+            self._saving = None
             return 0
-        self._saving = saving
         return saving.nbytes
 
     def _new_save(self, step: int, ranks: Ranks) -> MemorySave:
