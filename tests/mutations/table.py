@@ -2094,8 +2094,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/parts.py",
-        "if appears or present.issuperset(part.places):",
-        "if not appears and present.issuperset(part.places):",
+        "if appears or (is_held and present.issuperset(part.places)):",
+        "if not appears and (is_held and present.issuperset(part.places)):",
         (f"{LOCAL}::test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start",),
         "a sealed part of a step that another host has published is not published",
     ),
