@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.check import quick_check
 from shardwise.errors import CheckpointError
 from shardwise.format.places import rank_of_file
+from shardwise.store.part_target import delete_sealed, sealed_parts
 from tests.checkpoint import _local_fns as fns
 from tests.checkpoint._checkpointer_fns import _flip
 
@@ -32,7 +34,7 @@ def merge(hosts: Path, step: str, out: Path, count: int = 2) -> Path:
     return out
 
 
-def test_parts_resume_bitwise_and_merge_into_a_checkpoint(ranks, tmp_path):
+def test_parts_resume_bitwise_and_merge_into_a_checkpoint(ranks, tmp_path, monkeypatch):
     hosts = tmp_path / "hosts"
     found = ranks.run_ranks(2, fns.whole_way, str(hosts), [0, 1], "sync")
     assert all(one["same"] and one["exact"] for one in found), found
@@ -58,9 +60,29 @@ def test_parts_resume_bitwise_and_merge_into_a_checkpoint(ranks, tmp_path):
 
     merged = merge(hosts, STEP, tmp_path / "step-00000003")
     assert sw.verify(merged).ok
+    deletion_of_a_part_is_cut(parts[1], monkeypatch)
     assert quick_check(str(merged), 3).places[1].ranks == (1,)
     digests = ranks.run_ranks(2, fns.restored, str(merged)) + ranks.run_ranks(1, fns.restored, str(merged))
     assert len(set(digests)) == 1
+
+
+def deletion_of_a_part_is_cut(part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one file: what is left is no sealed part, and may not be published."""
+    root, unlink, left = str(part.parent), os.unlink, [1]
+    sealed = part.rename(part.parent / f".tmp-{part.name}-{'ab' * 8}")
+
+    def cut(path: str) -> None:
+        if not left:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        unlink(path)
+        left.pop()
+
+    assert [one.final for one in sealed_parts(root)] == [part.name]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", cut)
+        delete_sealed(root)
+    assert len(files(sealed)) > 1
+    assert sealed_parts(root) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -34,6 +35,19 @@ def error_of(call: Any) -> tuple[str, str]:
 def leads(places: Sequence[int]) -> bool:
     """Whether this rank is the first of its host."""
     return places.index(places[dist.get_rank()]) == dist.get_rank()
+
+
+def cut(path: str) -> None:
+    """Leave the last rank's part as a crash between the renames does. Collective."""
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        folder, name = os.path.split(path)
+        os.rename(path, f"{folder}/.tmp-{name}-{'ab' * 8}")
+    dist.barrier()
+
+
+def temporary_in(folder: str) -> list[str]:
+    return [n for n in os.listdir(folder) if n.startswith(".tmp")]
 
 
 # -------------------------------------------------------------------------------------------- Accelerate
@@ -90,6 +104,26 @@ def accelerate_elsewhere(hosts: str, places: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def accelerate_cut(hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """The first save is cut between the renames; then one is saved of which an earlier attempt is left."""
+    at, found = root(hosts, places), dict[str, Any]()
+    with launched():
+        script = _Script(at, local=True)
+        script.train()
+        first = script.save().path
+    cut(first)
+    with launched():
+        script = _Script(at, local=True)
+        report = script.resume()
+        found["resumed"] = report.step, report.path
+        for name in ("step-2", "other"):
+            shutil.copytree(first, f"{at}/.tmp-{name}-{'cd' * 8}")
+        script.train()
+        script.save()
+        found["left"] = temporary_in(at)
+    return found
+
+
 # ----------------------------------------------------------------------------------------------- Trainer
 
 
@@ -102,7 +136,7 @@ def life(
     given = metric | options.pop("arguments", {})
     with arguments(output_dir, **given) as args, warnings_logged() as warned:
         model, _ = load_pretrained(args, path, config=config_of(path, dropout), **loaded)
-        trainer = ShardwiseTrainer(
+        trainer = options.pop("kind", ShardwiseTrainer)(
             model,
             args,
             train_dataset=Rows(),
@@ -156,6 +190,39 @@ def trainer_elsewhere(path: str, hosts: str, places: Sequence[int]) -> dict[str,
     found["url"] = error_of(lambda: life(path, at, checkpoint_root="s3://bucket/a", local=True))
     found["fallback"] = error_of(lambda: life(path, at, fallback=f"{at}-else", local=True))
     return found
+
+
+class OutOfMemory(ShardwiseTrainer):
+    """Its first step fails."""
+
+    has_failed = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(*args, **kwargs)
+
+
+def trainer_cut(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """The first save is cut between the renames. The next life runs out of memory, and of its saves the first does not appear everywhere."""
+    at = root(hosts, places)
+    life(path, at, stop=4, local=True, arguments={"fsdp": False})
+    cut(f"{at}/checkpoint-3")
+    rename = os.rename
+
+    def failing(source: str, target: str) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 and target.endswith("/checkpoint-6"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+        rename(source, target)
+
+    os.rename = failing
+    try:
+        given = {"fsdp": False, "auto_find_batch_size": True, "save_total_limit": None}
+        rest = {"kind": OutOfMemory, "on_save_error": "warn"}
+        return life(path, at, resume=True, stop=10, local=True, arguments=given, **rest)
+    finally:
+        os.rename = rename
 
 
 def trainer_best(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:

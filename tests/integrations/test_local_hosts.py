@@ -55,6 +55,24 @@ def test_accelerate(ranks: RankPool, tmp_path: Path, automatic: bool) -> None:
         assert one["none below"] is None
 
 
+def test_accelerate_goes_on_after_a_first_save_that_was_cut(ranks: RankPool, tmp_path: Path) -> None:
+    for number, one in enumerate(ranks.run_ranks(2, fns.accelerate_cut, str(tmp_path), [0, 1])):
+        assert one["resumed"] == (1, str(tmp_path / f"host-{number}/run/step-1"))
+        assert one["left"] == [f".tmp-other-{'cd' * 8}"], "it may be another run's"
+
+
+def test_trainer_goes_on_after_a_first_save_that_was_cut(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    found = ranks.run_ranks(2, fns.trainer_cut, str(hub), str(tmp_path), [0, 1], timeout_s=200)
+    for number, one in enumerate(found):
+        path = str(tmp_path / f"host-{number}/run/checkpoint-3")
+        assert one["report"] == (3, False, path, []), "restored again, with batches of half the size"
+        assert [step for step, *_ in one["losses"]] == list(range(1, 11))
+        assert [n for n in one["names"] if not n.startswith("_superseded-checkpoint-6-")] == [
+            "checkpoint-3",
+            "checkpoint-9",
+        ], "no sealed part stays"
+
+
 @pytest.mark.slow
 def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     """Four ranks on two hosts, then three on three; 48 rows are six steps an epoch."""

@@ -20,6 +20,7 @@ from ..store.part_target import PartTarget
 from ..store.target import Target
 from .local_parts import find_parts, opened
 from .local_places import LocalPlaces, id_of_place
+from .parts import settle_parts
 
 __all__ = ["Hosts", "LocalHosts", "OneForAll", "Opened", "hosts_of"]
 
@@ -59,6 +60,9 @@ class Hosts(Protocol):
     def target(self, target: Target) -> Target:
         """Where this rank's host publishes what all would publish at ``target``. After a call with its root."""
 
+    def settle(self, root: str, *, is_held: bool) -> None:
+        """Publish or delete what killed saves left in directories of the hosts' own, as :func:`.settle_parts`."""
+
     def holds(self, path: str) -> bool:
         """Whether hosts with directories of their own hold all parts of a checkpoint, as far as a check without payload can tell; says
         why not. True for a directory of all: its reader finds damage. Raises :class:`CheckpointError` if a host that has a part is away."""
@@ -96,6 +100,9 @@ class OneForAll:
 
     def target(self, target: Target) -> Target:
         return target
+
+    def settle(self, root: str, *, is_held: bool) -> None:
+        """Nothing."""
 
     def holds(self, path: str) -> bool:
         return True
@@ -137,6 +144,9 @@ class LocalHosts:
     def target(self, target: Target) -> Target:
         at = self._met[os.path.dirname(target.final)]
         return PartTarget(target.final, at.places, at.own)
+
+    def settle(self, root: str, *, is_held: bool) -> None:
+        settle_parts(root, self._at(root), Ranks.current(), is_held=is_held)
 
     def holds(self, path: str) -> bool:
         ranks = Ranks.current()

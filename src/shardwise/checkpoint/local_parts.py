@@ -179,7 +179,8 @@ def opened(
     files, mine, leads = files_by_place(manifest), found.here[at.own], at.leads(ranks.rank)
     here = frozenset(name for number in mine for name in files[number])
     lacking = frozenset(manifest.files) - here
-    view = os.path.join(os.path.dirname(path), f".tmp-view-{nonce}") if lacking else path
+    # A leftover, but not under the name of a sealed part.
+    view = os.path.join(os.path.dirname(path), f".tmp-{nonce}-view") if lacking else path
     try:
         with ExitStack() as stack:
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 from ..format.manifest import Manifest
 from ..ranks.ranks import Ranks
-from ..store.part_target import PartTarget, SealedPart, digest_of_step, sealed_parts, settle
+from ..store.part_target import PartTarget, SealedPart, digest_of, sealed_parts, settle
 from ..store.publish import sweep_leftovers
 from .local_places import LocalPlaces
 
@@ -25,7 +26,8 @@ def begin_parts(target: PartTarget, first: str, folders: Sequence[str], ranks: R
 def publish_parts(target: PartTarget, manifest: Callable[[], Manifest], ranks: Ranks) -> None:
     """Publish the parts, when all of them are sealed. ``manifest`` is called on rank 0. Collective.
 
-    On failure nothing is published, unless it came when parts appeared: then the next start publishes what is left (:func:`settle_parts`).
+    On failure nothing is published, unless it came when parts appeared: :func:`settle_parts` publishes what is left, at the next start
+    of a Checkpointer or a Trainer, and before the next load of Accelerate.
     """
     text = ranks.on_first("make the manifest", lambda: target.text_of(manifest()))
     try:
@@ -41,31 +43,33 @@ def publish_parts(target: PartTarget, manifest: Callable[[], Manifest], ranks: R
             target.appear()
 
 
-def settle_parts(root: str, places: LocalPlaces, ranks: Ranks) -> None:
-    """Publish the sealed parts of steps of which another place has published its part; delete what else killed saves left. Collective.
+def settle_parts(root: str, places: LocalPlaces, ranks: Ranks, *, is_held: bool = True) -> None:
+    """Publish the sealed parts of checkpoints of which another place has published its part; delete what else killed saves left. Collective.
 
-    A part stays as it is while a place that has another one of its step is away: that one may be published. Raises
+    A part stays as it is while a place that has another one of its checkpoint is away: that one may be published. ``is_held``: whether
+    this run holds the directories; if not, what no other place has published stays, for a save of another run may be under way. Raises
     :class:`CheckpointError`.
     """
 
     def look() -> list[object]:
         parts = sealed_parts(root)
-        sweep_leftovers(root, {part.name for part in parts})
+        if is_held:
+            sweep_leftovers(root, {part.name for part in parts})
         return [list(astuple(part)) for part in parts]
 
     sealed = [[SealedPart(*one) for one in of] for of in places.on_each("look for parts", look, ranks)]  # type: ignore[misc]
-    steps = sorted({part.step for of in sealed for part in of})
-    if not steps:
+    finals = sorted({part.final for of in sealed for part in of})
+    if not finals:
         return
     published = places.on_each(
-        "look for their steps", lambda: [digest_of_step(root, s) for s in steps], ranks
+        "look for their names", lambda: [digest_of(os.path.join(root, name)) for name in finals], ranks
     )
     present = {place.id for place in places.places}
 
     def finish() -> None:
         for part in sealed[places.own]:
-            appears = any(digests[steps.index(part.step)] == part.digest for digests in published)
-            if appears or present.issuperset(part.places):
+            appears = any(digests[finals.index(part.final)] == part.digest for digests in published)
+            if appears or (is_held and present.issuperset(part.places)):
                 settle(root, part, appears=appears)
 
     places.on_each("publish the parts that are left", finish, ranks)

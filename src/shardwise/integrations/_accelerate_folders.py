@@ -143,6 +143,7 @@ def newest_of(roots: Sequence[str], hosts: Hosts, numbered: Callable[[str], Mapp
 
     ``numbered`` returns the names of the checkpoints in a directory, by number.
     """
+    hosts.settle(roots[0], is_held=False)
 
     def look() -> list[list[Any]]:
         return [[number, k, name] for k, root in enumerate(roots) for number, name in numbered(root).items()]

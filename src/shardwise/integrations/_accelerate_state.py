@@ -21,6 +21,7 @@ from ..ranks.ranks import Ranks
 from ..runs.restore import restore
 from ..runs.third_party import is_third_party
 from ..state.train_state import TrainState
+from ..store.part_target import delete_sealed
 from ..store.target import target_of
 from ._accelerate_folders import (
     delete_oldest,
@@ -83,9 +84,16 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     report = save_at(hosts.target(target_of(folder)), state, step)
-    if automatic and project.total_limit is not None:
-        root = os.path.dirname(folder)
-        hosts.on_own(root, "delete oldest", lambda: delete_oldest(folder, project.total_limit))
+    root, limit = os.path.dirname(folder), project.total_limit if automatic else None
+
+    def clear() -> None:
+        if limit is not None:
+            delete_oldest(folder, limit)
+        if hosts.is_local:  # the directory is the accelerator's own only with automatic naming
+            delete_sealed(root, None if automatic else os.path.basename(folder))
+
+    if limit is not None or hosts.is_local:
+        hosts.on_own(root, "delete oldest", clear)
     return report
 
 
@@ -110,11 +118,11 @@ def load_from(
     """:func:`load_state`, also of checkpoints in ``fallback``. Collective."""
     _refuse_hooks(accelerator, "load")
     ranks = Ranks.current()
-    found = (
-        newest(accelerator, hosts, fallback)
-        if input_dir is None
-        else _named(place_at(input_dir), fallback, ranks)
-    )
+    if input_dir is None:
+        found = newest(accelerator, hosts, fallback)
+    else:
+        found = _named(place_at(input_dir), fallback, ranks)
+        hosts.settle(os.path.dirname(found), is_held=False)
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     with hosts.opened(found) as checkpoint:

@@ -91,6 +91,7 @@ def held(line: Line, hosts: Hosts) -> Iterator[None]:
 
     try:
         hosts.on_each(line.root, "lock the place of the checkpoints", take)
+        hosts.settle(line.root, is_held=True)
         yield
     finally:
         with Ranks.current().patience():

@@ -15,6 +15,7 @@ from ..ranks.patience import patiently
 from ..storage import is_url
 from ..store.line import DirectoryLine, Line, line_of
 from ..store.lock import DirectoryLock
+from ..store.part_target import delete_sealed
 from ..store.publish import sweep_leftovers
 from ..store.write import fsync_directory
 
@@ -24,9 +25,12 @@ __all__ = ["LOCK_NAME", "CheckpointFolders", "trainer_line_of"]
 LOCK_NAME = "_lock"
 
 
-def trainer_line_of(root: str) -> Line:
-    """The checkpoints in a directory, under Trainer's names, or below a URL, under those of a run in a store."""
-    return line_of(root) if is_url(root) else CheckpointFolders(root)
+def trainer_line_of(root: str, *, sweeps: bool = True) -> Line:
+    """The checkpoints in a directory, under Trainer's names, or below a URL, under those of a run in a store.
+
+    Without ``sweeps`` the directory is one of several hosts': the caller settles what killed saves left there.
+    """
+    return line_of(root) if is_url(root) else CheckpointFolders(root, sweeps=sweeps)
 
 
 class CheckpointFolders(DirectoryLine):
@@ -41,7 +45,8 @@ class CheckpointFolders(DirectoryLine):
             lock.release()
             lock = DirectoryLock(self.root, name=LOCK_NAME)
         self._lock = lock
-        sweep_leftovers(self.root)
+        if self._sweeps:
+            sweep_leftovers(self.root)
 
     def close(self) -> None:
         if self._lock is not None and self._lock.has_its_name():
@@ -70,7 +75,9 @@ class CheckpointFolders(DirectoryLine):
             fsync_directory(self.root)
 
     def tidy(self, newest: int) -> None:
-        """Nothing: :meth:`open` has deleted leftovers."""
+        """Delete sealed parts of failed saves, which are of no use now; :meth:`open` has deleted other leftovers."""
+        if not self._sweeps:
+            delete_sealed(self.root)
 
     def was_ever_published(self) -> bool:
         return any("checkpoint-" in name for name in os.listdir(self.root))

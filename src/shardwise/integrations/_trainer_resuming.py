@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from ..checkpoint.hosts import OneForAll, Opened
 from ..checkpoint.resume_report import ResumeReport
-from ..errors import NoCheckpointError, ShardwiseError, is_damage
+from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.trainer import end_epoch
 from ..internals.trl import keeps_completions
@@ -124,7 +124,13 @@ class Resuming(Stopping, Saving):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _is_ours(self, folder: str) -> bool:
-        return is_ours(self._run.stand_ins.reading_place(folder))
+        """Whether a folder is a shardwise checkpoint, or stands for one. Collective. Raises :class:`CheckpointError` if it is not there."""
+        place = self._run.stand_ins.reading_place(folder, self._hosts)
+        if not is_url(place) and not os.path.isdir(place):
+            raise CheckpointError(
+                f"{place}: no such directory; give the path of a checkpoint, or True for the newest"
+            )
+        return is_ours(place)
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is not None:
@@ -200,7 +206,7 @@ class Resuming(Stopping, Saving):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is not None and self._is_ours(resume_from_checkpoint):
-            path = self._run.stand_ins.reading_place(resume_from_checkpoint)
+            path = self._run.stand_ins.reading_place(resume_from_checkpoint, self._hosts)
             self._find_best(self._run.stand_ins.best_of(resume_from_checkpoint), trial)
             holds = Ranks.current().on_first("look for the place in the data", lambda: contents(path))[
                 "trainer"

@@ -106,7 +106,7 @@ class Saving(Trainer):
         lines = self._run.lines
         for root in self._places(trial):
             if root not in lines:
-                lines[root] = trainer_line_of(root)
+                lines[root] = trainer_line_of(root, sweeps=not self._hosts.is_local)
         return [lines[root] for root in self._places(trial)]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -24,15 +24,15 @@ __all__ = ["STATE_NAME", "StandIns"]
 STATE_NAME = "trainer_state.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StandIn:
     path: str
     """The checkpoint."""
-    opened: Opened
+    opened: Opened | None
     best: str | None
     """The best checkpoint that its ``trainer_state.json`` names: Trainer would look for a directory, on each rank."""
     stack: ExitStack
-    """Closes the checkpoint."""
+    """Closes the checkpoint, which is then None; it may be opened again."""
 
 
 class StandIns:
@@ -69,12 +69,21 @@ class StandIns:
                 yield opened
             return
         with found.stack:
-            yield found.opened
+            try:
+                yield self._again(found, hosts)
+            finally:
+                found.opened = None
 
-    def reading_place(self, folder: str) -> str:
-        """Where this rank reads the checkpoint for which a folder stands, until :meth:`opened` has closed it."""
+    def reading_place(self, folder: str, hosts: Hosts) -> str:
+        """Where this rank reads the checkpoint for which a folder stands, until :meth:`opened` has closed it. Collective."""
         found = self._found.get(folder)
-        return folder if found is None else found.opened.path
+        return folder if found is None else self._again(found, hosts).path
+
+    def _again(self, found: _StandIn, hosts: Hosts) -> Opened:
+        """The checkpoint. It is closed if Trainer trains again from the same folder, as with ``auto_find_batch_size``."""
+        if found.opened is None:
+            found.opened = found.stack.enter_context(hosts.opened(found.path, also=_is_small))
+        return found.opened
 
     def path_of(self, folder: str) -> str:
         """The checkpoint for which a folder stands; for any other folder itself."""

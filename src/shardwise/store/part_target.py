@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,9 +16,14 @@ from ..format.places import files_by_place
 from ..limits import read_small
 from ..ranks.patience import patiently, remove_tree
 from .complete import readable_text
-from .publish import appear, leftovers, make_temporary, seal_part, step_name
+from .publish import appear, leftovers, make_temporary, seal_part
+from .write import fsync_directory
 
-__all__ = ["PartTarget", "SealedPart", "delete_sealed", "digest_of_step", "sealed_parts", "settle"]
+__all__ = ["PartTarget", "SealedPart", "delete_sealed", "digest_of", "sealed_parts", "settle"]
+
+_log = logging.getLogger(__name__)
+#: As :func:`.temporary_beside` makes it.
+_TEMPORARY = re.compile(r"\.tmp-(?P<final>.+)-[0-9a-f]{16}")
 
 
 class PartTarget:
@@ -98,7 +105,7 @@ class PartTarget:
     def discard(self) -> None:
         """Delete what was written, unless it was published, or is sealed: other parts may have appeared."""
         if self._temporary is not None and not self._is_sealed:
-            remove_tree(self._temporary)
+            _delete(self._temporary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +114,54 @@ class SealedPart:
 
     name: str
     """Of the directory that holds it."""
-    step: int
     digest: str
     """Of the manifest's text."""
     places: list[str]
     """The ids of the places that have a part."""
+
+    @property
+    def final(self) -> str:
+        """The name that it gets when it is published."""
+        match = _TEMPORARY.fullmatch(self.name)
+        assert match is not None
+        return match["final"]
 
 
 def sealed_parts(root: str) -> list[SealedPart]:
     """The sealed parts in a directory. Rank-local."""
     found = []
     for name in leftovers(root):
-        if name.startswith(".tmp-step-") and (one := _sealed_part(root, name)) is not None:
+        if _TEMPORARY.fullmatch(name) and (one := _sealed_part(root, name)) is not None:
             found.append(one)
     return found
 
 
-def delete_sealed(root: str) -> None:
-    """Delete the sealed parts in a directory. Rank-local."""
-    for part in sealed_parts(root):
-        remove_tree(os.path.join(root, part.name))
+def delete_sealed(root: str, final: str | None = None) -> None:
+    """Delete the sealed parts in a directory; with ``final`` those that would get that name. Rank-local.
+
+    Logs what fails, for a save that is published already.
+    """
+    try:
+        parts = sealed_parts(root)
+    except CheckpointError as error:
+        _log.warning("no sealed part is deleted: %s", error)
+        return
+    for part in parts:
+        if final in (None, part.final):
+            _delete(os.path.join(root, part.name))
+
+
+def _delete(path: str) -> None:
+    """Delete a part, durably its manifest first: what a deletion that is cut leaves is no sealed part. What can't be deleted stays."""
+    try:
+        patiently(os.unlink, os.path.join(path, MANIFEST_NAME))
+        fsync_directory(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, CheckpointError) as error:
+        _log.warning("%s: can't be deleted: %s", path, error)
+        return
+    remove_tree(path)
 
 
 def _sealed_part(root: str, name: str) -> SealedPart | None:
@@ -135,15 +170,13 @@ def _sealed_part(root: str, name: str) -> SealedPart | None:
         manifest, digest = _manifest_at(path)
     except ShardwiseError:  # none, or not all of it
         return None
-    return (
-        SealedPart(name, manifest.step, digest, [p.id for p in manifest.places]) if manifest.places else None
-    )
+    return SealedPart(name, digest, [p.id for p in manifest.places]) if manifest.places else None
 
 
-def digest_of_step(root: str, step: int) -> str:
-    """The digest of the manifest of a published step; empty if there is none. Rank-local."""
+def digest_of(path: str) -> str:
+    """The digest of the manifest of a published checkpoint; empty if there is none. Rank-local."""
     try:
-        return _manifest_at(os.path.join(root, step_name(step)))[1]
+        return _manifest_at(path)[1]
     except ShardwiseError:  # a resume says so
         return ""
 
@@ -155,8 +188,8 @@ def _manifest_at(path: str) -> tuple[Manifest, str]:
 
 def settle(root: str, part: SealedPart, *, appears: bool) -> None:
     """Give a sealed part its name, or delete it. Raises as :meth:`PartTarget.appear`."""
-    path, final = os.path.join(root, part.name), os.path.join(root, step_name(part.step))
+    path, final = os.path.join(root, part.name), os.path.join(root, part.final)
     if appears and not os.path.lexists(final):
         appear(path, final)
     else:
-        remove_tree(path)
+        _delete(path)
