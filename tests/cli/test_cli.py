@@ -417,6 +417,7 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
     assert (file.name if damage != "manifest" else "manifest.json") in told
     every = run_json("verify", steps, status=1)
     assert [s["ok"] for s in every["steps"]] == [False, True]
+    assert not every["ok"]
     shown = run("verify", steps)
     assert shown.exit_code == 1
     assert "problem: " in shown.stdout
