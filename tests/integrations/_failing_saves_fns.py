@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import ShardwiseError
+from tests.harness.errors import error_of
 from tests.harness.logged import warnings_logged
 from tests.harness.small_files import small_files
 from tests.integrations._accelerate_fns import launched
@@ -148,14 +148,6 @@ class _Script:
         return report
 
 
-def _error_of(call: Any) -> tuple[str, str]:
-    try:
-        call()
-    except ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def accelerate(root: str) -> dict[str, Any]:
     """Saves 2, 4 and 5 of 5 fail on rank 1, the last one for good."""
     found: dict[str, Any] = {"failures": [], "losses": []}
@@ -166,10 +158,10 @@ def accelerate(root: str) -> dict[str, Any]:
             found["losses"].append(script.train())
             with small_files(1, when=step in (2, 4)):
                 found["failures"].append(script.save().failure)
-        found["taken"] = _error_of(lambda: script.accelerator.save_state(f"{root}/step-3"))
+        found["taken"] = error_of(lambda: script.accelerator.save_state(f"{root}/step-3"))
         found["losses"].append(script.train())
         with small_files(1):
-            found["raised"] = _error_of(script.save)
+            found["raised"] = error_of(script.save)
         found["warned"] = [text for text in warned if "is not saved" in text]
     with launched():
         script = _Script(root)
@@ -179,7 +171,7 @@ def accelerate(root: str) -> dict[str, Any]:
         script = _Script(f"{root}-raise")
         script.train()
         with small_files(1):
-            found["by default"] = _error_of(script.save)
+            found["by default"] = error_of(script.save)
     return found
 
 

@@ -195,7 +195,9 @@ def interrupted(root: str, hosts: str) -> list[Any]:
             set_values(state, 6)
             said.append(checkpointer.remember(state, 6) > 0)
             said.append(checkpointer.wait_for_memory())
-        said.append([t.name for t in threading.enumerate() if t.name.startswith("shardwise-memory")])
+        said.append(
+            [t.name for t in threading.enumerate() if t.name.removeprefix("shardwise-memory-").isdigit()]
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     return said

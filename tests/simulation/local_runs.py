@@ -10,11 +10,11 @@ import itertools
 import random
 
 import shardwise.checkpoint.checkpointer as checkpointer_module
-from tests.simulation.agreements import born, limit_s
+from tests.simulation.agreements import born
 from tests.simulation.files import Files
 from tests.simulation.local_judge import Parts, judge_away, judge_hosts, judge_leftovers, judge_part
 from tests.simulation.programs import launch as start
-from tests.simulation.run_faults import FAULTS, LONGEST_LIFE_S, plan_fault
+from tests.simulation.run_faults import FAULTS, plan_fault, run_launch
 from tests.simulation.run_judge import Run, judge_launch, judge_lost, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import Process, World
@@ -62,16 +62,7 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
         fault = None if is_last else draw.choice((None, *FAULTS, *_OF_HOSTS, *_OF_HOSTS))
         if fault is not None:
             _plan(run, fault, processes, server)
-        survivor = fault == "a rank survives"
-        patience_s = LONGEST_LIFE_S if run.has_guest else 0.0  # a launch waits until an earlier one is gone
-        world.run(limit_s=world.now + patience_s + (60.0 if survivor else 30 * limit_s(world)))
-        for process in processes:
-            assert process.main is not None
-            is_stopped = process.paused_until > world.now - limit_s(world)
-            if not process.is_dead and not process.main.has_ended and not is_stopped:
-                world.problems.append(
-                    f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
-                )
+        run_launch(run, launch, processes, fault)
         if run.is_lost:
             judge_lost(run, launch)
             break
@@ -79,7 +70,7 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
         judge_launch(run, launch, processes, "a host is away" if is_refused else fault)
         if fault is None and not is_refused:
             judge_leftovers(run, launch, present)
-        _end_launch(run, processes, draw, survives=survivor)
+        _end_launch(run, processes, draw, survives=fault == "a rank survives")
         if fault == "all lose power" or (fault is None and not is_last and draw.random() < 0.5):
             _lose_all(run)
         if world.problems:

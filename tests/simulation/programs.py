@@ -70,16 +70,18 @@ class _Resumed:
 def _collect(state: _State, step: int, lineage: Lineage, ranks: Any) -> Collected:
     ranks.combine("collect state", lambda: [state.launch], lambda found: None)
     return Collected(
-        _SNAPSHOT,
-        {"step": encode(step), "extra.who": encode({"launch": state.launch, "step": step})},
-        {"extra.own": encode([state.launch, step, state.rank])},
-        {},
-        step,
-        lineage,
-        0,
-        {CONVERTED: "a simulation"},  # such a checkpoint need not hold random states, which are large
-        {},
-        own_parts(_SNAPSHOT, state.rank),
+        snapshot=_SNAPSHOT,
+        assets={},
+        step=step,
+        lineage=lineage,
+        seed=0,
+        software={
+            CONVERTED: "a simulation"
+        },  # such a checkpoint need not hold random states, which are large
+        hub_tensors={},
+        own=own_parts(_SNAPSHOT, state.rank),
+        shared={"step": encode(step), "extra.who": encode({"launch": state.launch, "step": step})},
+        local={"extra.own": encode([state.launch, step, state.rank])},
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from tests.simulation.agreements import TIMEOUT_S
+from tests.simulation.agreements import TIMEOUT_S, limit_s
 from tests.simulation.files import Files
 from tests.simulation.run_judge import Run
 from tests.simulation.store import Server
 from tests.simulation.world import Process
 
-__all__ = ["FAULTS", "LONGEST_LIFE_S", "plan_fault"]
+__all__ = ["FAULTS", "LONGEST_LIFE_S", "plan_fault", "run_launch"]
 
 #: A process that its launcher could not kill is gone after this time.
 LONGEST_LIFE_S = 112.0
@@ -124,3 +124,18 @@ def _lose_file(run: Run, files: Files, path: str) -> None:
 def _die_with(_: Process, processes: list[Process]) -> None:
     for process in processes:
         process.kill()
+
+
+def run_launch(run: Run, launch: int, processes: list[Process], fault: str | None) -> None:
+    """Let a launch run to its end, or to the time by which it must have ended."""
+    world = run.world
+    survivor = fault == "a rank survives"
+    patience_s = LONGEST_LIFE_S if run.has_guest else 0.0  # a launch waits until an earlier one is gone
+    world.run(limit_s=world.now + patience_s + (60.0 if survivor else 30 * limit_s(world)))
+    for process in processes:
+        assert process.main is not None
+        is_stopped = process.paused_until > world.now - limit_s(world)
+        if not process.is_dead and not process.main.has_ended and not is_stopped:
+            world.problems.append(
+                f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
+            )

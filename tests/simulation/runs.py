@@ -6,10 +6,10 @@ import functools
 import itertools
 
 import shardwise.checkpoint.checkpointer as checkpointer_module
-from tests.simulation.agreements import born, limit_s
+from tests.simulation.agreements import born
 from tests.simulation.files import Files
 from tests.simulation.programs import launch as start
-from tests.simulation.run_faults import FAULTS, LONGEST_LIFE_S, plan_fault
+from tests.simulation.run_faults import FAULTS, plan_fault, run_launch
 from tests.simulation.run_judge import Run, judge_end, judge_launch, judge_lost, judge_rename, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import World
@@ -42,23 +42,14 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
         fault = None if is_last else draw.choice((None, *FAULTS, *FAULTS))
         if fault is not None:
             plan_fault(run, fault, processes, server)
-        survivor = fault == "a rank survives"
-        patience_s = LONGEST_LIFE_S if run.has_guest else 0.0  # a launch waits until an earlier one is gone
-        world.run(limit_s=world.now + patience_s + (60.0 if survivor else 30 * limit_s(world)))
-        for process in processes:
-            assert process.main is not None
-            is_stopped = process.paused_until > world.now - limit_s(world)
-            if not process.is_dead and not process.main.has_ended and not is_stopped:
-                world.problems.append(
-                    f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
-                )
+        run_launch(run, launch, processes, fault)
         if run.is_lost:
             judge_lost(run, launch)
             break
         judge_launch(run, launch, processes, fault)
         files.failing, files.on_rename, files.on_scan, files.on_mkdir = None, None, None, None
         for process in processes:
-            if process.paused_until > world.now and not process.is_dead and survivor:
+            if process.paused_until > world.now and not process.is_dead and fault == "a rank survives":
                 world.note(
                     "survives", process
                 )  # its host is cut off: the launcher can't kill it, but its end comes

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError
+from tests.harness.errors import error_of
 from tests.harness.object_store import use_store
 from tests.harness.small_files import small_files
 
@@ -98,26 +98,18 @@ def trainer(endpoint: str, hub: str, root: str, fallback: str) -> dict[str, Any]
     return found
 
 
-def _error_of(call: Any) -> tuple[str, str]:
-    try:
-        call()
-    except ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def _of_accelerate(root: str, fallback: str) -> tuple[str, str]:
     from tests.integrations import _failing_saves_fns as failing
     from tests.integrations._accelerate_fns import launched
 
     with launched():
-        return _error_of(lambda: failing._Script(root, fallback=fallback))
+        return error_of(lambda: failing._Script(root, fallback=fallback))
 
 
 def refused(endpoint: str, root: str, fallback: str) -> dict[str, Any]:
     """How each way to make a run fails, with a fall-back that can take no step."""
     use_store(endpoint, retry_config={"max_retries": 1})
-    found = {"own": _error_of(lambda: sw.Checkpointer(root, fallback=fallback))}
+    found = {"own": error_of(lambda: sw.Checkpointer(root, fallback=fallback))}
     found["accelerate"] = _of_accelerate(root, fallback)
     return found
 
@@ -130,6 +122,6 @@ def without_conditions(endpoint: str, root: str, fallback: str) -> dict[str, Any
         with sw.Checkpointer(root, fallback=fallback, on_save_error="warn") as checkpoints:
             checkpoints.save(_state(), 1)
 
-    found = {"own": _error_of(first_save)}
+    found = {"own": error_of(first_save)}
     found["accelerate"] = _of_accelerate(root, fallback)
     return found

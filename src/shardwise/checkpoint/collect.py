@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -60,17 +60,13 @@ class Lineage:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """A consistent snapshot, ready to be written; holds no other live objects.
+class Taken:
+    """What one rank has at one instant; not yet compared with what the other ranks have.
 
     Tensors are references to the live ones, until :mod:`.stage` replaces them by copies.
     """
 
     snapshot: Snapshot
-    shared: Mapping[str, Encoded]
-    """Documents that are equal on all ranks."""
-    local: Mapping[str, Encoded]
-    """Documents that only this rank has."""
     assets: Mapping[str, bytes]
     """Small files beside the models' tensors, by path in the checkpoint; on rank 0."""
     step: int
@@ -83,18 +79,13 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What one rank has at one instant, by reference; not yet compared with what the other ranks have."""
+class Collected(Taken):
+    """The same, compared between ranks and ready to be written; holds no other live objects."""
 
-    snapshot: Snapshot
-    assets: Mapping[str, bytes]
-    lineage: Lineage
-    step: int
-    seed: int
-    software: Mapping[str, str]
-    hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]]
-    own: Sequence[OwnPart]
-    """As of :class:`Collected`."""
+    shared: Mapping[str, Encoded]
+    """Documents that are equal on all ranks."""
+    local: Mapping[str, Encoded]
+    """Documents that only this rank has."""
 
 
 @gc_paused()
@@ -111,12 +102,12 @@ def take(
     _check_names(snapshot)
     assets = _assets(state) if rank == 0 else {}
     seed, own = torch.initial_seed() % 2**63, own_parts(snapshot, rank)
-    return Taken(snapshot, assets, lineage, step, seed, software_versions(state), _hub_tensors(state), own)
+    return Taken(snapshot, assets, step, lineage, seed, software_versions(state), _hub_tensors(state), own)
 
 
 def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | None:
-    """Compare what all ranks have taken; None if a rank has taken nothing. Collective; writes nothing. Nobody may change the state
-    before it returns.
+    """Compare what all ranks have taken; None if a rank has taken nothing. Collective; writes nothing. The caller may not change the
+    state before it returns.
 
     Raises :class:`StateError` or :class:`RankError` on every rank, also for what ``taken_by`` raises on any of them.
     """
@@ -142,18 +133,7 @@ def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | N
     _refuse_other_layouts(snapshot, differing)
     tensors = differing_tensors(sums, ranks) if PLAIN in differing else set()
     shared, local = _split_documents(snapshot, set(differing), tensors, ranks)
-    return Collected(
-        snapshot,
-        shared,
-        local,
-        taken.assets,
-        taken.step,
-        taken.lineage,
-        taken.seed,
-        taken.software,
-        taken.hub_tensors,
-        taken.own,
-    )
+    return Collected(**{f.name: getattr(taken, f.name) for f in fields(taken)}, shared=shared, local=local)
 
 
 def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Collected:

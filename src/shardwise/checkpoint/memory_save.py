@@ -120,7 +120,7 @@ class MemorySave:
     def copy(self, taking: Callable[[], Taken]) -> bool:
         """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
 
-        It does not wait for the other ranks first: the slot holds no step that anyone wants, whatever they say. Raises what ``taking``
+        It does not wait for the other ranks first: the slot never holds the newest step. Raises what ``taking``
         raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all ranks', later, and so is
         Ctrl-C, which this rank raises when all have compared: until then the thread uses this thread's ranks.
         """

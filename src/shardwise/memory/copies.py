@@ -28,7 +28,7 @@ def copy_units(
     """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size. Returns their bytes.
 
     Memory: a piece of 256 KiB; bytes go to their place before the unit is whole. Raises :class:`IntegrityError` for a unit that
-    arrived damaged: then nobody may read it there. :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError`
+    arrived damaged: the file then holds its damaged bytes. :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError`
     if the file's pages find no room.
     """
     done = 0
