@@ -14,7 +14,7 @@ from tests.simulation.agreements import born
 from tests.simulation.files import Files
 from tests.simulation.local_judge import Parts, judge_away, judge_hosts, judge_leftovers, judge_part
 from tests.simulation.programs import launch as start
-from tests.simulation.run_faults import FAULTS, plan_fault, run_launch
+from tests.simulation.run_faults import FAULTS, cut_off, plan_fault, run_launch
 from tests.simulation.run_judge import Run, judge_launch, judge_lost, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import Process, World
@@ -26,6 +26,7 @@ MOST_HOSTS = 3
 _OF_HOSTS = (
     "a host loses power",
     *("a host loses power between the phases",) * 4,
+    *("is cut off between the phases", "the store dies between the phases"),
     "a read is garbled",
 )
 
@@ -59,7 +60,8 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
         if launch and not is_last and draw.random() < 0.1:
             run.forgets = launch
         start(run, processes, 1 if is_last else draw.randrange(1, 3))
-        fault = None if is_last else draw.choice((None, *FAULTS, *_OF_HOSTS, *_OF_HOSTS))
+        is_calm = is_last or (bool(away) and draw.random() < 0.5)
+        fault = None if is_calm else draw.choice((None, *FAULTS, *_OF_HOSTS, *_OF_HOSTS))
         if fault is not None:
             _plan(run, fault, processes, server)
         run_launch(run, launch, processes, fault)
@@ -117,8 +119,8 @@ def _plan(run: Run, fault: str, processes: list[Process], server: Server) -> Non
     if fault == "a host loses power":
         victim.dies_at = draw.randrange(1, 300)
         world.on_death.append(lambda dead: _lose_host(run, victim) if dead is victim else None)
-    elif fault == "a host loses power between the phases":
-        _lose_between(run, processes, draw.randrange(1, 2 * len(run.disks)))
+    elif fault.endswith(" between the phases"):
+        _plan_between(run, fault, processes, server)
     elif fault == "a read is garbled":
         world.garbled_reads = draw.choice((1, 1, 2, 3))
     else:
@@ -142,10 +144,19 @@ def _lose_all(run: Run) -> None:
             run.world.note(f"host {host} loses power: {files.lose_power()}")
 
 
-def _lose_between(run: Run, processes: list[Process], count: int) -> None:
-    """Soon after the ``count``-th part of a step gets its name, on whichever host, one of the hosts loses power."""
-    world, left = run.world, count
+def _plan_between(run: Run, fault: str, processes: list[Process], server: Server) -> None:
+    """Soon after a part of a step gets its name, on whichever host, a host or the store is lost."""
+    world, left = run.world, run.world.draw.randrange(1, 2 * len(run.disks))
     judges = {host: files.on_rename for host, files in enumerate(run.disks)}
+
+    def strike() -> None:
+        victim = world.draw.choice(processes)
+        if fault.startswith("a host loses power"):
+            _lose_host(run, victim)
+        elif fault.startswith("is cut off"):
+            cut_off(world, victim)
+        else:
+            server.die()
 
     def renamed(host: int, old: str, new: str) -> None:
         nonlocal left
@@ -156,9 +167,8 @@ def _lose_between(run: Run, processes: list[Process], count: int) -> None:
         if name.startswith("step-") and "." not in name:
             left -= 1
             if not left:
-                victim = world.draw.choice(processes)
                 delay_s = world.latency_s * world.draw.choice((0.5, 4.0, 12.0)) * world.draw.random()
-                world.at(world.now + delay_s, lambda: _lose_host(run, victim))
+                world.at(world.now + delay_s, strike)
 
     for host, files in enumerate(run.disks):
         files.on_rename = functools.partial(renamed, host)

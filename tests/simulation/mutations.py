@@ -35,8 +35,6 @@ __all__ = ["HARMLESS", "Mutation", "applied", "found_at", "mutations"]
 #: Whose loss is no error, each with why.
 HARMLESS = {
     "drop: ftruncate local/run/.tmp-*-view/state.json": "every host fetches all of it, which gives the file its size",
-    "drop: check reply/part": "rank 0 deletes a reply only after every rank has read it: the check never says no",
-    "drop: check payload/n/part": "a rank deletes its parts only after rank 0 has read them: the check never says no",
 }
 
 
