@@ -52,6 +52,7 @@ class Process:
         if not self.is_dead:
             self.is_dead = True
             self.world.note("dies", self)
+            self.world.progressed()  # it may have waited for another one that died: whoever waits for both waits for each
             self.world.at(self.world.now, self._reap)
             for told in self.world.on_death:
                 told(self)
