@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.simulation.files import Files
-from tests.simulation.run_judge import Run, judge_lock
+from tests.simulation.run_judge import Run, forget_damaged, judge_lock
 from tests.simulation.world import Process
 
 __all__ = ["Parts", "judge_away", "judge_hosts", "judge_leftovers", "judge_part"]
@@ -31,7 +31,7 @@ def judge_part(run: Run, parts: Parts, host: int, launch: int, old: str, new: st
     if name.startswith("step-") and "." not in name:
         step = int(name[5:])
         if all(parts.published.get((h, step)) != launch for h in range(len(run.disks))):
-            run.damaged.discard(step)  # this launch has not damaged it yet
+            forget_damaged(run, step)  # this launch has not damaged it yet
         if host == run.lock_lost_on:
             judge_lock(run, name)
         parts.published[host, step] = launch

@@ -14,6 +14,7 @@ from tests.simulation.world import Process, World
 
 __all__ = [
     "Run",
+    "forget_damaged",
     "judge_end",
     "judge_holders",
     "judge_launch",
@@ -156,8 +157,15 @@ def judge_rename(run: Run, old: str, new: str) -> None:
     """A step appears, if that is what is renamed."""
     name = new.rpartition("/")[2]
     if name.startswith("step-") and "." not in name:
-        run.damaged.discard(int(name[5:]))
+        forget_damaged(run, int(name[5:]))
         judge_lock(run, name)
+
+
+def forget_damaged(run: Run, step: int) -> None:
+    """A step that was damaged is made anew: ranks have yet to hear that the new one is published."""
+    if step in run.damaged:
+        run.damaged.discard(step)
+        run.said.pop(step, None)
 
 
 def judge_lock(run: Run, name: str) -> None:
