@@ -196,6 +196,27 @@ def test_of_two_manifests_of_a_step_the_whole_one_is_taken(ranks, tmp_path):
     assert all(one == [(1, digests[1], True)] for one in found), found
 
 
+def test_of_two_half_published_steps_of_one_name_a_whole_one_is_published(ranks, tmp_path):
+    """Two saves of step 1 were cut while their parts appeared: one of all hosts, and, without host 1, which has published the first,
+    one of hosts 0 and 2."""
+    step = "run/step-00000001"
+    first, second = (f"run/.tmp-step-00000001-{word * 8}" for word in ("ab", "cd"))
+    hosts = tmp_path / "hosts"
+    ranks.run_ranks(3, fns.save_steps, str(hosts), [0, 1, 2], 1, None)
+    for number in (0, 2):
+        (hosts / f"host-{number}" / step).rename(tmp_path / f"first-{number}")
+    digests = ranks.run_ranks(3, fns.save_steps, str(hosts), [0, 0, 2], 1, None)[0]
+    (hosts / "host-0" / step).rename(hosts / "host-0" / second)
+    for number in (0, 2):
+        (tmp_path / f"first-{number}").rename(hosts / f"host-{number}" / first)
+    away = Path(shutil.copytree(hosts, tmp_path / "away"))
+    cases = [(str(away), [0, 1, 1], True), (str(hosts), [0, 1, 2], True), (str(away), [0, 1, 2], True)]
+    for refused, *resumed in ranks.run_ranks(3, fns.resume_each, cases):
+        assert refused[0] == "CheckpointError"
+        assert "the hosts of this run hold" in refused[1]
+        assert resumed == [(1, digests[1], True)] * 2, resumed
+
+
 def test_hosts_agree_on_the_steps_that_stay(ranks, tmp_path):
     """Step 3 is damaged on one host: it does not count on the other one, either, and step 2 stays on both."""
     left = ranks.run_ranks(2, fns.keep_two, str(tmp_path), [0, 1])

@@ -2094,10 +2094,24 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/parts.py",
-        "if appears or (is_held and present.issuperset(part.places)):",
-        "if not appears and (is_held and present.issuperset(part.places)):",
+        "if appears or (is_held and set(ids).issuperset(part.places)):",
+        "if not appears and (is_held and set(ids).issuperset(part.places)):",
         (f"{LOCAL}::test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start",),
         "a sealed part of a step that another host has published is not published",
+    ),
+    Mutation(
+        "checkpoint/parts.py",
+        "    if whole:\n",
+        "    if not of_digest:\n",
+        (f"{LOCAL}::test_of_two_half_published_steps_of_one_name_a_whole_one_is_published",),
+        "of two half published steps of one name each host publishes the one that it finds first, and neither is whole",
+    ),
+    Mutation(
+        "checkpoint/parts.py",
+        "for digest, of in of_digest.items() if set(ids).issuperset(of)}",
+        "for digest, of in of_digest.items()}",
+        (f"{LOCAL}::test_of_two_half_published_steps_of_one_name_a_whole_one_is_published",),
+        "a part takes the name that another step needs, whose host is away",
     ),
     Mutation(
         "integrations/_accelerate_folders.py",

@@ -46,9 +46,9 @@ def publish_parts(target: PartTarget, manifest: Callable[[], Manifest], ranks: R
 def settle_parts(root: str, places: LocalPlaces, ranks: Ranks, *, is_held: bool = True) -> None:
     """Publish the sealed parts of checkpoints of which another place has published its part; delete what else killed saves left. Collective.
 
-    A part stays as it is while a place that has another one of its checkpoint is away: that one may be published. ``is_held``: whether
-    this run holds the directories; if not, what no other place has published stays, for a save of another run may be under way. Raises
-    :class:`CheckpointError`.
+    A part stays as it is while a place that has another one of its checkpoint is away: that one may be published. Of two checkpoints of
+    one name, as a run leaves them whose hosts were away in turn, one is published. ``is_held``: whether this run holds the directories;
+    if not, what no other place has published stays, for a save of another run may be under way. Raises :class:`CheckpointError`.
     """
 
     def look() -> list[object]:
@@ -61,15 +61,40 @@ def settle_parts(root: str, places: LocalPlaces, ranks: Ranks, *, is_held: bool 
     finals = sorted({part.final for of in sealed for part in of})
     if not finals:
         return
-    published = places.on_each(
+    named = places.on_each(
         "look for their names", lambda: [digest_of(os.path.join(root, name)) for name in finals], ranks
     )
-    present = {place.id for place in places.places}
+    ids = [place.id for place in places.places]
+    appearing = {
+        final: _appearing(final, sealed, [digests[number] for digests in named], ids)
+        for number, final in enumerate(finals)
+    }
 
     def finish() -> None:
         for part in sealed[places.own]:
-            appears = any(digests[finals.index(part.final)] == part.digest for digests in published)
-            if appears or (is_held and present.issuperset(part.places)):
+            appears = part.digest in appearing[part.final]
+            if appears or (is_held and set(ids).issuperset(part.places)):
                 settle(root, part, appears=appears)
 
     places.on_each("publish the parts that are left", finish, ranks)
+
+
+def _appearing(
+    final: str, sealed: Sequence[Sequence[SealedPart]], named: Sequence[str], ids: Sequence[str]
+) -> set[str]:
+    """The digests of the manifests whose sealed parts get a name now.
+
+    ``sealed``, ``named`` and ``ids``: by place, its sealed parts, the digest of what has the name already, and its id.
+    """
+    holders: dict[str, set[str]] = {digest: set() for digest in named if digest}
+    parts = [(place, part) for place, of in enumerate(sealed) for part in of if part.final == final]
+    for place, digest in [*enumerate(named), *[(place, part.digest) for place, part in parts]]:
+        if digest in holders and named[place] in ("", digest):
+            holders[digest].add(ids[place])
+    of_digest = {part.digest: part.places for _, part in parts if part.digest in holders}
+    whole = [digest for digest, of in of_digest.items() if holders[digest].issuperset(of)]
+    if whole:
+        return {max(whole)}  # ranks know of none of them: each was cut while its parts appeared
+    return {
+        digest for digest, of in of_digest.items() if set(ids).issuperset(of)
+    }  # a resume says what is lost
