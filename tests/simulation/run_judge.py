@@ -103,6 +103,8 @@ def watch_launch(run: Run, launch: int) -> None:
 
 
 def _has_only_damaged(run: Run) -> bool:
+    if run.said.keys() - run.damaged:
+        return False  # this step must still be there
     names = [n for files in run.disks if files.has(run.home) for n in files.node(run.home).entries]
     steps = {int(n[5:]) for n in names if n.startswith("step-") and "." not in n}
     return bool(steps) and run.damaged.issuperset(steps)
