@@ -23,7 +23,6 @@ __all__ = [
     "NO_TORCH_FUNCTION",
     "StridedShard",
     "TorchDispatchMode",
-    "allocate_dtensors",
     "default_store",
     "dtensor_like",
     "empty_like",
@@ -322,22 +321,6 @@ def _meta_tree(
 
 # ----------------------------------------------------------------------------------------------------
 # Memory for models on meta
-
-
-def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give the DTensors of a model that are on meta memory: ``empty_like`` of each local tensor.
-
-    ``Module._apply``, because FSDP2's own re-pads shards and keeps its references: identity and ties survive. Makes a
-    DTensor as FSDP2 does itself: the dispatch of ``torch.empty_like`` costs more than the rest. Without it, there is
-    ``to_empty``, which ruins tensors that are real already.
-    """
-
-    def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) and tensor.is_meta:
-            return DTensor(empty_like(tensor._local_tensor), tensor._spec, requires_grad=False)
-        return tensor
-
-    model._apply(allocate)
 
 
 def empty_like(

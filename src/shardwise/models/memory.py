@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..internals.torch import allocate_dtensors, local_tensor, parameter_like, swappable_rnns
+from ..internals.fsdp import allocate_dtensors
+from ..internals.torch import local_tensor, parameter_like, swappable_rnns
 from ..names import NamedTensor, own_tensors
 from .host_memory import HostMemory, Pages
 
