@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 import torch
 from torch import nn
@@ -185,12 +185,12 @@ def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], tor
                         shard.reset_sharded_param()
 
 
-def _waits(tensor: Any) -> bool:
+def _waits(tensor: Any) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and tensor.is_meta
 
 
 def _with_memory(
-    tensor: Any, empty_like: Callable[[torch.Tensor], torch.Tensor], requires_grad: bool = False
+    tensor: DTensor, empty_like: Callable[[torch.Tensor], torch.Tensor], requires_grad: bool = False
 ) -> DTensor:
     """A DTensor as FSDP2 makes one itself: the dispatch of ``torch.empty_like`` costs more than the rest."""
     return DTensor(empty_like(tensor._local_tensor), tensor._spec, requires_grad=requires_grad)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,9 +75,11 @@ class Destination:
         view = self._views.get(name)
         if view is None:
             tensor = self._tensors[name].detach()
-            nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-            raw = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())  # five times as quick as by numpy
-            raw.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
+            size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+            raw: Any = (ctypes.c_char * int(size)).from_address(
+                tensor.data_ptr()
+            )  # numpy takes five times as long
+            raw.owner = tensor  # lives as long as the view
             view = self._views[name] = memoryview(raw).cast("B")
         return view
 
