@@ -146,16 +146,27 @@ def test_the_pages_that_cost_less_are_used() -> None:
     memory = HostMemory(cpu_time=clock)
     kept = memory.empty((512 * MIB,), (1,), torch.uint8)
     assert memory.describe().startswith("small"), kept.numel()
-    _fill(memory, clock, 16, 1.0)
-    assert memory.describe() == f"huge for 0% of {16 * MIB} bytes"
+    assert memory.first_bytes(64 * MIB) == 4 * MIB, "small pages are tried with little"
+    _fill(memory, clock, 4, 1.0)
+    assert memory.describe() == f"huge for 0% of {4 * MIB} bytes"
+    assert memory.first_bytes(64 * MIB) == 64 * MIB
     _fill(memory, clock, 64, 0.3)  # huge, and cheaper: they stay
-    assert memory.describe() == f"huge for 80% of {80 * MIB} bytes"
-    _fill(memory, clock, 16, 1.5)  # dearer than small ones were: back to those
+    assert memory.describe() == f"huge for 94% of {68 * MIB} bytes"
+    _fill(memory, clock, 16, 1.2)  # dearer than small ones were, but not by much
+    _fill(memory, clock, 16, 1.5)  # much: back to those
     _fill(memory, clock, 16, 1.2)
-    assert memory.describe() == f"huge for 71% of {112 * MIB} bytes"
+    assert memory.describe() == f"huge for {96 / 116:.0%} of {116 * MIB} bytes"
     _fill(memory, clock, 16, 2.0)  # now these are dearer than huge ones were
     _fill(memory, clock, 128, 0.3)
-    assert memory.describe() == f"huge for {(80 + 128) / 256:.0%} of {256 * MIB} bytes"
+    assert memory.describe() == f"huge for {(96 + 128) / 260:.0%} of {260 * MIB} bytes"
+
+
+@pytest.mark.skipif(not _has_huge_pages(), reason="the kernel gives no huge pages")
+def test_nothing_is_tried_where_nothing_is_chosen() -> None:
+    assert HostMemory().first_bytes(64 * MIB) == 64 * MIB, "no tensor lies there"
+    memory = HostMemory("small")
+    kept = memory.empty((64 * MIB,), (1,), torch.uint8)
+    assert memory.first_bytes(kept.nbytes) == kept.nbytes
 
 
 @pytest.mark.skipif(not _has_huge_pages(), reason="the kernel gives no huge pages")

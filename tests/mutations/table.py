@@ -409,8 +409,8 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- layout
     Mutation(
         "layout/boxes.py",
-        "if any(a >= b for a, b in zip(start, stop, strict=True)):",
-        "if any(a > b for a, b in zip(start, stop, strict=True)):",
+        "            if a >= b:\n                return None",
+        "            if a > b:\n                return None",
         ("tests/layout/test_boxes.py::test_intersect",),
         "boxes that touch overlap",
     ),
@@ -758,8 +758,8 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- recipe
     Mutation(
         "recipe/tiles.py",
-        "        stop[dim] += step * (loop.size - 1)",
-        "        stop[dim] += step * loop.size",
+        "(v.target_dim, v.target_step * (v.size - 1))",
+        "(v.target_dim, v.target_step * v.size)",
         ("tests/recipe/test_tiles.py::test_bounds",),
         "a tile reaches a step too far",
     ),
@@ -1230,8 +1230,8 @@ MUTATIONS = (
     ),
     Mutation(
         "transfer/copy.py",
-        "view = self._views[name] = raw.numpy().data[start:]",
-        "view = self._views[name] = raw.numpy().data",
+        "from_address(tensor.data_ptr())",
+        "from_address(tensor.untyped_storage().data_ptr())",
         ("tests/transfer/test_copy.py::test_every_rank_gets_its_shard",),
         "a tensor within a storage is filled at its start",
     ),
@@ -1782,8 +1782,8 @@ MUTATIONS = (
     ),
     Mutation(
         "models/host_memory.py",
-        "self._cost[other] < self._cost[self._pages]",
-        "self._cost[other] > self._cost[self._pages]",
+        "self._cost[other] * _DEARER < self._cost[self._pages]",
+        "self._cost[other] * _DEARER > self._cost[self._pages]",
         ("tests/models/test_host_memory.py::test_the_pages_that_cost_less_are_used",),
         "the dearer pages are used",
     ),

@@ -23,7 +23,7 @@ __all__ = [
     "NO_TORCH_FUNCTION",
     "StridedShard",
     "TorchDispatchMode",
-    "allocate_dtensors",
+    "bare_tree",
     "default_store",
     "dtensor_like",
     "empty_like",
@@ -283,26 +283,38 @@ def keep_metadata(of: Any, to: Any) -> None:
 _HOOKS = tuple([name for name in nn.Module().__dict__ if "_hooks" in name])
 
 
-def meta_tree(module: nn.Module) -> nn.Module:
-    """A copy of a tree of modules, with the original classes, tensors on meta, and without hooks.
+def bare_tree(module: nn.Module) -> nn.Module:
+    """A copy of a tree of modules around the same tensors, with the original classes and without hooks.
 
-    Shared modules and tensors stay shared. No constructor is run: one may want arguments. Without it, the initial
-    values of a class that only the caller can build would have no rule.
+    Shared modules stay shared. No constructor is run: one may want arguments. Without it, transformers would not know the
+    classes of a model that FSDP2 has sharded.
     """
-    return _meta_tree(module, {}, {})
+    return _bare_tree(module, {})
 
 
-def _meta_tree(
-    module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]
-) -> nn.Module:
-    if id(module) in modules:
-        return modules[id(module)]
-    kind = original_class(module)
-    tree = modules[id(module)] = object.__new__(kind)
-    tree.__dict__.update(module.__dict__)
+def _bare_tree(module: nn.Module, modules: dict[int, nn.Module]) -> nn.Module:
+    if (known := modules.get(id(module))) is not None:
+        return known
+    tree = modules[id(module)] = object.__new__(original_class(module))
+    own = tree.__dict__
+    own.update(module.__dict__)
     for name in _HOOKS:
-        if name in tree.__dict__:
-            tree.__dict__[name] = type(tree.__dict__[name])()
+        if name in own:
+            own[name] = type(own[name])()
+    own["_parameters"], own["_buffers"] = dict(module._parameters), dict(module._buffers)
+    own["_modules"] = {
+        name: None if child is None else _bare_tree(child, modules) for name, child in module._modules.items()
+    }
+    return tree
+
+
+def meta_tree(module: nn.Module) -> nn.Module:
+    """:func:`bare_tree` with tensors of its own, on meta. Shared tensors stay shared.
+
+    Without it, the initial values of a class that only the caller can build would have no rule.
+    """
+    tree = bare_tree(module)
+    tensors: dict[int, torch.Tensor] = {}
 
     def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is not None and id(tensor) not in tensors:
@@ -311,33 +323,14 @@ def _meta_tree(
             tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         return None if tensor is None else tensors[id(tensor)]
 
-    tree.__dict__["_parameters"] = {name: on_meta(p) for name, p in module._parameters.items()}
-    tree.__dict__["_buffers"] = {name: on_meta(b) for name, b in module._buffers.items()}
-    tree.__dict__["_modules"] = {
-        name: None if child is None else _meta_tree(child, modules, tensors)
-        for name, child in module._modules.items()
-    }
+    for part in tree.modules():
+        for held in (part._parameters, part._buffers):
+            held.update({name: on_meta(t) for name, t in held.items()})  # type: ignore[misc]
     return tree
 
 
 # ----------------------------------------------------------------------------------------------------
 # Memory for models on meta
-
-
-def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give the DTensors of a model that are on meta memory: ``empty_like`` of each local tensor.
-
-    ``Module._apply``, because FSDP2's own re-pads shards and keeps its references: identity and ties survive. Makes a
-    DTensor as FSDP2 does itself: the dispatch of ``torch.empty_like`` costs more than the rest. Without it, there is
-    ``to_empty``, which ruins tensors that are real already.
-    """
-
-    def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) and tensor.is_meta:
-            return DTensor(empty_like(tensor._local_tensor), tensor._spec, requires_grad=False)
-        return tensor
-
-    model._apply(allocate)
 
 
 def empty_like(

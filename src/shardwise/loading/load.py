@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -44,11 +42,11 @@ from ..recipe.match import (
     same_names,
 )
 from ..recipe.origin import remember
-from ..recipe.tiles import is_identity
 from ..recipe.transformers import HubRules, automatic_rules, note_conversions
 from ..sharding.replicated import reduced_parameters
 from ..storage import counting
 from .carry_out import carry_out
+from .fingerprint import fingerprint, in_words
 from .initialize import check_rules, fill_by_rule
 from .report import LoadReport
 from .source import open_for_all
@@ -200,7 +198,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         if new:
             check_rules(given.live, new)
         _refuse_too_large(given.live, given.options.device, host)
-        return asdict(facts_of(planned, _fingerprint(planned.plan), _describe(planned.plan)))
+        return asdict(facts_of(planned, fingerprint(planned.plan), in_words(planned.plan)))
 
     def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return choose(label, given.options.io.strategy, given.catalog.nbytes, facts)
@@ -345,26 +343,6 @@ def hub_rules_of(
 ) -> HubRules | None:
     """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
     return None if catalog.has_module_names else automatic_rules(live.base, key_mapping)
-
-
-def _fingerprint(plan: Plan) -> str:
-    """A plan's part that must be equal on all ranks: names, shapes, dtypes and recipes of the whole model, not boxes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for w in plan.wanted:
-        recipe: object = plan.recipes.get(w.name)
-        if isinstance(recipe, Recipe) and len(recipe.tiles) == 1 and not recipe.copies:
-            (tile,) = recipe.tiles  # a short form: most tensors are stored as they are wanted
-            recipe = tile.source if is_identity(tile, w.shape) else recipe
-        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, recipe)).encode())
-    return digest.hexdigest()
-
-
-def _describe(plan: Plan) -> str:
-    """A plan in words, for ranks that disagree: number of tensors, bytes, and dtypes."""
-    counts = Counter(w.dtype for w in plan.wanted)
-    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
-    nbytes = sum(w.nbytes for w in plan.wanted)
-    return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes)"
 
 
 def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:

@@ -35,8 +35,11 @@ HUGE_PAGE_BYTES = 2 * 1024**2
 LEAST_BYTES = 128 * 1024
 #: Address space that one mapping takes. Memory is used only where it is written.
 _MAPPING_BYTES = 256 * 1024**2
-#: The kind of pages is chosen anew after so many bytes.
+#: The kind of pages is chosen anew after so many bytes, and the first time after fewer: most often these cost twice as much.
 _WINDOW_BYTES = 16 * 1024**2
+_TRIAL_BYTES = 4 * 1024**2
+#: Pages must cost so many times as much as the others did: CPU time also grows where another program shares a core's caches.
+_DEARER = 1.25
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -57,6 +60,7 @@ class HostMemory:
         #: CPU seconds for each byte, as last measured; 0 before.
         self._cost = {"small": 0.0, "huge": 0.0}
         self._bytes = {"small": 0, "huge": 0}
+        self._has_chosen = False
         self._cpu_time = cpu_time
         self._measured_bytes, self._measured_s = 0, 0.0
 
@@ -75,6 +79,11 @@ class HostMemory:
             return torch.empty_like(tensor, dtype=dtype)
         return empty_like(tensor, dtype, self.empty)
 
+    def first_bytes(self, nbytes: int) -> int:
+        """How much of a read of ``nbytes`` bytes to make first: up to where the first choice of pages is due."""
+        trial = _TRIAL_BYTES - self._measured_bytes
+        return min(nbytes, trial) if self._mappings and not self._has_chosen and self._may_change else nbytes
+
     @contextmanager
     def filling(self, nbytes: int) -> Iterator[None]:
         """Around each read of ``nbytes`` bytes into the tensors, in the order of the reads."""
@@ -85,7 +94,7 @@ class HostMemory:
         yield
         self._measured_s += self._cpu_time() - begin
         self._measured_bytes += nbytes
-        if self._measured_bytes >= _WINDOW_BYTES:
+        if self._measured_bytes >= (_WINDOW_BYTES if self._has_chosen else _TRIAL_BYTES):
             self._choose()
 
     def settle(self) -> None:
@@ -107,12 +116,13 @@ class HostMemory:
         return f"huge for {huge / total:.0%} of {total} bytes" if total else "small: no fresh memory to fill"
 
     def _choose(self) -> None:
-        """Use the pages that cost less from here on; those never tried count as free."""
+        """Use the others from here on if these cost clearly more; those never tried count as free."""
         self._cost[self._pages] = self._measured_s / self._measured_bytes
         self._bytes[self._pages] += self._measured_bytes
         self._measured_bytes, self._measured_s = 0, 0.0
         other: Literal["huge", "small"] = "small" if self._pages == "huge" else "huge"
-        if self._may_change and self._cost[other] < self._cost[self._pages]:
+        self._has_chosen = True
+        if self._may_change and self._cost[other] * _DEARER < self._cost[self._pages]:
             self._pages = other
             for mapping in self._mappings:
                 self._advise(mapping)

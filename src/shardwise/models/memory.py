@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..internals.torch import allocate_dtensors, local_tensor, parameter_like, swappable_rnns
+from ..internals.fsdp import allocate_dtensors
+from ..internals.torch import local_tensor, parameter_like, swappable_rnns
 from ..names import NamedTensor, own_tensors
 from .host_memory import HostMemory, Pages
 
@@ -44,14 +45,15 @@ def materialize(model: nn.Module, device: torch.device | str, pages: Pages = "au
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
     modules = [*model.modules()]
-    if any(isinstance(p, DTensor) and p.is_meta for p in _parameters_of(modules)):
+    parameters = _parameters_of(modules)  # they keep their identity
+    if any(isinstance(p, DTensor) and p.is_meta for p in parameters):
         allocate_dtensors(model, empty_like)
-    plain = [p for p in _parameters_of(modules) if p.is_meta]
+    plain = [p for p in parameters if p.is_meta]
     with swappable_rnns(modules if plain else ()):
         for parameter in plain:
             torch.utils.swap_tensors(parameter, parameter_like(parameter, empty_like(parameter.data)))
     _materialize_buffers(modules, device)
-    give_addresses(_parameters_of(modules))
+    give_addresses(parameters)
     return memory
 
 

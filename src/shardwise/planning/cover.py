@@ -10,7 +10,7 @@ import math
 
 from ..catalog.records import Catalog
 from ..errors import PlanError
-from ..layout.boxes import whole
+from ..layout.boxes import Box, whole
 from ..layout.wanted import Layout, Wanted
 from ..recipe.match import Matched
 from ..recipe.tiles import Tile, bounds, is_identity, is_injective, tiles_overlap
@@ -38,23 +38,30 @@ def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) ->
     whole_shape = catalog.tensors[tiles[0].source].shape if len(tiles) == 1 else None
     if whole_shape == wanted.shape and is_identity(tiles[0], wanted.shape):
         return []  # stored as it is wanted
-    problems = []
+    problems: list[str] = []
+    reaches: list[tuple[Box, Tile]] = []
+    target, held = whole(wanted.shape), 0
     for tile in tiles:
-        stored = catalog.tensors[tile.source]
-        for side, shape in (("target", wanted.shape), ("source", stored.shape)):
-            if tile.numel and not whole(shape).contains(bounds(tile, side)):  # type: ignore[arg-type]
-                problems.append(
-                    f"not covered: {wanted.name!r}: a tile reaches outside the {side} {tile.source!r}"
+        if numel := tile.numel:
+            held += numel
+            reaches.append((bounds(tile, "target"), tile))
+            source = whole(catalog.tensors[tile.source].shape)
+            problems += [
+                f"not covered: {wanted.name!r}: a tile reaches outside the {side} {tile.source!r}"
+                for side, shape, reach in (
+                    ("target", target, reaches[-1][0]),
+                    ("source", source, bounds(tile, "source")),
                 )
+                if not shape.contains(reach)
+            ]
         if not is_injective(tile, "target"):
             problems.append(
                 f"overlapping: {wanted.name!r}: a tile of {tile.source!r} writes an element twice"
             )
-    held = sum(tile.numel for tile in tiles)
     expected = math.prod(wanted.shape)
     if held != expected:
         problems.append(f"not covered: {wanted.name!r} has {expected} elements, its tiles write {held}")
-    pair = _overlap(tiles)
+    pair = _overlap(reaches)
     if pair:
         problems.append(
             f"overlapping: {wanted.name!r}: {pair[0].source!r} and {pair[1].source!r} write one element"
@@ -62,16 +69,14 @@ def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) ->
     return problems
 
 
-def _overlap(tiles: tuple[Tile, ...]) -> tuple[Tile, Tile] | None:
-    """Two tiles that write a common element, found by a sweep along target dim 0."""
-    live = [t for t in tiles if t.numel]
-    if len(live) < 2:
+def _overlap(reaches: list[tuple[Box, Tile]]) -> tuple[Tile, Tile] | None:
+    """Two tiles that write a common element, found by a sweep along target dim 0. Each with its bounds, none empty."""
+    if len(reaches) < 2:
         return None
-    if not live[0].target_start:
-        return live[0], live[1]
-    spans = sorted(((bounds(t, "target"), t) for t in live), key=lambda pair: pair[0])
+    if not reaches[0][1].target_start:
+        return reaches[0][1], reaches[1][1]
     open_tiles: list[tuple[int, Tile]] = []
-    for box, tile in spans:
+    for box, tile in sorted(reaches, key=lambda pair: pair[0]):
         open_tiles = [(stop, t) for stop, t in open_tiles if stop > box.start[0]]
         for _, other in open_tiles:
             if tiles_overlap(other, tile, "target"):

@@ -98,11 +98,13 @@ def invert(tile: Tile, target: str) -> Tile:
 
 def bounds(tile: Tile, side: Side) -> Box:
     """The smallest box that holds every element of a tile (which must not be empty) on one side."""
-    start = tile.start(side)
+    if side == "source":
+        start, reach = tile.source_start, [(v.source_dim, v.source_step * (v.size - 1)) for v in tile.loops]
+    else:
+        start, reach = tile.target_start, [(v.target_dim, v.target_step * (v.size - 1)) for v in tile.loops]
     stop = [s + 1 for s in start]
-    for loop in tile.loops:
-        dim, step = loop.on(side)
-        stop[dim] += step * (loop.size - 1)
+    for dim, n in reach:
+        stop[dim] += n
     return Box(start, tuple(stop))
 
 
@@ -122,6 +124,12 @@ def translate(tile: Tile, side: Side, offset: Sequence[int]) -> Tile:
 def cut(tile: Tile, side: Side, box: Box) -> Iterator[Tile]:
     """The part of a tile whose elements lie inside ``box`` on one side, as few disjoint tiles."""
     if tile.numel == 0:
+        return
+    reach = bounds(tile, side)
+    if box.contains(reach):  # as most are, or lie outside of it: parts of a stack
+        yield tile
+        return
+    if box.intersect(reach) is None:
         return
     parts = [tile]
     for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
@@ -173,6 +181,8 @@ def iterations(tile: Tile, k: int, begin: int, end: int) -> Tile:
 
 def is_injective(tile: Tile, side: Side) -> bool:
     """Whether no element of one side is named twice by the tile. Exact for nested steps, else conservative."""
+    if len({loop.on(side)[0] for loop in tile.loops}) == len(tile.loops):
+        return True  # one loop for each dim
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for loop in tile.loops:
         dim, step = loop.on(side)

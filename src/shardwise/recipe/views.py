@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ..layout.boxes import Box
 from .tiles import Loop, Tile, cut, iterations, translate
@@ -51,7 +52,7 @@ def squeeze(tiles: Tiles, dim: int) -> Tiles:
     return tuple(
         Tile(
             t.source,
-            tuple([_moved(loop, dim, -1) for loop in t.loops]),
+            _moved(t.loops, dim, -1),
             t.source_start,
             t.target_start[:dim] + t.target_start[dim + 1 :],
         )
@@ -64,7 +65,7 @@ def unsqueeze(tiles: Tiles, dim: int) -> Tiles:
     return tuple(
         Tile(
             t.source,
-            tuple([_moved(loop, dim - 1, 1) for loop in t.loops]),
+            _moved(t.loops, dim - 1, 1),
             t.source_start,
             (*t.target_start[:dim], 0, *t.target_start[dim:]),
         )
@@ -72,11 +73,9 @@ def unsqueeze(tiles: Tiles, dim: int) -> Tiles:
     )
 
 
-def _moved(loop: Loop, above: int, by: int) -> Loop:
-    if loop.target_dim <= above:
-        return loop
-    # Not dataclasses.replace: it is too slow for tens of thousands of experts.
-    return Loop(loop.size, loop.source_dim, loop.source_step, loop.target_dim + by, loop.target_step)
+@lru_cache(maxsize=256)  # tens of thousands of experts have the same loops
+def _moved(loops: tuple[Loop, ...], above: int, by: int) -> tuple[Loop, ...]:
+    return tuple([v if v.target_dim <= above else replace(v, target_dim=v.target_dim + by) for v in loops])
 
 
 def select(tiles: Tiles, shape: Sequence[int], dim: int, index: int) -> Tiles:
@@ -157,7 +156,7 @@ def _merge(tile: Tile, dims: Sequence[int], sizes: Sequence[int]) -> Tile:
                 replace(loop, target_dim=first, target_step=loop.target_step * strides[loop.target_dim])
             )
         else:
-            loops.append(_moved(loop, dims[-1], -gone))
+            loops += _moved((loop,), dims[-1], -gone)
     target_start = (*tile.target_start[:first], start, *tile.target_start[dims[-1] + 1 :])
     return replace(tile, loops=tuple(loops), target_start=target_start)
 
@@ -165,10 +164,10 @@ def _merge(tile: Tile, dims: Sequence[int], sizes: Sequence[int]) -> Tile:
 def _split(tile: Tile, dim: int, inner: int) -> Iterator[Tile]:
     """Pieces of the tile with one target dim split into (dim, dim + 1), the latter of size ``inner``."""
     for piece in _aligned(tile, dim, inner):
-        loops = []
+        loops: list[Loop] = []
         for loop in piece.loops:
             if loop.target_dim != dim:
-                loops.append(_moved(loop, dim, 1))
+                loops += _moved((loop,), dim, 1)
             elif loop.target_step % inner == 0:
                 loops.append(replace(loop, target_step=loop.target_step // inner))
             else:
