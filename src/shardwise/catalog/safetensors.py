@@ -114,15 +114,6 @@ def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Heade
 
 
 def _tensors(root: str, headers: dict[str, Header]) -> dict[str, StoredTensor]:
-    if len(set().union(*(h.entries for h in headers.values()))) == sum(
-        len(h.entries) for h in headers.values()
-    ):
-        paths = {file_name: os.path.join(root, file_name) for file_name in headers}
-        return {  # no file has a part of another's tensor
-            name: _stored(entry, paths[file_name])
-            for file_name, header in headers.items()
-            for name, entry in header.entries.items()
-        }
     chunks: dict[str, list[Chunk]] = {}
     first: dict[str, tuple[str, Entry]] = {}
     for file_name, header in headers.items():
@@ -137,14 +128,6 @@ def _tensors(root: str, headers: dict[str, Header]) -> dict[str, StoredTensor]:
                 )
             chunks.setdefault(name, []).append(Chunk(_box(entry), path, entry.offset_bytes))
     return {name: assemble(name, first[name][1].dtype, found) for name, found in chunks.items()}
-
-
-def _stored(entry: Entry, path: str) -> StoredTensor:
-    """A tensor of which no other file has a part."""
-    chunk = Chunk(_box(entry), path, entry.offset_bytes)
-    if entry.saved_offsets is None:
-        return StoredTensor(entry.name, entry.dtype, entry.shape, (chunk,))
-    return assemble(entry.name, entry.dtype, [chunk])
 
 
 def _box(entry: Entry) -> Box:

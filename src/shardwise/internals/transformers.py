@@ -6,7 +6,6 @@ Importing this does not import transformers, and asking whether a module is a tr
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -294,10 +293,7 @@ def hub_groups(
     names = set(stored)
     plain: list[tuple[str, str]] = []
     parts: dict[str, list[tuple[str, str]]] = {}
-    key_of = functools.cache(
-        dot_natural_key
-    )  # the key of a name is those of its parts: few parts, many names
-    for name in sorted(names, key=lambda name: [key for part in name.split(".") for key in key_of(part)]):
+    for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
