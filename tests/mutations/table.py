@@ -729,8 +729,8 @@ MUTATIONS = (
     ),
     Mutation(
         "models/memory.py",
-        "[p for p in _parameters_of(modules) if p.is_meta]",
-        "_parameters_of(modules)",
+        "plain = [p for p in parameters if p.is_meta]",
+        "plain = parameters",
         ("tests/models/test_meta_init.py::test_what_has_memory_keeps_it",),
         "parameters that have values get new memory",
     ),

@@ -95,6 +95,5 @@ def _appearing(
     whole = [digest for digest, of in of_digest.items() if holders[digest].issuperset(of)]
     if whole:
         return {max(whole)}  # ranks know of none of them: each was cut while its parts appeared
-    return {
-        digest for digest, of in of_digest.items() if set(ids).issuperset(of)
-    }  # a resume says what is lost
+    # A resume says what is lost.
+    return {digest for digest, of in of_digest.items() if set(ids).issuperset(of)}

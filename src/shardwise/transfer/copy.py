@@ -76,9 +76,8 @@ class Destination:
         if view is None:
             tensor = self._tensors[name].detach()
             size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-            raw: Any = (ctypes.c_char * int(size)).from_address(
-                tensor.data_ptr()
-            )  # numpy takes five times as long
+            # numpy takes five times as long
+            raw: Any = (ctypes.c_char * int(size)).from_address(tensor.data_ptr())
             raw.owner = tensor  # lives as long as the view
             view = self._views[name] = memoryview(raw).cast("B")
         return view
