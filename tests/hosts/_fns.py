@@ -49,12 +49,14 @@ def whole_way(folder: str, mode: str, timeout_s: float = 60.0) -> dict[str, Any]
     """Train 3, save, train 3; resume anew, train 3; export, verify. What it came to, on each rank."""
     root, io = Path(folder), sw.IOOptions(timeout_s=timeout_s)
     model, state = build()
+    dist.barrier()  # a host that builds its model slowly is not late
     started = time.monotonic()
     with sw.Checkpointer(root / "run", mode=mode, io=io) as checkpoints:  # type: ignore[arg-type]
         train(model, state, 3)
         checkpoints.save(state, 3)
         after = train(model, state, 3)
     model, state = build()
+    dist.barrier()  # a host that builds its model slowly is not late
     with sw.Checkpointer(root / "run", mode=mode, io=io) as checkpoints:  # type: ignore[arg-type]
         report = checkpoints.resume(state)
         assert report is not None
