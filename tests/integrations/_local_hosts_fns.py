@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError
 from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
+from tests.harness.errors import error_of
 from tests.harness.logged import warnings_logged
 from tests.integrations._accelerate_fns import launched
 from tests.integrations._failing_saves_fns import _Script
@@ -22,14 +22,6 @@ from tests.integrations._trainer_parts import Rows, arguments, tokenizer
 
 def root(hosts: str, places: Sequence[int]) -> str:
     return os.path.join(hosts, f"host-{places[dist.get_rank()]}", "run")
-
-
-def error_of(call: Any) -> tuple[str, str]:
-    try:
-        call()
-    except ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def leads(places: Sequence[int]) -> bool:

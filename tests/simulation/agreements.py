@@ -178,13 +178,7 @@ def _plan_fault(world: World, story: Story, processes: list[Process], server: Se
     elif story.fault in ("stops", "stops for long"):
         victim.pauses_at, victim.pause_s = at, story.seconds
     elif story.fault in ("is cut off", "is cut off for long"):
-
-        def cut() -> None:
-            victim.cut_until = world.now + story.seconds
-            world.note(f"is cut off for {story.seconds:.2f} s", victim)
-            world.progressed(victim.cut_until)
-
-        world.at(world.draw.random() * 3.0, cut)
+        world.at(world.draw.random() * 3.0, lambda: victim.cut_off(story.seconds))
     elif story.fault == "the store dies":
         world.at(world.draw.random() * 3.0, server.die)
     if (

@@ -10,11 +10,11 @@ import itertools
 import random
 
 import shardwise.checkpoint.checkpointer as checkpointer_module
-from tests.simulation.agreements import born
+from tests.simulation.agreements import TIMEOUT_S, born
 from tests.simulation.files import Files
 from tests.simulation.local_judge import Parts, judge_away, judge_hosts, judge_leftovers, judge_part
 from tests.simulation.programs import launch as start
-from tests.simulation.run_faults import FAULTS, cut_off, plan_fault, run_launch
+from tests.simulation.run_faults import FAULTS, plan_fault, run_launch
 from tests.simulation.run_judge import Run, judge_launch, judge_lost, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import Process, World
@@ -154,7 +154,7 @@ def _plan_between(run: Run, fault: str, processes: list[Process], server: Server
         if fault.startswith("a host loses power"):
             _lose_host(run, victim)
         elif fault.startswith("is cut off"):
-            cut_off(world, victim)
+            victim.cut_off(TIMEOUT_S * world.draw.uniform(0.1, 2.5))
         else:
             server.die()
 

@@ -8,9 +8,9 @@ from tests.simulation.agreements import TIMEOUT_S, limit_s
 from tests.simulation.files import Files
 from tests.simulation.run_judge import Run
 from tests.simulation.store import Server
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process
 
-__all__ = ["FAULTS", "LONGEST_LIFE_S", "cut_off", "plan_fault", "run_launch"]
+__all__ = ["FAULTS", "LONGEST_LIFE_S", "plan_fault", "run_launch"]
 
 #: A process that its launcher could not kill is gone after this time.
 LONGEST_LIFE_S = 112.0
@@ -56,19 +56,12 @@ def plan_fault(run: Run, fault: str, processes: list[Process], server: Server) -
         files = run.disks[victim.host]
         files.on_scan = functools.partial(_lose_file, run, files)
     elif fault == "is cut off":
-        world.at(world.now + draw.random() * 5.0, lambda: cut_off(world, victim))
+        world.at(world.now + draw.random() * 5.0, lambda: victim.cut_off(TIMEOUT_S * draw.uniform(0.1, 2.5)))
     elif fault == "the store dies":
         world.at(world.now + draw.random() * 5.0, server.die)
     elif fault == "a call fails":
         run.had_failing_call = True
         run.disks[victim.host].failing = (draw.randrange(0, 60), draw.choice((5, 28)))  # EIO, ENOSPC
-
-
-def cut_off(world: World, victim: Process) -> None:
-    """From now on, for a while, the store does not hear a process."""
-    victim.cut_until = world.now + TIMEOUT_S * world.draw.uniform(0.1, 2.5)
-    world.note("is cut off", victim)
-    world.progressed(victim.cut_until)
 
 
 def _damage_next(run: Run, files: Files) -> None:

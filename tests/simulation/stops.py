@@ -104,13 +104,7 @@ def _plan_fault(world: World, loop: _Loop, processes: list[Process], server: Ser
         victim.pauses_at = at
         victim.pause_s = TIMEOUT_S * (draw.uniform(1.1, 2.5) if long else draw.uniform(0.05, 0.8))
     elif loop.fault == "is cut off":
-
-        def cut() -> None:
-            victim.cut_until = world.now + TIMEOUT_S * draw.uniform(0.1, 2.0)
-            world.note("is cut off", victim)
-            world.progressed(victim.cut_until)
-
-        world.at(draw.random() * 5.0, cut)
+        world.at(draw.random() * 5.0, lambda: victim.cut_off(TIMEOUT_S * draw.uniform(0.1, 2.0)))
     elif loop.fault == "the store dies":
         world.at(draw.random() * 5.0, server.die)
 

@@ -52,7 +52,7 @@ class Process:
         if not self.is_dead:
             self.is_dead = True
             self.world.note("dies", self)
-            self.world.progressed()  # it may have waited for another one that died: whoever waits for both waits for each
+            self.world.progressed()  # a rank may wait its whole time for this one, after it has waited for another
             self.world.at(self.world.now, self._reap)
             for told in self.world.on_death:
                 told(self)
@@ -69,6 +69,12 @@ class Process:
         self.paused_until = self.world.now + seconds
         self.world.note(f"stops for {seconds:.2f} s", self)
         self.world.progressed(self.paused_until)
+
+    def cut_off(self, seconds: float) -> None:
+        """It does not reach the store for ``seconds``."""
+        self.cut_until = self.world.now + seconds
+        self.world.note(f"is cut off for {seconds:.2f} s", self)
+        self.world.progressed(self.cut_until)
 
 
 class Task:

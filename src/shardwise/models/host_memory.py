@@ -35,10 +35,11 @@ HUGE_PAGE_BYTES = 2 * 1024**2
 LEAST_BYTES = 128 * 1024
 #: Address space that one mapping takes. Memory is used only where it is written.
 _MAPPING_BYTES = 256 * 1024**2
-#: The kind of pages is chosen anew after so many bytes, and the first time after fewer: most often these cost twice as much.
+#: The kind of pages is chosen anew after so many bytes. The first choice comes after fewer: the small pages that are tried first
+#: mostly cost twice as much.
 _WINDOW_BYTES = 16 * 1024**2
 _TRIAL_BYTES = 4 * 1024**2
-#: Pages must cost so many times as much as the others did: CPU time also grows where another program shares a core's caches.
+#: Pages are changed if they cost so many times as much as the others did. CPU time also grows where another program shares a core's caches.
 _DEARER = 1.25
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
