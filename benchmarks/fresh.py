@@ -8,13 +8,13 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import shardwise.api
-from tests.gpu.devices import enter
+from tests.gpu.devices import Visible, enter
 
 _ = shardwise.api  # all public names, which are otherwise imported when they are used
 
@@ -27,11 +27,12 @@ def on_fresh_ranks(
     *args: Any,
     timeout_s: float = 600.0,
     device: str = "cpu",
-    visible: Literal["all", "own"] = "all",
+    visible: Visible = "all",
 ) -> list[Any]:
     """``work(rank, world_size, *args)`` on each rank of a new group; what it returns, by rank.
 
-    The group's backend is that of a type of ``device`` (gloo for the CPU); each rank has one, and sees ``visible`` ones.
+    The group's backend is that of a type of ``device`` (gloo for the CPU, and for a GPU that ranks share); each rank sees
+    ``visible`` ones.
     Raises SystemExit if a rank fails or all together take longer than ``timeout_s``; the other ranks are killed.
     """
     context = multiprocessing.get_context("fork")
@@ -108,7 +109,7 @@ def _rank(
     args: tuple[Any, ...],
     out: Connection,
     device: str,
-    visible: Literal["all", "own"],
+    visible: Visible,
 ) -> None:
     torch.set_num_threads(1)
     # As torchrun sets them; transformers and Accelerate read them.

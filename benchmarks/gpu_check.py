@@ -140,12 +140,12 @@ def _measured(args: argparse.Namespace, device: dict[str, Any], root: str) -> li
 
 
 def _cells(root: str, device: dict[str, Any], cold: bool) -> list[Cell]:
-    """One process and one for each device, at most 8; dense, MoE and dim-1 shards."""
+    """One process and one for each device, at most 8, or two where there is one device; dense, MoE and dim-1 shards."""
     own = transformers_problem() is None
     dense, most = "dense" if own else "linear", min(device["count"], 8)
 
-    def cell(model: str, layout: str, ranks: int, cold: bool = False) -> Cell:
-        case = Case(model, f"{root}/{model}", layout, ranks, device["type"])
+    def cell(model: str, layout: str, ranks: int, cold: bool = False, shared: bool = False) -> Cell:
+        case = Case(model, f"{root}/{model}", layout, ranks, device["type"], shared)
         pinned = ("ours", "load_file", "host_to_device")
         peers = ("ours", "plain_floor", "load_file", "dcp") if cold else ON_DEVICES
         return Cell(case, cold, peers, pinned)
@@ -153,6 +153,7 @@ def _cells(root: str, device: dict[str, Any], cold: bool) -> list[Cell]:
     warm = [cell(dense, "dim 0", ranks) for ranks in sorted({1, most})]
     warm += [cell("moe", "dim 0", most)] if own else []
     warm += [cell(dense, "dim 1", most)] if most > 1 else []
+    warm += [cell(dense, layout, 2, shared=True) for layout in ("dim 0", "dim 1") if most == 1]
     return warm + [cell(dense, "dim 0", ranks, cold=True) for ranks in sorted({1, most}) if cold]
 
 

@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,6 +31,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from benchmarks.loading.contracts import contracts
 from benchmarks.loading.report import as_json, as_table, contract_lines, draw, huge_pages_on
 from benchmarks.loading.rounds import Rounds, cells, measure
+from benchmarks.peers import ON_CPU
 from tests.harness.page_cache import drops_pages
 
 
@@ -48,9 +50,12 @@ def main() -> None:
     root = tempfile.mkdtemp(prefix="shardwise-bench-", dir=args.directory)
     try:
         cold = drops_pages(Path(root))
-        chosen = [c for c in cells(root, short=args.short, cold=cold) if args.only in c.title]
+        every = cells(root, short=args.short, cold=cold)
+        chosen = [cell for cell in every if all(text in cell.title for text in args.only)]
         if not chosen:
-            raise SystemExit(f"no cell has {args.only!r} in its title")
+            raise SystemExit(f"no cell has {args.only} in its title")
+        if args.peers:
+            chosen = [replace(cell, peers=tuple(args.peers)) for cell in chosen]
         measured = measure(chosen, _rounds(args), short=args.short)
         judged = contracts(measured, huge_pages=huge_pages_on(), speed=not args.short)
         seconds = time.monotonic() - started
@@ -83,7 +88,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=12, help="of which slow peers get what is left")
     parser.add_argument("--rounds", type=int, help="at most; 9, and 2 in the short form")
     parser.add_argument("--short", action="store_true", help="tiny models, no contracts on seconds")
-    parser.add_argument("--only", default="", help="cells with this text in their title")
+    parser.add_argument("--only", nargs="+", default=[], help="cells with these texts in their title")
+    parser.add_argument("--peers", nargs="+", choices=ON_CPU, help="default: those of each cell")
     parser.add_argument("--directory", help="for the models, on the disk to be measured")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--table", metavar="PATH", help="Markdown")

@@ -54,7 +54,8 @@ from shardwise.format.spread import file_count
 from shardwise.gc_paused import gc_paused
 from shardwise.internals.fsdp import lazy_chunks
 from shardwise.layout.live import describe
-from shardwise.loading.load import _describe, _fingerprint, plan_load
+from shardwise.loading.fingerprint import fingerprint, in_words
+from shardwise.loading.load import plan_load
 from shardwise.loading.strategy import facts_of
 from shardwise.models.host_memory import HostMemory
 from shardwise.planning import IOOptions, Plan
@@ -311,7 +312,7 @@ def plan_resume(
     catalog = catalog_of_checkpoint(path, manifest=manifest)
     described = describe(model)
     planned = plan_load(described, catalog, Rules(), io=io)
-    facts_of(planned, _fingerprint(planned.plan), _describe(planned.plan))
+    facts_of(planned, fingerprint(planned.plan), in_words(planned.plan))
     states = stored_states(replace(part, live=described), stored_settings(path, manifest))
     return planned.plan, plan_states(states, tensors, described.geometries, io)
 

@@ -39,6 +39,8 @@ class Case:
     ranks: int
     device: str = "cpu"
     """Type of the device that each rank has."""
+    shared: bool = False
+    """Whether all ranks have the same device."""
 
     @property
     def files(self) -> list[Path]:

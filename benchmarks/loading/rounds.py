@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from benchmarks.loading.cases import Case, unsharded_before_ranks
 from benchmarks.loading.models import write_model
 from benchmarks.loading.rank import inspected, timed
 from benchmarks.peers import FLOORS, ON_CPU, PEERS
+from tests.gpu.devices import Visible
 from tests.harness.page_cache import cached_bytes, drop
 
 __all__ = ["Cell", "Measured", "Result", "Rounds", "cells", "measure"]
@@ -37,7 +38,7 @@ class Cell:
     @property
     def title(self) -> str:
         ranks = f"{self.case.ranks} rank{'s' * (self.case.ranks > 1)}"
-        where = "" if self.case.device == "cpu" else f", {self.case.device}"
+        where = "" if self.case.device == "cpu" else f", {'one ' * self.case.shared}{self.case.device}"
         return f"{self.case.model}, {self.case.layout}, {ranks}, {'cold' if self.cold else 'warm'}{where}"
 
 
@@ -181,6 +182,11 @@ def measure(cells: Sequence[Cell], rounds: Rounds, *, short: bool) -> list[Measu
     return found
 
 
+def _on_ranks(case: Case, work: Callable[..., Any], peer: str) -> list[Any]:
+    visible: Visible = "shared" if case.shared else "all"
+    return on_fresh_ranks(case.ranks, work, peer, case, device=case.device, visible=visible)
+
+
 def _write(case: Case, short: bool) -> None:
     write_model(case.model, case.directory, short=short)
     drop(*case.files)  # also writes them out, which would otherwise go on beside the first runs
@@ -194,7 +200,7 @@ def _inspect(
         return
     if (case, peer) not in before:
         try:
-            before[case, peer] = on_fresh_ranks(case.ranks, inspected, peer, case, device=case.device)
+            before[case, peer] = _on_ranks(case, inspected, peer)
         except SystemExit as error:
             result.failed = str(error)
             return
@@ -226,9 +232,7 @@ def _rounds(cell: Cell, results: dict[str, Result], rounds: Rounds, share_s: flo
             started = time.monotonic()
             (_cool if cell.cold else _warm)(cell.case.files)
             try:
-                results[peer].runs.append(
-                    on_fresh_ranks(cell.case.ranks, timed, peer, cell.case, device=cell.case.device)
-                )
+                results[peer].runs.append(_on_ranks(cell.case, timed, peer))
             except SystemExit as error:
                 results[peer].failed = str(error)
                 del left[peer]

@@ -74,6 +74,8 @@ def load(root: str, device: torch.device) -> Facts:
 
 def strategies(root: str, device: torch.device) -> Facts:
     """The same bits whoever reads: each rank, one for each host, or one for all, under a group of the device alone."""
+    if dist.get_world_size() == 1:
+        raise Skipped("one rank reads for itself")
     directory = Path(root)
     if dist.get_rank() == 0:
         loads.source(directory)
@@ -176,7 +178,7 @@ def async_save(root: str, device: torch.device) -> Facts:
 
 def waves(root: str, device: torch.device) -> Facts:
     """The same through a buffer that holds a part of the state."""
-    return _async(root, device, saves.BUDGET)
+    return _async(root, device, 2 * saves.BUDGET // dist.get_world_size())
 
 
 def _async(root: str, device: torch.device, budget: int | None) -> Facts:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 __all__ = [
     "GIVES_PINNED_BACK",
     "SIMULATED",
+    "Visible",
     "describe",
     "enter",
     "host_waits",
@@ -28,22 +29,27 @@ __all__ = [
 SIMULATED = "simgpu"
 #: Whether this torch can give the system pinned memory back that it keeps; 2.11 can't.
 GIVES_PINNED_BACK = hasattr(torch.accelerator, "empty_host_cache")
+#: Which devices a rank sees: all of the group, its own alone, or one that all ranks share.
+Visible = Literal["all", "own", "shared"]
 #: What says which devices a process sees: CUDA and ROCm, XPU.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 #: A wait of the host, in the trace of a CUDA or ROCm runtime.
 _WAIT = re.compile(r"(?:cuda|hip)(Stream|Event)Synchronize")
 
 
-def enter(
-    kind: str, rank: int, world_size: int, port: int, visible: Literal["all", "own"] = "all"
-) -> torch.device:
-    """See all devices of the group or only this rank's, take this rank's, and enter a group of their backend alone."""
+def enter(kind: str, rank: int, world_size: int, port: int, visible: Visible = "all") -> torch.device:
+    """See the devices that ``visible`` says, take this rank's, and enter a group of their backend alone.
+
+    NCCL takes one rank for each device, so that ranks which share a GPU enter a group of gloo.
+    """
     if kind == SIMULATED:
         os.environ["SIMGPU_DEVICES"] = str(world_size if visible == "all" else 1)
         from tests.device import simgpu  # noqa: F401
     elif kind in _VISIBLE and visible == "own":
         every = os.environ.get(_VISIBLE[kind], ",".join(map(str, range(world_size))))
         os.environ[_VISIBLE[kind]] = every.split(",")[rank]
+    elif kind in _VISIBLE and visible == "shared":
+        os.environ[_VISIBLE[kind]] = os.environ.get(_VISIBLE[kind], "0").split(",")[0]
     where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": world_size}
     if kind == "cpu":
         dist.init_process_group("gloo", **where)
@@ -51,6 +57,10 @@ def enter(
     device = torch.device(kind, rank if visible == "all" else 0)
     torch.accelerator.set_device_index(device.index)
     torch.ones(1, device=device).add_(1)  # the driver is up before anything is measured
+    if visible == "shared" and kind != SIMULATED:
+        dist.init_process_group("gloo", **where)
+        _complete(torch.get_device_module(device))
+        return device
     # NCCL's barrier has to know the device; the simulated backend takes none.
     bound = {} if kind == SIMULATED else {"device_id": device}
     dist.init_process_group(dist.get_default_backend_for_device(kind), **where, **bound)
@@ -73,7 +83,8 @@ def _complete(module: Any) -> None:
 def describe(wanted: str | None) -> dict[str, Any] | None:
     """The devices of a type, or of whichever type this process has; None if there is none. Call it in a process of its own."""
     if wanted == SIMULATED:
-        return {"type": SIMULATED, "count": 2, "name": "simulated accelerator", "driver": "none"}
+        count = int(os.environ.get("SIMGPU_DEVICES", "2"))
+        return {"type": SIMULATED, "count": count, "name": "simulated accelerator", "driver": "none"}
     if wanted == "cpu":
         return {"type": "cpu", "count": 2, "name": "CPU", "driver": "none"}
     found = torch.accelerator.current_accelerator(check_available=True)

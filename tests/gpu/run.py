@@ -1,4 +1,4 @@
-"""Runs all checks: two launches of ranks, with all devices visible and with one for each rank."""
+"""Runs all checks: ranks that see all devices, then ranks that see one each; on a machine with one device, two share it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tests.gpu.checks import AGAIN, CHECKS, Check, Skipped
+from tests.gpu.devices import Visible
 
 __all__ = ["Outcome", "run_checks", "summary"]
 
@@ -21,22 +22,27 @@ MOST_RANKS = 2
 
 
 def run_checks(kind: str, count: int, root: str) -> dict[str, list[Outcome]]:
-    """Run them on at most two of ``count`` devices; the outcomes of each by rank.
+    """Run them on at most two of ``count`` devices; the outcomes of each by rank. Of a single device, two ranks share it too.
 
     A rank that dies or hangs fails what its launch had not finished. Touches no device itself.
     """
-    ranks = min(count, MOST_RANKS)
-    found: dict[str, list[Outcome]] = {}
-    launches: tuple[tuple[dict[str, Check], Literal["all", "own"], str], ...] = (
-        (CHECKS, "all", ""),
-        (AGAIN, "own", " in new processes that see one device each"),
-    )
     from benchmarks.fresh import on_fresh_ranks
 
-    for checks, visible, suffix in launches:
+    found: dict[str, list[Outcome]] = {}
+    most = min(count, MOST_RANKS)
+    launches: list[tuple[dict[str, Check], Visible, int, str]] = [
+        (CHECKS, "all", most, ""),
+        (AGAIN, "own", most, " in new processes that see one device each"),
+    ]
+    if count == 1:
+        launches.append((CHECKS, "shared", 2, ", two processes on one device"))
+        launches.append((AGAIN, "shared", 2, " in new processes, two on one device"))
+    for checks, visible, ranks, suffix in launches:
+        directory = Path(root, str(ranks))
+        directory.mkdir(exist_ok=True)
         try:
             by_rank = on_fresh_ranks(
-                ranks, _on_rank, list(checks), visible, root, device=kind, visible=visible, timeout_s=300
+                ranks, _on_rank, checks, str(directory), device=kind, visible=visible, timeout_s=300
             )
         except SystemExit as error:
             by_rank = [{name: ("failed", str(error), 0.0) for name in checks}] * ranks
@@ -45,13 +51,13 @@ def run_checks(kind: str, count: int, root: str) -> dict[str, list[Outcome]]:
     return found
 
 
-def _on_rank(rank: int, world_size: int, names: list[str], visible: str, root: str) -> dict[str, Outcome]:
-    checks, device = CHECKS if visible == "all" else AGAIN, torch.accelerator.current_accelerator()
+def _on_rank(rank: int, world_size: int, checks: dict[str, Check], root: str) -> dict[str, Outcome]:
+    device = torch.accelerator.current_accelerator()
     assert device is not None
     device = torch.device(device.type, torch.accelerator.current_device_index())
     warnings.simplefilter("ignore")  # those of torch about a backend
     found = {}
-    for name in names:
+    for name in checks:
         if rank == 0:
             print(f"check: {name}", flush=True)  # so that a hang has a name
         directory = Path(root) / name.replace(" ", "-")

@@ -130,6 +130,26 @@ def test_on_the_simulated_device(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("simgpu")
+def test_on_one_simulated_device(tmp_path: Path) -> None:
+    """One process has it, then two share it."""
+    done = run(tmp_path, "--device", "simgpu", "--short", SIMGPU_DEVICES="1")
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    skipped = {name for name, status in statuses(tmp_path).items() if status != "ok"}
+    shared = ", two processes on one device"
+    assert skipped <= {
+        *("memory of the device", f"memory of the device{shared}", "strategies"),
+        *("save from two devices", f"save from two devices{shared}"),
+    }
+    cells = {(c["model"], c["layout"], c["ranks"]) for c in found(tmp_path, "load")["cells"]}
+    assert cells == {
+        *(("dense", "dim 0", 1), ("moe", "dim 0", 1)),
+        *(("dense", "dim 0", 2), ("dense", "dim 1", 2)),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("simgpu")
 def test_under_an_images_own_python(tmp_path: Path) -> None:
     """torch, safetensors and numpy alone."""
     (tmp_path / "sitecustomize.py").write_text(_SITE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -358,6 +359,24 @@ def test_everything_that_is_imported_is_declared_and_pinned() -> None:
     assert {"torch", "trl"} <= set(outside)
     assert {n: p for n, p in outside.items() if n not in declared | COME_ALONG} == {}
     assert (declared | set(outside)) - pinned == set()
+
+
+def test_what_tests_and_benchmarks_import_of_the_package_exists() -> None:
+    """Long tests alone run some of them, and mypy reads none."""
+    root = SOURCE.parents[1]
+    found = []
+    for folder in ("tests", "benchmarks", "examples", "docs"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardwise":
+                    module = importlib.import_module(node.module or "")
+                    found += [
+                        f"{path.relative_to(root)}:{node.lineno}: {node.module}.{alias.name}"
+                        for alias in node.names
+                        if not hasattr(module, alias.name)
+                        and f"{node.module}.{alias.name}".removeprefix("shardwise.") not in FILES
+                    ]
+    assert not found
 
 
 def test_tests_lie_in_the_room_that_they_test() -> None:
