@@ -153,7 +153,7 @@ def _cells(root: str, device: dict[str, Any], cold: bool) -> list[Cell]:
     warm = [cell(dense, "dim 0", ranks) for ranks in sorted({1, most})]
     warm += [cell("moe", "dim 0", most)] if own else []
     warm += [cell(dense, "dim 1", most)] if most > 1 else []
-    warm += [cell(dense, layout, 2, shared=True) for layout in ("dim 0", "dim 1") if most == 1]
+    warm += [cell(dense, "dim 0", 2, shared=True)] if most == 1 else []
     return warm + [cell(dense, "dim 0", ranks, cold=True) for ranks in sorted({1, most}) if cold]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import shardwise
 from benchmarks.loading.contracts import Contract
 from benchmarks.loading.rounds import Measured, Result
 from benchmarks.peers import PEERS
@@ -47,7 +48,7 @@ def as_json(measured: Sequence[Measured], contracts: Sequence[Contract], seconds
 
 
 def _machine() -> dict[str, Any]:
-    packages = ("shardwise", "torch", "transformers", "accelerate", "safetensors")
+    packages = ("torch", "transformers", "accelerate", "safetensors")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cores": len(os.sched_getaffinity(0)),
@@ -55,6 +56,7 @@ def _machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "huge_pages": huge_pages_on(),
         "python": platform.python_version(),
+        "shardwise": shardwise.__version__,
         **{package: importlib.metadata.version(package) for package in packages},
     }
 

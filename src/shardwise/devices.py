@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .internals.torch import empty_host_cache
+
 __all__ = ["copies_late", "flat_bytes", "own_device", "release_pinned_memory", "to_host"]
 
 #: Bytes that :func:`to_host` packs at a time.
@@ -27,7 +29,7 @@ def copies_late(device: torch.device) -> bool:
 
 def release_pinned_memory() -> None:
     """Give the system the pinned memory that torch keeps although it is free, where this torch can."""
-    getattr(torch.accelerator, "empty_host_cache", lambda: None)()
+    empty_host_cache()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

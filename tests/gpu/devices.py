@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from shardwise.devices import release_pinned_memory
+
 __all__ = [
     "GIVES_PINNED_BACK",
     "SIMULATED",
@@ -27,8 +29,8 @@ __all__ = [
 ]
 
 SIMULATED = "simgpu"
-#: Whether this torch can give the system pinned memory back that it keeps; 2.11 can't.
-GIVES_PINNED_BACK = hasattr(torch.accelerator, "empty_host_cache")
+#: Whether this torch can give the system pinned memory back that it keeps: 2.11 can't on every device.
+GIVES_PINNED_BACK = hasattr(torch.accelerator, "empty_host_cache") or hasattr(torch._C, "_host_emptyCache")
 #: Which devices a rank sees: all of the group, its own alone, or one that all ranks share.
 Visible = Literal["all", "own", "shared"]
 #: What says which devices a process sees: CUDA and ROCm, XPU.
@@ -70,8 +72,8 @@ def enter(kind: str, rank: int, world_size: int, port: int, visible: Visible = "
 
 def _complete(module: Any) -> None:
     """What ``tests/device`` asks the simulated device and torch 2.12, for real devices and torch 2.11 as far as they say it."""
-    if not GIVES_PINNED_BACK:
-        torch.accelerator.empty_host_cache = lambda: None
+    if not hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache = release_pinned_memory
     if hasattr(module, "counts"):
         return
     module.counts = lambda own=True: {}

@@ -26,6 +26,7 @@ __all__ = [
     "bare_tree",
     "default_store",
     "dtensor_like",
+    "empty_host_cache",
     "empty_like",
     "fake_store",
     "fake_device_or_view",
@@ -70,6 +71,19 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def empty_host_cache() -> None:
+    """Free the pinned memory that torch's host allocator keeps for later, where this torch can.
+
+    torch 2.11 of CUDA and ROCm: ``torch._C._host_emptyCache``; from 2.12 on a public function does it on every device. Without
+    it, a process under torch 2.11 keeps what a load or a smaller save had pinned.
+    """
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+        torch._C, "_host_emptyCache", None
+    )
+    if empty is not None:
+        empty()
 
 
 def fake_store() -> Any:
