@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def _arguments() -> argparse.Namespace:
         help="cuda, xpu; simgpu or cpu to try this script; default: what torch has",
     )
     parser.add_argument("--only", choices=("checks", "load"))
+    parser.add_argument(
+        "--cells", nargs="+", default=[], help="those with one of these texts in their titles"
+    )
+    parser.add_argument("--peers", nargs="+", choices=ON_DEVICES, help="default: those of each cell")
     parser.add_argument("--rounds", type=int, default=5, help="of each loader at most (default: 5)")
     parser.add_argument("--minutes", type=float, default=10, help="of which slow loaders get what is left")
     parser.add_argument(
@@ -136,7 +141,14 @@ def _measured(args: argparse.Namespace, device: dict[str, Any], root: str) -> li
         if args.short
         else Rounds(args.rounds, least=2, seconds=args.minutes * 60)
     )
-    return measure(_cells(root, device, cold), rounds, short=args.short)
+    cells = [
+        cell
+        for cell in _cells(root, device, cold)
+        if not args.cells or any(text in cell.title for text in args.cells)
+    ]
+    if args.peers:
+        cells = [replace(cell, peers=tuple(p for p in cell.peers if p in args.peers)) for cell in cells]
+    return measure(cells, rounds, short=args.short)
 
 
 def _cells(root: str, device: dict[str, Any], cold: bool) -> list[Cell]:
