@@ -1166,6 +1166,20 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------------------------- transfer
     Mutation(
+        "transfer/lanes.py",
+        "view], offset_bytes, os.RWF_NOWAIT) != view.nbytes:",
+        "view], offset_bytes, os.RWF_NOWAIT) < 0:",
+        ("tests/transfer/test_lanes.py::test_a_file_cut_short_is_named_as_by_one_reader",),
+        "a lane takes a read that ended early for a whole one",
+    ),
+    Mutation(
+        "transfer/lanes.py",
+        "if not is_read]",
+        "if False]",
+        ("tests/transfer/test_lanes.py::test_what_is_not_cached_is_left_to_the_reader",),
+        "what the lanes left is read by no one",
+    ),
+    Mutation(
         "transfer/objects.py",
         "            self._versions[path] = known or version\n",
         "",

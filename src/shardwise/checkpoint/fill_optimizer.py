@@ -29,7 +29,8 @@ from ..state.low_bit import StoredForm
 from ..state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from ..state.train_state import document_of
 from ..transfer import SourceReader
-from ..transfer.copy import Destination, Staging, execute
+from ..transfer.copy import Destination, Staging
+from ..transfer.lanes import execute_own
 from ..transfer.page_cache import page_cache_for
 from .snapshot import trained_model
 
@@ -155,7 +156,7 @@ class OptimizerFill:
         tick = counted.counting(tick)
         with SourceReader(tick, files=files, io=self.io, page_cache=page_cache) as reader:
             staging = Staging(self.io, self.plan.staging_bytes)
-            execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
+            execute_own(self.plan.transfers, reader, reader, Destination(local), staging, self.memory)
             self.memory.settle()
         return reader.bytes_read
 

@@ -21,6 +21,7 @@ from ..transfer.checked import boxes_of_conversions, boxes_of_spans, boxes_of_tr
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.decoded import DecodingReader
+from ..transfer.lanes import execute_own
 from ..transfer.page_cache import page_cache_for
 from ..transfer.shared import NotShared, SharedReader
 from .payload import payload_bytes
@@ -67,7 +68,7 @@ def carry_out(
                 decoded.announce(_shared(planned, fills))
         staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
         if choice.strategy == "own":
-            execute(plan.transfers, reader, destination, staging, memory)
+            execute_own(plan.transfers, files, reader, destination, staging, memory)
         elif fills is not None:
             execute(fills, fills, destination, staging, memory)
             fills.close()

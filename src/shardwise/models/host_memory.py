@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +49,7 @@ class HostMemory:
     """Allocates CPU tensors that are filled soon, and chooses the pages that they are filled through. Rank-local.
 
     Each tensor owns its pages: when its storage dies, they go back to the system, as with torch's allocator. Its storage
-    can't be resized. Beside the tensors' own bytes, rounded up to 4 KiB, at most one huge page in 128 is in use.
+    can't be resized. Several threads may fill them. Beside the tensors' own bytes, rounded up to 4 KiB, at most one huge page in 128 is in use.
     """
 
     def __init__(self, pages: Pages = "auto", *, cpu_time: Callable[[], float] = time.thread_time) -> None:
@@ -64,6 +65,7 @@ class HostMemory:
         self._has_chosen = False
         self._cpu_time = cpu_time
         self._measured_bytes, self._measured_s = 0, 0.0
+        self._lock = threading.Lock()  # around what is measured
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised CPU tensor, as ``torch.empty_strided``."""
@@ -87,16 +89,18 @@ class HostMemory:
 
     @contextmanager
     def filling(self, nbytes: int) -> Iterator[None]:
-        """Around each read of ``nbytes`` bytes into the tensors, in the order of the reads."""
+        """Around each read of ``nbytes`` bytes into the tensors."""
         if not self._mappings or nbytes < LEAST_BYTES:
             yield
             return
         begin = self._cpu_time()
         yield
-        self._measured_s += self._cpu_time() - begin
-        self._measured_bytes += nbytes
-        if self._measured_bytes >= (_WINDOW_BYTES if self._has_chosen else _TRIAL_BYTES):
-            self._choose()
+        seconds = self._cpu_time() - begin
+        with self._lock:
+            self._measured_s += seconds
+            self._measured_bytes += nbytes
+            if self._measured_bytes >= (_WINDOW_BYTES if self._has_chosen else _TRIAL_BYTES):
+                self._choose()
 
     def settle(self) -> None:
         """No more huge pages from here on; those that are there stay. Call it when the tensors are filled.

@@ -35,6 +35,7 @@ __all__ = [
     "fill",
     "holds",
     "parts_of",
+    "read_direct",
     "spans_of",
     "write_back",
 ]
@@ -115,7 +116,7 @@ def execute(
                     with filling(target.nbytes):
                         fill(target, found)
             elif transfer.is_direct and device.type == "cpu":
-                _read_direct(transfer, reader, destination.view(transfer.wanted), memory)
+                read_direct(transfer, reader, destination.view(transfer.wanted), memory)
             else:
                 for part in parts_of(transfer, staging.limit_bytes):
                     found, target = _stage(part, reader, staging), destination.strided(part)
@@ -204,7 +205,15 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _read_direct(transfer: Transfer, reader: Reader, view: memoryview, memory: HostMemory | None) -> None:
+class ReadsInto(Protocol):
+    """The source of bytes for direct transfers."""
+
+    def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of ``path`` at ``offset_bytes``."""
+
+
+def read_direct(transfer: Transfer, reader: ReadsInto, view: memoryview, memory: HostMemory | None) -> None:
+    """Read a transfer whose bytes fit as they are into ``view``, the memory of its local tensor: see :func:`execute`."""
     size = itemsize(transfer.source_dtype)
     inner = transfer.loops[-1].size if transfer.loops else 1
     run_bytes = inner * size

@@ -116,6 +116,21 @@ class FileReader:
             return "plain: all bytes were in the page cache" if self.bytes_read else "plain: nothing was read"
         return f"{self._quicker.kind}: {self._reason}{self._quicker.describe()}"
 
+    @property
+    def lanes(self) -> int:
+        """In how many lanes cached bytes may be read beside this reader: 1 unless it may choose how to read, and keeps pages."""
+        may = (
+            self._reads == "auto" and not self._from_storage and self._pages is None and self._arrive is None
+        )
+        return self._threads.count if may else 1
+
+    def was_in_cache(self, nbytes: int) -> None:
+        """Count bytes that lanes have read."""
+        self.bytes_read += nbytes
+        self._threads.shared_bytes += nbytes
+        if self._on_progress is not None and nbytes:
+            self._on_progress(nbytes)
+
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`, or :class:`IntegrityError` if
         the file is too short."""

@@ -35,6 +35,7 @@ class SourceReader:
     ) -> None:
         self._on_progress = on_progress
         self._known = tuple(files)
+        self._local = {file.path for file in self._known if not is_url(file.path)}
         reads, threads = ("plain", 1) if io is None else (io.reads, io.read_threads)
         self._files = FileReader(on_progress, page_cache=page_cache, reads=reads, threads=threads)
         self._objects: ObjectReader | None = None
@@ -62,6 +63,19 @@ class SourceReader:
         """Bytes that were asked for."""
         return self._files.bytes_read + (0 if self._objects is None else self._objects.bytes_read)
 
+    def has_file(self, path: str) -> bool:
+        """Whether a path names one of the local files."""
+        return path in self._local
+
+    @property
+    def lanes(self) -> int:
+        """In how many lanes cached bytes may be read: 1 where the order of the reads counts."""
+        return self._files.lanes
+
+    def was_in_cache(self, nbytes: int) -> None:
+        """Count bytes that lanes have read beside this reader."""
+        self._files.was_in_cache(nbytes)
+
     @property
     def requests(self) -> int:
         """Requests to stores."""
@@ -70,7 +84,7 @@ class SourceReader:
     @contextmanager
     def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
         """The reads in this block are of these spans, in this order. May be nested."""
-        if not any(is_url(file.path) for file in self._known):
+        if len(self._local) == len(self._known):
             with self._files.expecting(spans):
                 yield
             return
