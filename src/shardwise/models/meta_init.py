@@ -8,6 +8,7 @@ conversion) run on meta and cost next to nothing.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -134,14 +135,22 @@ class NotLarger(TorchDispatchMode):
 _IN_PLACE = frozenset((torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, *_NothingDrawn._FILLS))
 
 
+#: Operations that make a tensor of the size that is their first argument. They make all parameters of most models.
+_SIZED = frozenset(
+    (torch.ops.aten.empty.memory_format, torch.ops.aten.ones.default, torch.ops.aten.zeros.default)
+)
+
+
 def _is_meta(device: torch.device | str | None) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
 def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes of the largest result of an operation; 0 if meta can't tell."""
-    if func.is_view or func in _IN_PLACE or _is_meta(kwargs.get("device")):
+    if func in _IN_PLACE or func.is_view or _is_meta(kwargs.get("device")):
         return 0
+    if func in _SIZED:
+        return math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
     on_meta = {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
     try:
         args, on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, on_meta))
