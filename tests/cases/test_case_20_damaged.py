@@ -26,7 +26,7 @@ import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
 from shardwise.format.manifest import MANIFEST_NAME
-from shardwise.transfer import FileReader
+from tests.harness.payload_reads import before_each_read
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -153,9 +153,7 @@ DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_refused_with_the_file_and_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
-) -> None:
+def test_refused_with_the_file_and_the_reason(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     kind, name, reason = DAMAGE[damage]
     folder = tmp_path / "source"
     folder.mkdir()
@@ -164,12 +162,11 @@ def test_refused_with_the_file_and_the_reason(
     def read_payload(*_: object) -> None:
         raise AssertionError("payload is read from a source that is refused")
 
-    monkeypatch.setattr(FileReader, "read_into", read_payload)
     model = nn.Linear(3, 4)
     before = {n: (p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
     tracemalloc.start()
     try:
-        with pytest.raises(SourceError) as caught:
+        with before_each_read(read_payload), pytest.raises(SourceError) as caught:
             open_catalog(folder)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
@@ -179,7 +176,7 @@ def test_refused_with_the_file_and_the_reason(
     assert reason in str(caught.value)
     assert len(str(caught.value)) < 2000
     assert peak_bytes < 16 * 1024**2, "memory as a header claims, not as the file has"
-    with pytest.raises(SourceError, match=re.escape(reason)):
+    with before_each_read(read_payload), pytest.raises(SourceError, match=re.escape(reason)):
         sw.load(model, folder)
     for n, p in model.named_parameters():
         assert p.data_ptr() == before[n][0]

@@ -29,6 +29,7 @@ from shardwise.errors import ShardError, ShardwiseError
 from shardwise.layout.model import reshard
 from shardwise.loading.report import LoadReport
 from tests.harness.models import Mixed, Plain, fill_with_noise, hub_model
+from tests.harness.payload_reads import before_each_read
 
 # ----------------------------------------------------------------------------------------------------
 # Comparing
@@ -567,17 +568,12 @@ class Refusal(Exception):
 @contextmanager
 def no_payload() -> Iterator[None]:
     """Reading payload raises, as long as this lasts."""
-    from shardwise.transfer.files import FileReader
 
     def refuse(*_: object) -> None:
         raise Refusal("payload was read")
 
-    kept = FileReader.read_into
-    FileReader.read_into = refuse  # type: ignore[method-assign]
-    try:
+    with before_each_read(refuse):
         yield
-    finally:
-        FileReader.read_into = kept  # type: ignore[method-assign]
 
 
 def outcome_of(

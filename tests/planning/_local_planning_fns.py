@@ -19,8 +19,8 @@ from shardwise.loading.load import plan_load
 from shardwise.planning import IOOptions
 from shardwise.ranks.protocol import Agreement
 from shardwise.recipe.match import Rules
-from shardwise.transfer import FileReader
 from tests.checkpoint import _reshard_fns
+from tests.harness.payload_reads import before_each_read
 
 #: Where opened files are noted while a test counts them; an audit hook stays until the process ends.
 _opened: list[str] | None = None
@@ -74,22 +74,21 @@ def resume(path: str) -> dict[str, Any]:
     state = _reshard_fns.build("1d", "adamw")
     reads: list[tuple[str, int, int]] = []
     sent: list[tuple[str, int]] = []
-    read_into, agree = FileReader.read_into, Agreement.agree
+    agree = Agreement.agree
 
-    def noted_read(self: FileReader, file: str, offset_bytes: int, view: memoryview) -> None:
-        reads.append((os.path.relpath(file, path), offset_bytes, view.nbytes))
-        read_into(self, file, offset_bytes, view)
+    def noted_read(file: str, offset_bytes: int, nbytes: int) -> None:
+        reads.append((os.path.relpath(file, path), offset_bytes, nbytes))
 
     def noted_agree(self: Agreement, call: Any, **given: Any) -> bytes:
         sent.append((call.label, len(given.get("payload", b""))))
         return agree(self, call, **given)
 
-    FileReader.read_into, Agreement.agree = noted_read, noted_agree  # type: ignore[method-assign, assignment]
+    Agreement.agree = noted_agree  # type: ignore[method-assign, assignment]
     try:
-        with opened_below(path) as opened:
+        with before_each_read(noted_read), opened_below(path) as opened:
             report = sw.restore(state, path)
     finally:
-        FileReader.read_into, Agreement.agree = read_into, agree  # type: ignore[method-assign]
+        Agreement.agree = agree  # type: ignore[method-assign]
     return {
         "opened": opened,
         "reads": reads,

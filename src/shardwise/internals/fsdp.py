@@ -168,7 +168,7 @@ def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], tor
     Does what ``model._apply`` does, in two thirds of its time, and calls it for a model with an ``_apply`` of its own, a subclass of DTensor or gradients.
     """
     modules = [*model.modules()]
-    if not all(_is_ordinary(module) for module in modules):
+    if not _are_ordinary(modules):
         model._apply(lambda t: _with_memory(t, empty_like) if _waits(t) else t)
         return
     for module in modules:
@@ -192,12 +192,19 @@ def _waits(tensor: Any) -> TypeGuard[DTensor]:
 def _with_memory(
     tensor: DTensor, empty_like: Callable[[torch.Tensor], torch.Tensor], requires_grad: bool = False
 ) -> DTensor:
-    """A DTensor as FSDP2 makes one itself: the dispatch of ``torch.empty_like`` costs more than the rest."""
-    return DTensor(empty_like(tensor._local_tensor), tensor._spec, requires_grad=requires_grad)
+    """A DTensor as FSDP2 makes one itself: the dispatch of ``torch.empty_like`` costs more than the rest.
+
+    Without ``DTensor.__init__``, which does nothing, in a wrapper of torch's compiler that takes longer than the rest.
+    """
+    local, spec = empty_like(tensor._local_tensor), tensor._spec
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
-def _is_ordinary(module: nn.Module) -> bool:
-    """Whether ``_apply`` does nothing with a module beside what :func:`allocate_dtensors` does."""
-    return original_class(module)._apply is nn.Module._apply and not any(
-        _waits(p) and (type(p) is not DTensor or p.grad is not None) for p in module._parameters.values()
+def _are_ordinary(modules: Sequence[nn.Module]) -> bool:
+    """Whether ``_apply`` does nothing with the modules beside what :func:`allocate_dtensors` does."""
+    by_class = {type(module): module for module in modules}
+    return all(original_class(one)._apply is nn.Module._apply for one in by_class.values()) and not any(
+        _waits(p) and (type(p) is not DTensor or p.grad is not None)
+        for module in modules
+        for p in module._parameters.values()
     )

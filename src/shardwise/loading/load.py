@@ -22,7 +22,7 @@ from ..layout.live import LiveModel, describe
 from ..models.homes import remember_source
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
-from ..models.meta_init import forget_meta_buffers, meta_buffers
+from ..models.meta_init import forget_meta_buffers, is_unknown
 from ..models.unquantized import forget_quantization
 from ..names import patterns_of
 from ..operations.announced import announced
@@ -251,12 +251,9 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
 
     A buffer that construction left on meta, and that got memory but was never written since, holds garbage.
     """
-    unknown = set(meta_buffers(live.root))
-    if not unknown:
-        return []
     problems = []
     for t in live.tensors:
-        if t.kind != "buffer" or unknown.isdisjoint(t.names) or (t.persistent and t.name not in initialized):
+        if t.kind != "buffer" or not is_unknown(t) or (t.persistent and t.name not in initialized):
             continue
         if not t.tensor.is_meta and not t.tensor.is_inference() and version_of(t.tensor):
             continue

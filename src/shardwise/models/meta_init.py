@@ -25,10 +25,10 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from ..internals.torch import TorchDispatchMode, parameter_like, tree_leaves, tree_map_only
-from ..names import canonical_name
+from ..names import NamedTensor, canonical_name
 from ..rng import preserve_rng
 
-__all__ = ["NotLarger", "at_most", "forget_meta_buffers", "meta_buffers", "meta_init"]
+__all__ = ["NotLarger", "at_most", "forget_meta_buffers", "is_unknown", "meta_buffers", "meta_init"]
 
 
 @contextmanager
@@ -85,8 +85,17 @@ def meta_buffers(model: nn.Module) -> list[str]:
     return list(names)
 
 
+def is_unknown(buffer: NamedTensor) -> bool:
+    """Whether :func:`meta_buffers` lists a buffer of a model."""
+    return buffer.tensor.is_meta or any(
+        attribute in _left_on_meta(module) for module, attribute in buffer.owners
+    )
+
+
 def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) -> None:
     """Remove buffers (canonical ``names``; all if None) from the list: they were loaded or recomputed."""
+    if not _remembered:
+        return
     settled = None if names is None else frozenset(names)
     for path, module in model.named_modules(remove_duplicate=False):
         left = _left_on_meta(module)
@@ -150,7 +159,8 @@ def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     if func in _IN_PLACE or func.is_view or _is_meta(kwargs.get("device")):
         return 0
     if func in _SIZED:
-        return math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+        dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return int(math.prod(args[0])) * dtype.itemsize
     on_meta = {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
     try:
         args, on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, on_meta))

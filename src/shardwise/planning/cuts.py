@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..catalog.records import StoredTensor
@@ -58,6 +59,7 @@ def _identical(wanted: Wanted, source: StoredTensor) -> list[Transfer]:
     return found
 
 
+@functools.lru_cache(maxsize=256)  # the tensors of all layers are cut alike
 def common_part(
     local: LocalBox, chunk: Box, local_strides: tuple[int, ...]
 ) -> tuple[int, int, tuple[StridedLoop, ...]] | None:

@@ -110,7 +110,7 @@ class Transfer:
 
     @property
     def numel(self) -> int:
-        return math.prod(loop.size for loop in self.loops)
+        return math.prod([loop.size for loop in self.loops])
 
     def along_dims(self, shape: tuple[int, ...]) -> Transfer:
         """The transfer with loops that go along one dim each of a tensor of this shape, which is stored as for :meth:`box_in`.
@@ -162,13 +162,16 @@ class Transfer:
     @property
     def is_direct(self) -> bool:
         """Whether bytes can go from the file straight into (CPU) local memory."""
-        if self.source_dtype != self.target_dtype or self.reads_whole_span:
+        if self.source_dtype != self.target_dtype:
             return False
         if not self.loops:
             return True
         inner = self.loops[-1]
-        long_enough = len(self.loops) == 1 or inner.size * itemsize(self.source_dtype) >= MIN_RUN_BYTES
-        return inner.target_stride == 1 == inner.source_stride and long_enough
+        if not inner.target_stride == 1 == inner.source_stride:
+            return False
+        if len(self.loops) == 1:  # most are one run
+            return True
+        return not self.reads_whole_span and inner.size * itemsize(self.source_dtype) >= MIN_RUN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,16 +118,16 @@ class FileReader:
 
     @property
     def lanes(self) -> int:
-        """In how many lanes cached bytes may be read beside this reader: 1 unless it may choose how to read, and keeps pages."""
+        """In how many lanes cached bytes may be read beside this reader; 0 unless it may choose how to read, and keeps pages."""
         may = (
             self._reads == "auto" and not self._from_storage and self._pages is None and self._arrive is None
         )
-        return self._threads.count if may else 1
+        return self._threads.count if may else 0
 
-    def was_in_cache(self, nbytes: int) -> None:
-        """Count bytes that lanes have read."""
+    def was_in_cache(self, nbytes: int, *, lanes: int) -> None:
+        """Count bytes that so many lanes have read."""
         self.bytes_read += nbytes
-        self._threads.shared_bytes += nbytes
+        self._threads.shared_bytes += nbytes if lanes > 1 else 0
         if self._on_progress is not None and nbytes:
             self._on_progress(nbytes)
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
+from functools import partial
 
 from ..models.host_memory import HostMemory
 from ..planning.records import Transfer
@@ -20,12 +21,14 @@ from .converted import Reader
 from .copy import Destination, Staging, execute, parts_of, read_direct
 from .readers import SourceReader
 
-__all__ = ["LEAST_BYTES", "MOST_BYTES", "execute_own"]
+__all__ = ["LEAST_BYTES", "MOST_BYTES", "CachedFiles", "execute_own"]
 
-#: A load of fewer bytes takes less time than starting threads.
+#: Fewer bytes are read in one lane: starting threads would take longer.
 LEAST_BYTES = 32 * 1024**2
-#: A larger read is cut, so that all lanes end at about the same time.
+#: A larger read is cut, so that all lanes end at about the same time, and to show progress.
 MOST_BYTES = 16 * 1024**2
+#: Progress is told after so many bytes: telling takes a hundredth of the time of reading them.
+_TELL_BYTES = 4 * 1024**2
 
 
 def execute_own(
@@ -40,21 +43,34 @@ def execute_own(
 
     ``reader``: the source, of which ``files`` reads the files. Otherwise as :func:`.copy.execute`.
     """
-    whole = [
-        t for t in transfers if files.has_file(t.path) and t.is_direct and destination.tensor(t.wanted).is_cpu
-    ]
-    if files.lanes > 1 and sum(t.bytes_to_read for t in whole) >= LEAST_BYTES:
-        lanes = _Lanes([part for t in whole for part in parts_of(t, MOST_BYTES)], destination, memory)
-        lanes.run(files.lanes, files.was_in_cache)
-        known = set(map(id, whole))
-        transfers = [*lanes.left(), *(t for t in transfers if id(t) not in known)]
+    if count := files.lanes:
+        parts: list[tuple[Transfer, int]] = []  # with their bytes
+        others: list[Transfer] = []
+        for transfer in transfers:
+            if not (
+                files.has_file(transfer.path)
+                and transfer.is_direct
+                and destination.tensor(transfer.wanted).is_cpu
+            ):
+                others.append(transfer)
+            elif (nbytes := transfer.bytes_to_read) <= MOST_BYTES:
+                parts.append((transfer, nbytes))
+            else:
+                parts += [(part, part.bytes_to_read) for part in parts_of(transfer, MOST_BYTES)]
+        if sum(nbytes for _, nbytes in parts) < LEAST_BYTES:
+            count = 1
+        lanes = _Lanes(parts, destination, memory)
+        lanes.run(count, partial(files.was_in_cache, lanes=count))
+        transfers = lanes.left() + others
     execute(transfers, reader, destination, staging, memory)
 
 
 class _Lanes:
     """Reads of one plan, each of which goes to whichever lane is free next."""
 
-    def __init__(self, parts: Sequence[Transfer], destination: Destination, memory: HostMemory) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Transfer, int]], destination: Destination, memory: HostMemory
+    ) -> None:
         self._parts, self._destination, self._memory = parts, destination, memory
         self._next = iter(range(len(parts)))
         self._is_read = bytearray(len(parts))
@@ -68,17 +84,19 @@ class _Lanes:
         done, watch = [0] * count, current_watch()
         told = 0
 
-        def tell() -> None:
+        def tell(least: int = _TELL_BYTES) -> None:
             nonlocal told
-            before, told = told, sum(done)
-            on_progress(told - before)
+            new = sum(done) - told
+            if new >= least:
+                told += new
+                on_progress(new)
 
         def beside(lane: int) -> None:
             with watched(watch):
                 self._lane(done, lane, lambda: None)
 
         others: list[Future[None]] = []
-        with ThreadPoolExecutor(count - 1, "shardwise-lane") as pool:
+        with ThreadPoolExecutor(max(1, count - 1), "shardwise-lane") as pool:
             try:
                 with suppress(RuntimeError):  # the system has no thread left
                     for lane in range(1, count):
@@ -89,28 +107,28 @@ class _Lanes:
                 patiently(wait, others)
         for other in others:
             other.result()
-        tell()
+        tell(1)
 
     def left(self) -> list[Transfer]:
         """What was not read, in the order of the plan."""
-        return [part for part, is_read in zip(self._parts, self._is_read, strict=True) if not is_read]
+        return [part for (part, _), is_read in zip(self._parts, self._is_read, strict=True) if not is_read]
 
     def _lane(self, done: list[int], lane: int, tell: Callable[[], None]) -> None:
         try:
-            with closing(_CachedFiles()) as files, suppress(OSError):  # the plan's reader says what is wrong
+            with closing(CachedFiles()) as files, suppress(OSError):  # the plan's reader says what is wrong
                 for k in self._next:
                     if self._is_over:
                         return
-                    part = self._parts[k]
+                    part, nbytes = self._parts[k]
                     read_direct(part, files, self._destination.view(part.wanted), self._memory)
                     self._is_read[k] = True
-                    done[lane] += part.bytes_to_read
+                    done[lane] += nbytes
                     tell()
         finally:
             self._is_over = True
 
 
-class _CachedFiles:
+class CachedFiles:
     """Reads files as long as the page cache holds what is read; keeps the last one open. Raises ``OSError``."""
 
     def __init__(self) -> None:

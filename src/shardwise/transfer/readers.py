@@ -69,12 +69,12 @@ class SourceReader:
 
     @property
     def lanes(self) -> int:
-        """In how many lanes cached bytes may be read: 1 where the order of the reads counts."""
+        """In how many lanes cached bytes may be read; 0 where the order of the reads counts."""
         return self._files.lanes
 
-    def was_in_cache(self, nbytes: int) -> None:
-        """Count bytes that lanes have read beside this reader."""
-        self._files.was_in_cache(nbytes)
+    def was_in_cache(self, nbytes: int, *, lanes: int) -> None:
+        """Count bytes that so many lanes have read beside this reader."""
+        self._files.was_in_cache(nbytes, lanes=lanes)
 
     @property
     def requests(self) -> int:
