@@ -147,7 +147,9 @@ def _measured(args: argparse.Namespace, device: dict[str, Any], root: str) -> li
         if not args.cells or any(text in cell.title for text in args.cells)
     ]
     if args.peers:
-        cells = [replace(cell, peers=tuple(p for p in cell.peers if p in args.peers)) for cell in cells]
+        cells = [
+            replace(cell, peers=tuple(p for p in cell.peers if p in ("ours", *args.peers))) for cell in cells
+        ]
     return measure(cells, rounds, short=args.short)
 
 

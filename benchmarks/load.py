@@ -55,7 +55,7 @@ def main() -> None:
         if not chosen:
             raise SystemExit(f"no cell has {args.only} in its title")
         if args.peers:
-            chosen = [replace(cell, peers=tuple(args.peers)) for cell in chosen]
+            chosen = [replace(cell, peers=tuple({"ours": 0} | dict.fromkeys(args.peers))) for cell in chosen]
         measured = measure(chosen, _rounds(args), short=args.short)
         judged = contracts(measured, huge_pages=huge_pages_on(), speed=not args.short)
         seconds = time.monotonic() - started

@@ -162,6 +162,31 @@ def test_the_pages_that_cost_less_are_used() -> None:
 
 
 @pytest.mark.skipif(not _has_huge_pages(), reason="the kernel gives no huge pages")
+@pytest.mark.parametrize("beyond", [-8, -1, 0, 1, 5 * MIB])
+def test_the_trial_of_small_pages_ends(beyond: int) -> None:
+    """Whatever has been measured: pieces too small to be measured would never end it, and a negative one would go backwards."""
+    memory = HostMemory()
+    kept = memory.empty((64 * MIB,), (1,), torch.uint8)
+    with memory.filling(4 * MIB - LEAST_BYTES // 2):
+        pass
+    assert memory.first_bytes(kept.nbytes) == LEAST_BYTES
+    memory._measured_bytes = 4 * MIB + beyond  # as another thread has it that is about to choose
+    assert memory.first_bytes(kept.nbytes) == LEAST_BYTES
+    assert memory.first_bytes(10) == 10
+
+
+@pytest.mark.skipif(not _has_huge_pages(), reason="the kernel gives no huge pages")
+def test_a_read_that_began_with_other_pages_is_not_measured() -> None:
+    clock = _Clock()
+    memory = HostMemory(cpu_time=clock)
+    kept = memory.empty((64 * MIB,), (1,), torch.uint8)
+    with memory.filling(kept.nbytes // 8):
+        _fill(memory, clock, 4, 1.0)  # another thread's: huge pages from here on
+        clock.now += 100
+    assert memory.describe() == f"huge for 0% of {4 * MIB} bytes"
+
+
+@pytest.mark.skipif(not _has_huge_pages(), reason="the kernel gives no huge pages")
 def test_nothing_is_tried_where_nothing_is_chosen() -> None:
     assert HostMemory().first_bytes(64 * MIB) == 64 * MIB, "no tensor lies there"
     memory = HostMemory("small")

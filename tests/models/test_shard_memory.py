@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.internals.fsdp import allocate_dtensors
+from shardwise.internals.torch import bare_tree
 from tests.harness.on_ranks import on_ranks
 
 
@@ -115,3 +116,14 @@ def test_what_is_real_stays() -> None:
     allocate_dtensors(model, more)
     assert not asked
     assert all(float(p.detach().full_tensor().sum()) == p.numel() for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_hooks_put_on_a_bare_copy_stay_off_the_model() -> None:
+    """Rules of initial values run the program's own methods on a copy; one may register a hook."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    copied = bare_tree(model)
+    copied[0].register_forward_hook(lambda *_: None)
+    assert not model[0]._forward_hooks
+    model[1].register_forward_hook(lambda *_: None)
+    assert not copied[1]._forward_hooks
+    assert copied[0].weight is model[0].weight

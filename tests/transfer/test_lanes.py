@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
+from shardwise.catalog.records import StoredFile
 from shardwise.errors import IntegrityError
-from shardwise.transfer.lanes import LEAST_BYTES, MOST_BYTES
+from shardwise.transfer import SourceReader, lanes
+from shardwise.transfer.lanes import LEAST_FOR_THREADS, MOST_BYTES
 from tests.harness.page_cache import drop
 
 MIB = 1024**2
@@ -124,10 +126,11 @@ def test_what_is_not_cached_is_left_to_the_reader(source: Path, dropped: tuple[i
 def test_the_first_read_that_would_wait_ends_the_lanes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _warm(source)
     preadv, waits = os.preadv, (source / "model-1.safetensors").stat().st_ino
-    in_lanes = []
+    in_lanes, refused = [], []
 
     def would_wait(fd: int, views: Sequence[memoryview], at: int, flags: int = 0) -> int:
         if flags and os.fstat(fd).st_ino == waits:
+            refused.append(at)
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         if flags:
             in_lanes.append(views[0].nbytes)
@@ -138,7 +141,95 @@ def test_the_first_read_that_would_wait_ends_the_lanes(source: Path, monkeypatch
     _assert_equal(model, source)
     assert "not all were in the page cache" in report.reads
     assert 0 < sum(in_lanes) <= (source / "model-0.safetensors").stat().st_size
+    assert len(refused) <= 4 + 1, "one for each lane, and one of the reader"
     assert report.bytes_read == _load(source, 1)[1].bytes_read
+
+
+def _reads_of(source: Path, patched: pytest.MonkeyPatch, count: int) -> list[tuple[str, int]]:
+    """Files and offsets in the order in which a load reads them, where no read says what is cached."""
+    preadv, found = os.preadv, []
+
+    def noted(fd: int, views: Sequence[memoryview], at: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        found.append((os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), at))
+        return preadv(fd, views, at, flags)
+
+    patched.setattr(os, "preadv", noted)
+    _load(source, count)
+    return found
+
+
+@pytest.mark.parametrize("window", [3, lanes.WINDOW])
+def test_files_that_are_not_cached_are_read_in_the_plan_s_order(
+    source: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """Direct reads and casts lie side by side in the files."""
+    monkeypatch.setattr(lanes, "WINDOW", window)
+    found = _reads_of(source, monkeypatch, 1)
+    assert found == sorted(found)
+    assert len({name for name, _ in found}) == 2
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 4])
+def test_windows_of_the_plan(source: Path, monkeypatch: pytest.MonkeyPatch, window: int, count: int) -> None:
+    _warm(source)
+    monkeypatch.setattr(lanes, "WINDOW", window)
+    model, report = _load(source, count)
+    _assert_equal(model, source)
+    assert report.bytes_read == sum(t.nbytes for f in source.iterdir() for t in load_file(f).values())
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_file_that_is_replaced_meanwhile_stays_the_one_that_was_opened(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """As with one reader: a tensor that is cast, and so read behind the lanes, is of the same file as the others."""
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    first = tmp_path / "model-0.safetensors"
+    preadv, reads = os.preadv, []
+
+    def replaces(fd: int, views: Sequence[memoryview], at: int, flags: int = 0) -> int:
+        read = preadv(fd, views, at, flags)
+        reads.append(at)
+        if len(reads) == 1:
+            save_file({n: torch.zeros_like(t) for n, t in load_file(first).items()}, tmp_path / "other")
+            os.replace(tmp_path / "other", first)
+        return read
+
+    monkeypatch.setattr(os, "preadv", replaces)
+    model, _ = _load(tmp_path, count)
+    monkeypatch.undo()
+    _assert_equal(model, source)
+
+
+def test_threads_that_can_not_start(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _warm(source)
+
+    start = threading.Thread.start
+
+    def refuses(self: threading.Thread) -> None:
+        if self.name.startswith("shardwise-lane"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    model, report = _load(source)
+    _assert_equal(model, source)
+    assert report.reads.startswith("plain: all bytes were in the page cache")
+
+
+def test_no_descriptor_left_for_the_lanes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _warm(source)
+
+    def refuses(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", refuses)
+    model, _ = _load(source)
+    _assert_equal(model, source)
 
 
 def test_a_file_system_that_does_not_say_what_is_cached(
@@ -220,8 +311,9 @@ def test_an_error_of_the_program_in_a_lane_is_raised(source: Path, monkeypatch: 
 def test_little_is_read_by_one_thread(tmp_path: Path) -> None:
     model = nn.Linear(1024, 1024, device="meta")
     save_file({"weight": torch.ones(1024, 1024), "bias": torch.zeros(1024)}, tmp_path / "model.safetensors")
-    assert model.weight.nbytes < LEAST_BYTES
-    assert sw.load(model, tmp_path, io=sw.IOOptions(read_threads=4)).reads.startswith("plain: all bytes")
+    assert model.weight.nbytes < LEAST_FOR_THREADS
+    report = sw.load(model, tmp_path, io=sw.IOOptions(read_threads=4))
+    assert report.reads == "plain: all bytes were in the page cache"
 
 
 def test_a_resume_reads_an_optimizer_in_lanes(tmp_path: Path) -> None:
@@ -254,3 +346,14 @@ def test_a_resume_reads_an_optimizer_in_lanes(tmp_path: Path) -> None:
         strict=True,
     ):
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_files_that_are_named_twice_are_local_files(source: Path) -> None:
+    """Two adapters of one directory: no store is asked."""
+    path = source / "model-0.safetensors"
+    file = StoredFile(str(path), path.stat().st_size)
+    with SourceReader(files=[file, file], io=sw.IOOptions()) as reader:
+        with reader.expecting([(str(path), 0, 8)]):
+            reader.read_into(str(path), 0, memoryview(bytearray(8)))
+        assert reader.describe_reads().startswith("plain: all bytes were in the page cache")
+        assert reader.requests == 0

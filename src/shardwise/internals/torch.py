@@ -313,7 +313,7 @@ def _bare_tree(module: nn.Module, modules: dict[int, nn.Module]) -> nn.Module:
     own = tree.__dict__
     own.update(module.__dict__)
     for name in _HOOKS:
-        if own.get(name):  # an empty one stays the module's own
+        if name in own:
             own[name] = type(own[name])()
     own["_parameters"], own["_buffers"] = dict(module._parameters), dict(module._buffers)
     own["_modules"] = {

@@ -49,7 +49,7 @@ class HostMemory:
     """Allocates CPU tensors that are filled soon, and chooses the pages that they are filled through. Rank-local.
 
     Each tensor owns its pages: when its storage dies, they go back to the system, as with torch's allocator. Its storage
-    can't be resized. Several threads may fill them. Beside the tensors' own bytes, rounded up to 4 KiB, at most one huge page in 128 is in use.
+    can't be resized. Several threads may fill them; one allocates. Beside the tensors' own bytes, rounded up to 4 KiB, at most one huge page in 128 is in use.
     """
 
     def __init__(self, pages: Pages = "auto", *, cpu_time: Callable[[], float] = time.thread_time) -> None:
@@ -84,8 +84,10 @@ class HostMemory:
 
     def first_bytes(self, nbytes: int) -> int:
         """How much of a read of ``nbytes`` bytes to make first: up to where the first choice of pages is due."""
-        trial = _TRIAL_BYTES - self._measured_bytes
-        return min(nbytes, trial) if self._mappings and not self._has_chosen and self._may_change else nbytes
+        if not self._mappings or self._has_chosen or not self._may_change:
+            return nbytes
+        # At least what is measured: else the trial would never end.
+        return min(nbytes, max(_TRIAL_BYTES - self._measured_bytes, LEAST_BYTES))
 
     @contextmanager
     def filling(self, nbytes: int) -> Iterator[None]:
@@ -93,10 +95,12 @@ class HostMemory:
         if not self._mappings or nbytes < LEAST_BYTES:
             yield
             return
-        begin = self._cpu_time()
+        pages, begin = self._pages, self._cpu_time()
         yield
         seconds = self._cpu_time() - begin
         with self._lock:
+            if pages != self._pages:  # another thread has changed them meanwhile
+                return
             self._measured_s += seconds
             self._measured_bytes += nbytes
             if self._measured_bytes >= (_WINDOW_BYTES if self._has_chosen else _TRIAL_BYTES):

@@ -54,8 +54,9 @@ class IOOptions:
     that are not, both are timed, and the quicker goes on. The report of a load says which, and why."""
 
     read_threads: int | None = None
-    """Threads of this rank that read: each a tensor at a time where the page cache holds it, else all together each read of
-    2 MiB and more. None: the cores that the host has for each of its ranks, at most 4."""
+    """Threads of this rank that read. With ``reads="auto"``, bytes in the page cache that go as they are into CPU memory are read
+    by each thread a tensor (at most 16 MiB) at a time; every other read of 2 MiB and more is shared by all. None: the cores that
+    the host has for each of its ranks, at most 4."""
 
     strategy: Literal["auto", "own", "node", "once"] = "auto"
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per

@@ -56,16 +56,18 @@ class Watch:
         self._period_s = period_s
         self._limit_s = limit_s
         self._counts: list[Count] = []
+        self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def count(self) -> Count:
         """A counter for the calls of one thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="shardwise-patience", daemon=True)
-            # Python starts no thread while a process ends or when the system has none left: then nothing ticks.
-            with contextlib.suppress(RuntimeError):
-                self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="shardwise-patience", daemon=True)
+                # Python starts no thread while a process ends or when the system has none left: then nothing ticks.
+                with contextlib.suppress(RuntimeError):
+                    self._thread.start()
         count = [0]
         self._counts.append(count)
         return count

@@ -71,6 +71,10 @@ class Destination:
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
+    def is_on_cpu(self) -> bool:
+        """Whether at least one of the tensors is on the CPU."""
+        return any(tensor.is_cpu for tensor in self._tensors.values())
+
     def view(self, name: str) -> memoryview:
         """The storage of a local CPU tensor as bytes, from the tensor's first element to the end."""
         view = self._views.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +56,7 @@ class FileReader:
         self._quicker = Quicker()
         self._pages = Pages() if page_cache == "release" else None
         self._threads = Threads(threads_of_this_rank() if threads is None else threads)
+        self._opening = threading.Lock()
         self._fds: dict[str, int] = {}
         self._held: dict[str, int] = {}
         self._on_progress = on_progress
@@ -115,6 +117,14 @@ class FileReader:
         if not self._from_storage:
             return "plain: all bytes were in the page cache" if self.bytes_read else "plain: nothing was read"
         return f"{self._quicker.kind}: {self._reason}{self._quicker.describe()}"
+
+    def descriptor(self, path: str) -> int:
+        """Another descriptor of the file that this reader reads at ``path``, also after the name means another one.
+
+        The caller closes it. Several threads may call it. Raises as :meth:`read_into` does.
+        """
+        with self._opening:
+            return os.dup(self._fd(path))
 
     @property
     def lanes(self) -> int:

@@ -2,18 +2,20 @@
 
 One thread keeps one core busy when it copies from the page cache; a host may have more cores than ranks. In lanes the Python between two reads
 runs beside the reads of other lanes. Their reads fail rather than wait for storage (``RWF_NOWAIT``). The first that fails ends the lanes:
-all that is left goes to the one reader of the plan, which asks for bytes ahead, tries ways to read, and says what is wrong.
+all that is left goes, in the plan's order, to the one reader of the plan. It asks for bytes ahead, tries ways to read, makes the read that
+failed once more, and says what is wrong.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
-from functools import partial
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 
+from ..errors import SourceError
 from ..models.host_memory import HostMemory
 from ..planning.records import Transfer
 from ..ranks.patience import current_watch, patiently, watched
@@ -21,14 +23,16 @@ from .converted import Reader
 from .copy import Destination, Staging, execute, parts_of, read_direct
 from .readers import SourceReader
 
-__all__ = ["LEAST_BYTES", "MOST_BYTES", "CachedFiles", "execute_own"]
+__all__ = ["LEAST_FOR_THREADS", "MOST_BYTES", "WINDOW", "CachedFiles", "execute_own"]
 
 #: Fewer bytes are read in one lane: starting threads would take longer.
-LEAST_BYTES = 32 * 1024**2
+LEAST_FOR_THREADS = 32 * 1024**2
 #: A larger read is cut, so that all lanes end at about the same time, and to show progress.
 MOST_BYTES = 16 * 1024**2
 #: Progress is told after so many bytes: telling takes a hundredth of the time of reading them.
 _TELL_BYTES = 4 * 1024**2
+#: So many transfers are made from the plan at a time: one of 1,024 ranks has hundreds of thousands.
+WINDOW = 4096
 
 
 def execute_own(
@@ -43,101 +47,151 @@ def execute_own(
 
     ``reader``: the source, of which ``files`` reads the files. Otherwise as :func:`.copy.execute`.
     """
-    if count := files.lanes:
-        parts: list[tuple[Transfer, int]] = []  # with their bytes
-        others: list[Transfer] = []
-        for transfer in transfers:
-            if not (
-                files.has_file(transfer.path)
-                and transfer.is_direct
-                and destination.tensor(transfer.wanted).is_cpu
-            ):
-                others.append(transfer)
-            elif (nbytes := transfer.bytes_to_read) <= MOST_BYTES:
-                parts.append((transfer, nbytes))
-            else:
-                parts += [(part, part.bytes_to_read) for part in parts_of(transfer, MOST_BYTES)]
-        if sum(nbytes for _, nbytes in parts) < LEAST_BYTES:
-            count = 1
-        lanes = _Lanes(parts, destination, memory)
-        lanes.run(count, partial(files.was_in_cache, lanes=count))
-        transfers = lanes.left() + others
-    execute(transfers, reader, destination, staging, memory)
+    for start in range(0, len(transfers), WINDOW):
+        if not files.lanes or not destination.is_on_cpu():
+            execute(_Rest([], transfers, start), reader, destination, staging, memory)
+            return
+        window = list(islice(transfers, start, start + WINDOW))
+        lanes = _Lanes(_fitting(window, files, destination), files, destination, memory)
+        lanes.run()
+        left = lanes.left_of(window)
+        if lanes.has_failed:
+            execute(_Rest(left, transfers, start + WINDOW), reader, destination, staging, memory)
+            return
+        if left:
+            execute(left, reader, destination, staging, memory)
+
+
+class _Rest:
+    """Some transfers, and then those of a plan from a place on, made one by one each time they are gone through."""
+
+    def __init__(self, first: Sequence[Transfer], transfers: Sequence[Transfer], start: int) -> None:
+        self._first, self._transfers, self._start = first, transfers, start
+
+    def __iter__(self) -> Iterator[Transfer]:
+        yield from self._first
+        yield from islice(self._transfers, self._start, None)
+
+
+#: A read of a lane: the place of its transfer in the window, the transfer or a part of it, and the bytes.
+_Part = tuple[int, Transfer, int]
+
+
+def _fitting(window: Sequence[Transfer], files: SourceReader, destination: Destination) -> list[_Part]:
+    """Transfers whose bytes go as they are from a local file into CPU memory, the large ones in parts."""
+    found: list[_Part] = []
+    for place, transfer in enumerate(window):
+        if not (
+            files.has_file(transfer.path)
+            and transfer.is_direct
+            and destination.tensor(transfer.wanted).is_cpu
+        ):
+            continue
+        nbytes = transfer.bytes_to_read
+        if nbytes <= MOST_BYTES:
+            found.append((place, transfer, nbytes))
+        else:
+            found += [(place, part, part.bytes_to_read) for part in parts_of(transfer, MOST_BYTES)]
+    return found
 
 
 class _Lanes:
     """Reads of one plan, each of which goes to whichever lane is free next."""
 
     def __init__(
-        self, parts: Sequence[tuple[Transfer, int]], destination: Destination, memory: HostMemory
+        self, parts: Sequence[_Part], files: SourceReader, destination: Destination, memory: HostMemory
     ) -> None:
-        self._parts, self._destination, self._memory = parts, destination, memory
+        self._parts, self._files, self._destination, self._memory = parts, files, destination, memory
+        self._count = files.lanes if sum(nbytes for _, _, nbytes in parts) >= LEAST_FOR_THREADS else 1
         self._next = iter(range(len(parts)))
         self._is_read = bytearray(len(parts))
+        self._done = [0] * self._count
+        self._told = 0
         self._is_over = False
+        self._errors: list[BaseException] = []
+        self.has_failed = False
 
-    def run(self, count: int, on_progress: Callable[[int], None]) -> None:
-        """Read in ``count`` lanes, of which the calling thread is one. At the return no thread reads any more.
+    def run(self) -> None:
+        """Read, in the calling thread and others. At the return no thread reads any more.
 
-        Calls ``on_progress(n)`` for the bytes of all lanes, in the calling thread.
+        The reader of the files counts the bytes of all lanes, in the calling thread.
         """
-        done, watch = [0] * count, current_watch()
-        told = 0
-
-        def tell(least: int = _TELL_BYTES) -> None:
-            nonlocal told
-            new = sum(done) - told
-            if new >= least:
-                told += new
-                on_progress(new)
+        watch = current_watch()
 
         def beside(lane: int) -> None:
             with watched(watch):
-                self._lane(done, lane, lambda: None)
+                try:
+                    self._lane(lane, lambda: None)
+                except BaseException as error:
+                    self._errors.append(error)
 
-        others: list[Future[None]] = []
-        with ThreadPoolExecutor(max(1, count - 1), "shardwise-lane") as pool:
-            try:
-                with suppress(RuntimeError):  # the system has no thread left
-                    for lane in range(1, count):
-                        others.append(pool.submit(beside, lane))
-                self._lane(done, 0, tell)
-            finally:
-                self._is_over = True
-                patiently(wait, others)
-        for other in others:
-            other.result()
-        tell(1)
-
-    def left(self) -> list[Transfer]:
-        """What was not read, in the order of the plan."""
-        return [part for (part, _), is_read in zip(self._parts, self._is_read, strict=True) if not is_read]
-
-    def _lane(self, done: list[int], lane: int, tell: Callable[[], None]) -> None:
+        others: list[threading.Thread] = []
         try:
-            with closing(CachedFiles()) as files, suppress(OSError):  # the plan's reader says what is wrong
-                for k in self._next:
-                    if self._is_over:
-                        return
-                    part, nbytes = self._parts[k]
-                    read_direct(part, files, self._destination.view(part.wanted), self._memory)
-                    self._is_read[k] = True
-                    done[lane] += nbytes
-                    tell()
+            with suppress(RuntimeError):  # the system has no thread left
+                for lane in range(1, self._count):
+                    # One that an interrupt hits while it starts finds that all is over.
+                    others.append(threading.Thread(target=beside, args=(lane,), name="shardwise-lane"))
+                    others[-1].start()
+            self._lane(0, self._tell)
         finally:
             self._is_over = True
+            for other in others:
+                if other.is_alive():
+                    patiently(other.join)
+        if self._errors:
+            raise self._errors[0]
+        self._tell(least=1)
+
+    def left_of(self, window: Sequence[Transfer]) -> list[Transfer]:
+        """What the lanes did not read of a window, in its order."""
+        taken = {place for place, _, _ in self._parts}
+        left = [(place, transfer) for place, transfer in enumerate(window) if place not in taken]
+        left += [
+            (place, part)
+            for (place, part, _), is_read in zip(self._parts, self._is_read, strict=True)
+            if not is_read
+        ]
+        return [transfer for _, transfer in sorted(left, key=lambda one: one[0])]
+
+    def _lane(self, lane: int, tell: Callable[[], None]) -> None:
+        files = CachedFiles(self._files)
+        try:
+            for k in self._next:
+                if self._is_over:
+                    return
+                _, part, nbytes = self._parts[k]
+                try:
+                    read_direct(part, files, self._destination.view(part.wanted), self._memory)
+                except (OSError, SourceError):  # the plan's reader says what is wrong
+                    self.has_failed = True
+                    return
+                self._is_read[k] = True
+                self._done[lane] += nbytes
+                tell()
+        finally:
+            self._is_over = True
+            files.close()
+
+    def _tell(self, least: int = _TELL_BYTES) -> None:
+        new = sum(self._done) - self._told
+        if new >= least:
+            self._told += new
+            self._files.was_in_cache(new, lanes=sum(map(bool, self._done)))
 
 
 class CachedFiles:
-    """Reads files as long as the page cache holds what is read; keeps the last one open. Raises ``OSError``."""
+    """Reads files as long as the page cache holds what is read, from where a reader has opened them; keeps the last one.
 
-    def __init__(self) -> None:
-        self._path, self._fd = "", -1
+    Raises ``OSError``, or as the reader does for a file that can't be opened.
+    """
+
+    def __init__(self, files: SourceReader) -> None:
+        self._files, self._path, self._fd = files, "", -1
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         if path != self._path:
             self.close()
-            self._fd = patiently(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = self._files.descriptor(path)
             self._path = path
         if patiently(os.preadv, self._fd, [view], offset_bytes, os.RWF_NOWAIT) != view.nbytes:
             raise BlockingIOError(errno.EAGAIN, "not all of it is in the page cache")
@@ -145,4 +199,5 @@ class CachedFiles:
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._path, self._fd = self._fd, "", -1
-            patiently(os.close, fd)
+            with suppress(OSError):  # it was only read
+                patiently(os.close, fd)

@@ -36,6 +36,7 @@ class SourceReader:
         self._on_progress = on_progress
         self._known = tuple(files)
         self._local = {file.path for file in self._known if not is_url(file.path)}
+        self._has_objects = any(is_url(file.path) for file in self._known)
         reads, threads = ("plain", 1) if io is None else (io.reads, io.read_threads)
         self._files = FileReader(on_progress, page_cache=page_cache, reads=reads, threads=threads)
         self._objects: ObjectReader | None = None
@@ -67,6 +68,10 @@ class SourceReader:
         """Whether a path names one of the local files."""
         return path in self._local
 
+    def descriptor(self, path: str) -> int:
+        """As :meth:`.FileReader.descriptor`."""
+        return self._files.descriptor(path)
+
     @property
     def lanes(self) -> int:
         """In how many lanes cached bytes may be read; 0 where the order of the reads counts."""
@@ -84,7 +89,7 @@ class SourceReader:
     @contextmanager
     def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
         """The reads in this block are of these spans, in this order. May be nested."""
-        if len(self._local) == len(self._known):
+        if not self._has_objects:
             with self._files.expecting(spans):
                 yield
             return
