@@ -47,11 +47,12 @@ def execute_own(
 
     ``reader``: the source, of which ``files`` reads the files. Otherwise as :func:`.copy.execute`.
     """
+    made = iter(transfers)
     for start in range(0, len(transfers), WINDOW):
         if not files.lanes or not destination.is_on_cpu():
             execute(_Rest([], transfers, start), reader, destination, staging, memory)
             return
-        window = list(islice(transfers, start, start + WINDOW))
+        window = list(islice(made, WINDOW))
         lanes = _Lanes(_fitting(window, files, destination), files, destination, memory)
         lanes.run()
         left = lanes.left_of(window)
