@@ -1190,7 +1190,7 @@ MUTATIONS = (
         "transfer/lanes.py",
         "        finally:\n            self._is_over = True\n            files.close()",
         "        finally:\n            files.close()",
-        ("tests/transfer/test_lanes.py::test_the_first_read_that_would_wait_ends_the_lanes",),
+        ("tests/transfer/test_lanes.py::test_a_lane_that_fails_ends_the_others",),
         "lanes go on where reads would wait",
     ),
     Mutation(

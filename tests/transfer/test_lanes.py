@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,30 @@ def test_the_first_read_that_would_wait_ends_the_lanes(source: Path, monkeypatch
     _assert_equal(model, source)
     assert "not all were in the page cache" in report.reads
     assert 0 < sum(in_lanes) <= (source / "model-0.safetensors").stat().st_size
-    assert len(refused) <= 4 + 1, "one for each lane, and one of the reader"
+    assert len(refused) <= 4 + 4, "one for each lane, and one read of the reader, which its threads share"
     assert report.bytes_read == _load(source, 1)[1].bytes_read
+
+
+def test_a_lane_that_fails_ends_the_others(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _warm(source)
+    monkeypatch.setattr(lanes, "MOST_BYTES", MIB // 4)
+    preadv, began, later = os.preadv, [], []
+
+    def fails_once(fd: int, views: Sequence[memoryview], at: int, flags: int = 0) -> int:
+        name = threading.current_thread().name
+        if flags:
+            began.append(name)
+            if len(began) == 5:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            if len(began) > 5 and name.startswith("shardwise-lane"):
+                later.append(at)
+            time.sleep(0.002)
+        return preadv(fd, views, at, flags)
+
+    monkeypatch.setattr(os, "preadv", fails_once)
+    model, _ = _load(source)
+    _assert_equal(model, source)
+    assert len(later) <= 6, "of more than 200 that were left"
 
 
 def _reads_of(source: Path, patched: pytest.MonkeyPatch, count: int) -> list[tuple[str, int]]:
