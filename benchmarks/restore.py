@@ -79,7 +79,7 @@ def restore(rank: int, world_size: int, nbytes: int, step: str) -> tuple[float, 
 
 def floor(rank: int, world_size: int, nbytes: int, step: str) -> tuple[float, float, int]:
     """Read this rank's slice files, a tensor's worth at a time, into fresh memory."""
-    files = [p for p in sorted(Path(step).glob("*/*.safetensors")) if f"-{rank:05d}-" in p.name]
+    files = sorted(Path(step).glob(f"*/shard-{rank + 1:05d}-*.safetensors"))
     dist.barrier()
     started, done = time.perf_counter(), 0
     kept = []
@@ -118,6 +118,9 @@ def main() -> None:
                 read[name] = sum(r[2] for r in runs)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    # Of the floor, headers too.
+    if not read["restore"] <= read["plain floor"] <= 1.01 * read["restore"]:
+        raise SystemExit(f"not the same bytes were read: {read}")
     least = {name: min(found) for name, found in seconds.items()}
     report = {
         "ranks, GiB, rounds": [args.ranks, args.gib, args.rounds],
