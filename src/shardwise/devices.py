@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .internals.torch import empty_host_cache
-
-__all__ = ["copies_late", "flat_bytes", "own_device", "release_pinned_memory", "to_host"]
+__all__ = ["copies_late", "flat_bytes", "own_device", "to_host"]
 
 #: Bytes that :func:`to_host` packs at a time.
 _BATCH_BYTES = 32 * 1024**2
@@ -25,11 +23,6 @@ def own_device(kind: str) -> torch.device:
 def copies_late(device: torch.device) -> bool:
     """Whether copies from a device to pinned memory can run beside its current stream: not on the CPU, nor on MPS."""
     return device.type not in ("cpu", "meta", "mps")
-
-
-def release_pinned_memory() -> None:
-    """Give the system the pinned memory that torch keeps although it is free, where this torch can."""
-    empty_host_cache()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,13 +57,11 @@ def enter(kind: str, rank: int, world_size: int, port: int, visible: Visible = "
     device = torch.device(kind, rank if visible == "all" else 0)
     torch.accelerator.set_device_index(device.index)
     torch.ones(1, device=device).add_(1)  # the driver is up before anything is measured
-    if visible == "shared" and kind != SIMULATED:
-        dist.init_process_group("gloo", **where)
-        _complete(torch.get_device_module(device))
-        return device
-    # NCCL's barrier has to know the device; the simulated backend takes none.
-    bound = {} if kind == SIMULATED else {"device_id": device}
-    dist.init_process_group(dist.get_default_backend_for_device(kind), **where, **bound)
+    by_gloo = visible == "shared" and kind != SIMULATED
+    backend = "gloo" if by_gloo else dist.get_default_backend_for_device(kind)
+    # NCCL's barrier has to know the device; gloo and the simulated backend take none.
+    bound = {} if by_gloo or kind == SIMULATED else {"device_id": device}
+    dist.init_process_group(backend, **where, **bound)
     _complete(torch.get_device_module(device))
     return device
 

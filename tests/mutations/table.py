@@ -1177,7 +1177,7 @@ MUTATIONS = (
         "            if not is_read\n",
         "            if False\n",
         ("tests/transfer/test_lanes.py::test_the_first_read_that_would_wait_ends_the_lanes",),
-        "what the lanes left is read by no one",
+        "the plan's reader leaves out what the lanes left",
     ),
     Mutation(
         "transfer/lanes.py",

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from ..devices import copies_late, flat_bytes, release_pinned_memory
+from ..devices import copies_late, flat_bytes
 from ..errors import CheckpointError
+from ..internals.torch import empty_host_cache
 from ..state.typed_json import Encoded
 from .collect import Collected
 
@@ -76,7 +77,7 @@ class StagingBuffer:
         keeps, frees_pinned = pinned and self._is_pinned, self._is_pinned
         self._blocks = [b for b in self._blocks if keeps and b.numel() == _BLOCK_BYTES]
         if frees_pinned:  # torch's host allocator keeps what is freed
-            release_pinned_memory()
+            empty_host_cache()
         for size in sizes[len(self._blocks) :]:
             # Of zeros, so that the system finds the pages now; pinning does that, too.
             memory = torch.empty if pinned else torch.zeros

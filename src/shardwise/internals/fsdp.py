@@ -194,7 +194,7 @@ def _with_memory(
 ) -> DTensor:
     """A DTensor as FSDP2 makes one itself: the dispatch of ``torch.empty_like`` costs more than the rest.
 
-    Without ``DTensor.__init__``, which does nothing, in a wrapper of torch's compiler that takes longer than the rest.
+    Leaves out ``DTensor.__init__``: it does nothing, but torch's compiler wraps it, and the wrapper takes longer than the rest.
     """
     local, spec = empty_like(tensor._local_tensor), tensor._spec
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)

@@ -74,7 +74,7 @@ def default_store() -> Any:
 
 
 def empty_host_cache() -> None:
-    """Free the pinned memory that torch's host allocator keeps for later, where this torch can.
+    """Give the system the pinned memory that torch's host allocator keeps although it is free, where this torch can.
 
     torch 2.11 of CUDA and ROCm: ``torch._C._host_emptyCache``; from 2.12 on a public function does it on every device. Without
     it, a process under torch 2.11 keeps what a load or a smaller save had pinned.

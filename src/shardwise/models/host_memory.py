@@ -49,7 +49,8 @@ class HostMemory:
     """Allocates CPU tensors that are filled soon, and chooses the pages that they are filled through. Rank-local.
 
     Each tensor owns its pages: when its storage dies, they go back to the system, as with torch's allocator. Its storage
-    can't be resized. Several threads may fill them; one allocates. Beside the tensors' own bytes, rounded up to 4 KiB, at most one huge page in 128 is in use.
+    can't be resized. One thread allocates, several may fill. Beside the tensors' own bytes, rounded up to 4 KiB, at most one
+    huge page in 128 is in use.
     """
 
     def __init__(self, pages: Pages = "auto", *, cpu_time: Callable[[], float] = time.thread_time) -> None:
@@ -86,7 +87,7 @@ class HostMemory:
         """How much of a read of ``nbytes`` bytes to make first: up to where the first choice of pages is due."""
         if not self._mappings or self._has_chosen or not self._may_change:
             return nbytes
-        # At least what is measured: else the trial would never end.
+        # A piece smaller than LEAST_BYTES is not measured, so the trial would never end.
         return min(nbytes, max(_TRIAL_BYTES - self._measured_bytes, LEAST_BYTES))
 
     @contextmanager

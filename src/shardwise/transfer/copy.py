@@ -71,7 +71,7 @@ class Destination:
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def is_on_cpu(self) -> bool:
+    def any_on_cpu(self) -> bool:
         """Whether at least one of the tensors is on the CPU."""
         return any(tensor.is_cpu for tensor in self._tensors.values())
 

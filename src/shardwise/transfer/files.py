@@ -119,7 +119,7 @@ class FileReader:
         return f"{self._quicker.kind}: {self._reason}{self._quicker.describe()}"
 
     def descriptor(self, path: str) -> int:
-        """Another descriptor of the file that this reader reads at ``path``, also after the name means another one.
+        """Another descriptor of the file that this reader has open at ``path``, also where a new file has taken the name since.
 
         The caller closes it. Several threads may call it. Raises as :meth:`read_into` does.
         """
@@ -138,7 +138,7 @@ class FileReader:
         """Count bytes that so many lanes have read."""
         self.bytes_read += nbytes
         self._threads.shared_bytes += nbytes if lanes > 1 else 0
-        if self._on_progress is not None and nbytes:
+        if self._on_progress is not None:
             self._on_progress(nbytes)
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Reads what the page cache holds in several lanes: threads of a rank that each take the plan's next read.
+"""Reads cached bytes in lanes: threads of a rank, each of which takes the plan's next read.
 
 One thread keeps one core busy when it copies from the page cache; a host may have more cores than ranks. In lanes the Python between two reads
 runs beside the reads of other lanes. Their reads fail rather than wait for storage (``RWF_NOWAIT``). The first that fails ends the lanes:
@@ -49,7 +49,7 @@ def execute_own(
     """
     made = iter(transfers)
     for start in range(0, len(transfers), WINDOW):
-        if not files.lanes or not destination.is_on_cpu():
+        if not files.lanes or not destination.any_on_cpu():
             execute(_Rest([], transfers, start), reader, destination, staging, memory)
             return
         window = list(islice(made, WINDOW))
@@ -130,7 +130,7 @@ class _Lanes:
         try:
             with suppress(RuntimeError):  # the system has no thread left
                 for lane in range(1, self._count):
-                    # One that an interrupt hits while it starts finds that all is over.
+                    # An interrupt may come while a thread starts: the thread then finds that all is over, and reads nothing.
                     others.append(threading.Thread(target=beside, args=(lane,), name="shardwise-lane"))
                     others[-1].start()
             self._lane(0, self._tell)

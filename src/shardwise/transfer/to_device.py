@@ -10,7 +10,8 @@ from types import TracebackType
 
 import torch
 
-from ..devices import flat_bytes, release_pinned_memory
+from ..devices import flat_bytes
+from ..internals.torch import empty_host_cache
 from ..planning.records import Transfer
 
 __all__ = ["SLOTS", "DeviceRings"]
@@ -46,7 +47,7 @@ class DeviceRings:
         while self._rings:
             self._rings.popitem()[1].finish(wait=error is None)
         if self.pinned_bytes:
-            release_pinned_memory()
+            empty_host_cache()
 
     def put(self, target: torch.Tensor, nbytes: int, fill: Fill) -> None:
         """Copy what ``fill`` reads, ``nbytes`` bytes at most :attr:`slot_bytes`, into ``target`` on its device."""
