@@ -108,6 +108,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module._DeviceSum, "block", 6)
     monkeypatch.setattr(module, "_COPY_BYTES", 24)
     monkeypatch.setattr(module, "_SHORT_ROW", 3)
+    monkeypatch.setattr(module, "_SMALL", 0)
     monkeypatch.setattr(module, "_LEAST_ROWS", 3)
     monkeypatch.setattr(module, "_EXACT_ROWS", 2)
     monkeypatch.setattr(module, "_COLUMNS", 2)

@@ -65,6 +65,8 @@ _HOST_BLOCK = 1 << 16
 _DEVICE_BLOCK = 1 << 19
 #: Bytes of a tensor without a dense memory order that are copied at a time.
 _COPY_BYTES = 4 << 20
+#: A box of at most so many elements is summed as one vector, and the weights of the last ones are kept.
+_SMALL = 1 << 12
 #: Vectors shorter than this are summed over rows first (measured: the call per row costs more).
 _SHORT_ROW = 32
 #: Elements of at most 16 bits are widened to fp64 where a block has so many rows; with fewer, what is done for each column costs more.
@@ -102,12 +104,15 @@ def pending_sum(local: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor
     _check_plain(local)
     if local.numel() == 0:
         return 0
-    # Weights multiply over dims, so any order of dims is right. In memory order most tensors are dense.
-    order = sorted(range(local.ndim), key=local.stride, reverse=True)
+    order, box = list(range(local.ndim)), local.detach()
+    if not box.is_contiguous():
+        # Weights multiply over dims, so any order of dims is right. In memory order most tensors are dense.
+        order.sort(key=box.stride, reverse=True)
+        box = box.permute(order)
     where = _sum_on(local.device, code)
     # One buffer for all copies: fresh ones left 70 MiB in the allocator.
     buffer: torch.Tensor | None = None
-    for piece, piece_start in _pieces(local.detach().permute(order), [start[dim] for dim in order]):
+    for piece, piece_start in _pieces(box, [start[dim] for dim in order]):
         if not _lies_dense(piece):
             if buffer is None:
                 buffer = piece.new_empty(min(_COPY_BYTES, local.nbytes) // piece.element_size())
@@ -344,6 +349,10 @@ def _add_lanes(lanes: Any, spans: Sequence[_Span], where: _Sum) -> None:
     Treats the box as a matrix whose columns are as many trailing dims as fit into a block. Vectors of weights and runs
     of memory are then long for any shape.
     """
+    if isinstance(where, _HostSum) and math.prod(span.size for span in spans) <= _SMALL:
+        weights, of_ones = _small_weights(tuple(spans))
+        where.total += int(np.dot(lanes.astype(np.uint64), weights)) + of_ones
+        return
     leading = _leading(spans, where.block)
     if leading == len(spans) > 0:  # the last dim alone is longer than a block
         leading -= 1
@@ -384,6 +393,13 @@ def _leading(spans: Sequence[_Span], limit: int) -> int:
         leading -= 1
         count *= spans[leading].size
     return leading
+
+
+@lru_cache(maxsize=64)  # 32 KiB each
+def _small_weights(spans: tuple[_Span, ...]) -> tuple[_Words, int]:
+    """The weights of a box of at most ``_SMALL`` elements on the host, and their sum. Layers have equal boxes."""
+    weights = _weights(spans, _HostSum())
+    return weights, int(weights.sum())
 
 
 def _weights(spans: Sequence[_Span], where: _Sum) -> Any:
