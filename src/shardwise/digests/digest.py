@@ -208,6 +208,12 @@ def _low_table(dim: int) -> _Words:
     return table
 
 
+@lru_cache(maxsize=1024)
+def _one_high(dim: int, first: int) -> _Words:
+    """The only value of a high table that most boxes need."""
+    return random_odd(2 * dim + 1, first, 1)
+
+
 @lru_cache(maxsize=64)  # of the device: 32 KiB each, or 8 bytes for each 4096 indices of a dim
 def _on_device(device: torch.device, dim: int, highs: tuple[int, int] | None) -> torch.Tensor:
     """The low table of a dim on a device, or ``highs`` (first, count) of its high table."""
@@ -253,7 +259,7 @@ class _HostSum:
         return _low_table(dim)
 
     def high(self, dim: int, first: int, count: int) -> _Words:
-        return random_odd(2 * dim + 1, first, count)
+        return _one_high(dim, first) if count == 1 else random_odd(2 * dim + 1, first, count)
 
     def add(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
         done = 0
