@@ -41,7 +41,8 @@ def local_boxes(
     for held in cut_boxes(shape, geometry, coordinate):
         piece = local
         for dim, (start, size) in enumerate(zip(held.local_start, held.box.sizes, strict=True)):
-            piece = piece.narrow(dim, start, size)
+            if (start, size) != (0, piece.shape[dim]):
+                piece = piece.narrow(dim, start, size)
         yield piece, held.box.start
 
 
