@@ -175,3 +175,35 @@ def test_without_a_launcher_all_ranks_may_be_on_this_host() -> None:
 def test_options() -> None:
     with pytest.raises(ValueError, match="read_threads must be at least 1, got 0"):
         IOOptions(read_threads=0)
+
+
+def test_without_threads_the_caller_reads_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three threads can't start, while the first one reads. No thread writes into the memory later."""
+    content, started, start, preadv = file.read_bytes(), [], threading.Thread.start, os.preadv
+    refused = threading.Event()
+
+    def first_alone(thread: threading.Thread) -> None:
+        if started:
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def late(*args: Any) -> int:
+        if threading.current_thread() in started:
+            assert refused.wait(60)
+        return preadv(*args)
+
+    monkeypatch.setattr(threading.Thread, "start", first_alone)
+    monkeypatch.setattr(os, "preadv", late)
+    fd = os.open(file, os.O_RDONLY)
+    threads = Threads(4)
+    for _ in range(2):
+        view = bytearray(8 * MIB + 1)
+        assert threads.preadv(fd, memoryview(view), 5) == len(view)
+        assert view == content[5 : 5 + len(view)]
+    assert len(started) == 1
+    assert not started[0].is_alive()
+    assert threads.shared_bytes == 0
+    threads.close()
+    os.close(fd)

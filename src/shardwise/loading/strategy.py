@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -51,20 +52,10 @@ _SHORT_BYTES = 16 * 1024
 _MANY_SHORT_BYTES = 16 * 1024**2
 #: The largest piece where hosts need different parts: small, so that a host reads little that none of its ranks needs.
 _PIECE_BYTES = 256 * 1024
-#: File systems whose servers all ranks share (``proc(5)``, mountinfo).
-_NETWORK = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "ceph",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "9p",
-    "afs",
-    "fuse.",
-    "orangefs",
+#: File systems whose servers all ranks share, as mountinfo names them (``proc(5)``): those that coreutils' ``stat`` calls remote, and newer ones.
+_NETWORK = re.compile(
+    r"9p|acfs|afs|beegfs|ceph|cifs|coda|fhgfs|fuse\.|gfs|glusterfs|gpfs|ibrix|lustre|ncp|nfs|ocfs2|orangefs|panfs|prl_fs|pvfs2|smb|snfs"
+    r"|vboxsf|virtiofs|vmhgfs|wekafs"
 )
 
 
@@ -236,7 +227,7 @@ def on_network(path: str) -> bool:
     for line in lines:
         fields, _, rest = line.partition(" - ")
         if fields.split()[2] == device:
-            return rest.split()[0].startswith(_NETWORK)
+            return _NETWORK.match(rest) is not None
     return False
 
 

@@ -45,7 +45,8 @@ class Threads:
     def preadv(self, fd: int, view: memoryview, offset_bytes: int, flags: int = 0) -> int:
         """``os.preadv`` into one buffer: returns the number of bytes read from ``offset_bytes`` on without a gap.
 
-        No thread writes into ``view`` after the return. Raises ``OSError`` as ``os.preadv`` does, for the first part that fails.
+        No thread writes into ``view`` after the return. Raises ``OSError`` as ``os.preadv`` does, for the first part that fails. Where
+        the system has no thread left, the caller's reads all of it, and all that follows.
         """
         cuts = _cuts(view.nbytes, self.count)
         if len(cuts) == 2:
@@ -55,8 +56,13 @@ class Threads:
         parts = [(view[start:stop], offset_bytes + start) for start, stop in pairwise(cuts)]
         others: list[Future[int]] = []
         try:
-            for part, at in parts[1:]:
-                others.append(self._pool.submit(os.preadv, fd, [part], at, flags))
+            try:
+                for part, at in parts[1:]:
+                    others.append(self._pool.submit(os.preadv, fd, [part], at, flags))
+            except RuntimeError:  # no thread; the part may be in the queue all the same
+                self._pool.shutdown(cancel_futures=True)
+                self._pool, self.count = None, 1
+                return os.preadv(fd, [view], offset_bytes, flags)
             counts = [os.preadv(fd, [parts[0][0]], parts[0][1], flags)]
         finally:
             wait(others)
