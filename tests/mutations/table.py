@@ -1310,8 +1310,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/load.py",
-        '    if options.verify != "cover" and catalog.digests:',
-        '    if options.verify == "digest" and catalog.digests:',
+        '    recorded = {} if options.verify == "cover" else recorded_digests(catalog, plan)',
+        '    recorded = {} if options.verify != "digest" else recorded_digests(catalog, plan)',
         ("tests/export/test_export.py::test_a_load_from_a_checkpoint_compares_digests",),
         "digests are not compared by default",
     ),
@@ -1733,8 +1733,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/optimizer.py",
-        "    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found})",
-        "    differing = differing_digests(found, geometries, ranks, {})",
+        "    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)",
+        "    differing = differing_digests(found, geometries, ranks, {}, own=sums)",
         ("tests/state/test_gradients.py::test_gradients_are_verified_like_every_tensor",),
         "digests of optimizer state are not compared",
     ),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..catalog.checkpoint import catalog_of_optimizer, packed_name
 from ..digests.digest import tensor_digest
-from ..digests.live import differing_digests
+from ..digests.live import differing_digests, own_sums
 from ..dtypes import torch_dtype
 from ..errors import FormatError, IntegrityError, StateError
 from ..format.states import StateKey, by_name
+from ..layout.placements import Geometry
 from ..limits import brief
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
@@ -59,9 +64,13 @@ def restore_optimizer(
         check_low_bit(part, stored)
         _check_opaque(part, stored)
         fill = plan_fill(part, stored_states(part, stored), io)
+    geometries = geometries_of_states(fill.tensors, part.live.geometries)
     with ranks.agree("read optimizer state"):
         bytes_read = fill.read(ranks.tick)
-    _check_digests(fill, stored, ranks)
+        sums = own_sums(
+            by_name(fill.tensors), geometries, ranks
+        )  # before the ranks meet: some may still read
+    _check_digests(fill, geometries, sums, stored, ranks)
     with ranks.agree("place optimizer state"):
         gradients = fill.gradients
         differences = place_gradients(part.optimizer, fill.names, gradients)
@@ -132,13 +141,18 @@ def _check_opaque(part: TrainedBy, stored: StoredCheckpoint) -> None:
         )
 
 
-def _check_digests(fill: OptimizerFill, stored: StoredCheckpoint, ranks: Ranks) -> None:
-    """Compare the digests of all tensors that were read with the recorded ones. Collective."""
-    geometries = geometries_of_states(fill.tensors, fill.part.live.geometries)
+def _check_digests(
+    fill: OptimizerFill,
+    geometries: Mapping[str, Geometry],
+    sums: NDArray[np.uint64],
+    stored: StoredCheckpoint,
+    ranks: Ranks,
+) -> None:
+    """Compare the digests of all tensors that were read with the recorded ones. ``sums``: this rank's. Collective."""
     states, packs = fill.stored, stored.manifest.packed[fill.part.name]
     recorded = {states.renames.get(n, n): digest for n, digest in states.catalog.digests.items()}
     found = by_name(fill.tensors)
-    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found})
+    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)
     with ranks.agree("compare optimizer digests"):
         wrong = list(differing)
         wrong += [k for k, p in packs.items() if tensor_digest(states.whole[packed_name(k)]) != p.digest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ __all__ = [
     "live_digests",
     "local_boxes",
     "model_digests",
+    "own_sums",
+    "own_sums_of_model",
 ]
 
 
@@ -69,10 +71,12 @@ def differing_digests(
     expected: Mapping[str, int],
     *,
     may_differ: Collection[str] = (),
+    own: NDArray[np.uint64] | None = None,
 ) -> dict[str, int]:
     """:func:`live_digests` of those tensors that have another digest than ``expected``, which is the same on every rank.
 
-    Rank 0 compares, so that ranks receive the digests of these alone.
+    Rank 0 compares, so that ranks receive the digests of these alone. ``own``: the :func:`own_sums` of these tensors, from a rank that has
+    made them already.
     """
 
     def wrong(sums: NDArray[np.uint64]) -> dict[str, Any]:
@@ -80,12 +84,35 @@ def differing_digests(
         found = {n: _finished(t, total) for (n, t), total in pairs if n in expected}
         return {"wrong": {n: digest for n, digest in found.items() if digest != expected[n]}}
 
-    differing: dict[str, int] = _sum_up(tensors, geometries, ranks, may_differ, wrong)["wrong"]
+    differing: dict[str, int] = _sum_up(tensors, geometries, ranks, may_differ, wrong, own)["wrong"]
     return differing
 
 
 def _finished(tensor: torch.Tensor, total: int) -> int:
     return finish(total, code_of(tensor.dtype), tuple(tensor.shape))
+
+
+def own_sums(
+    tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry], ranks: Ranks
+) -> NDArray[np.uint64]:
+    """What this rank adds to the digests of live tensors, as :class:`.ReplicaTotals` wants it. Rank-local: waits for no rank."""
+    indices: list[int] = []
+
+    def boxes() -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        for index, (name, tensor) in enumerate(tensors.items()):
+            for box in local_boxes(tensor, tuple(tensor.shape), geometries[name], ranks.rank):
+                indices.append(index)
+                yield box
+            ranks.tick()
+
+    sums, found = np.zeros(len(tensors), dtype=np.uint64), partial_sums(boxes())
+    np.add.at(sums, indices, np.array(found, dtype=np.uint64))
+    return _totals(tensors, geometries).share(sums, ranks.rank)
+
+
+def _totals(tensors: Iterable[str], geometries: Mapping[str, Geometry]) -> ReplicaTotals:
+    names = list(tensors)
+    return ReplicaTotals([geometries[n] for n in names], [0] * len(names))
 
 
 def _sum_up(
@@ -94,31 +121,20 @@ def _sum_up(
     ranks: Ranks,
     may_differ: Collection[str],
     reply: Callable[[NDArray[np.uint64]], dict[str, Any]],
+    own: NDArray[np.uint64] | None = None,
 ) -> dict[str, Any]:
     """Rank 0's ``reply`` to the sums of all tensors over all ranks."""
-    totals = ReplicaTotals([geometries[n] for n in tensors], [0] * len(tensors))
 
-    def own() -> NDArray[np.uint64]:
-        sums = np.zeros(len(tensors), dtype=np.uint64)
-        indices: list[int] = []
-        found = partial_sums(boxes(indices))
-        np.add.at(sums, indices, np.array(found, dtype=np.uint64))
-        return totals.share(sums, ranks.rank)
-
-    def boxes(indices: list[int]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-        for index, (name, tensor) in enumerate(tensors.items()):
-            for box in local_boxes(tensor, tuple(tensor.shape), geometries[name], ranks.rank):
-                indices.append(index)
-                yield box
-            ranks.tick()
+    def told() -> NDArray[np.uint64]:
+        return own_sums(tensors, geometries, ranks) if own is None else own
 
     def decide(added: NDArray[np.uint64]) -> dict[str, Any]:
-        sums, differ = totals.read(added)
+        sums, differ = _totals(tensors, geometries).read(added)
         names = list(tensors)
         unequal = [names[k] for k in differ.tolist() if names[k] not in may_differ]
         return {"unequal": unequal[:10], **({} if unequal else reply(sums))}
 
-    found: dict[str, Any] = ranks.reduce("digest", own, added_sums, decide)
+    found: dict[str, Any] = ranks.reduce("digest", told, added_sums, decide)
     if found["unequal"]:  # on every rank
         raise IntegrityError(f"replicas of {', '.join(found['unequal'])} differ between ranks")
     return found
@@ -134,10 +150,18 @@ def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
     return live_digests(tensors, live.geometries, ranks, may_differ=_plain_buffers(live))
 
 
-def differing_from(expected: Mapping[str, int], live: LiveModel, ranks: Ranks) -> dict[str, int]:
-    """:func:`model_digests` of those tensors that have another digest than ``expected``."""
+def own_sums_of_model(live: LiveModel, ranks: Ranks) -> NDArray[np.uint64]:
+    """:func:`own_sums` of every parameter and persistent buffer. Rank-local."""
+    return own_sums({t.name: t.tensor for t in live.stored}, live.geometries, ranks)
+
+
+def differing_from(
+    expected: Mapping[str, int], live: LiveModel, ranks: Ranks, own: NDArray[np.uint64] | None = None
+) -> dict[str, int]:
+    """:func:`model_digests` of those tensors that have another digest than ``expected``. ``own``: :func:`own_sums_of_model`, if it is made."""
     tensors = {t.name: t.tensor for t in live.stored}
-    return differing_digests(tensors, live.geometries, ranks, expected, may_differ=_plain_buffers(live))
+    plain = _plain_buffers(live)
+    return differing_digests(tensors, live.geometries, ranks, expected, may_differ=plain, own=own)
 
 
 def _plain_buffers(live: LiveModel) -> set[str]:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -51,6 +51,10 @@ from .initialize import check_rules, fill_by_rule
 from .report import LoadReport
 from .source import open_for_all
 from .strategy import Choice, Planned, choose, facts_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["FillOptions", "Filling", "Names", "fill", "load"]
 
@@ -206,20 +210,26 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     with phase("plan"):
         choice = Choice(**ranks.combine(label, told, chosen))
     plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
+    recorded = {} if options.verify == "cover" else recorded_digests(catalog, plan)
+    sums = None
     read = time.perf_counter()
     with phase("read"), ranks.agree("read"):
         memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
+        if recorded and not new:  # before the ranks meet: some may still read
+            from ..digests.live import own_sums_of_model
+
+            with phase("sum digests"):
+                sums = own_sums_of_model(live, ranks)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
     forget_meta_buffers(live.root)
-    compared = 0
-    if options.verify != "cover" and catalog.digests:
+    if recorded:
         with phase("compare digests"):
-            compared = check_digests(live, catalog, plan, ranks)
+            check_digests(live, catalog, recorded, ranks, sums)
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
         remember_source((live.root, live.base), catalog)
@@ -229,7 +239,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         source=catalog.root,
         seconds_plan=read - started,
         seconds_read=time.perf_counter() - read,
-        digests_compared=compared,
+        digests_compared=len(recorded),
         host=host,
     )
     return Filled(live, report)
@@ -342,25 +352,32 @@ def hub_rules_of(
     return None if catalog.has_module_names else automatic_rules(live.base, key_mapping)
 
 
-def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
-    """Compare the digests of what was loaded with those that the source records. Every rank must call it.
-
-    Compares tensors that were stored whole in their own dtype. Returns their number.
-
-    Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
-    """
-    from ..digests.live import differing_from
-
+def recorded_digests(catalog: Catalog, plan: Plan) -> dict[str, int]:
+    """The digests that a source records of the tensors that a plan fills, where these were stored whole in their own dtype."""
     recorded = {}
-    for w in plan.wanted:
+    for w in plan.wanted if catalog.digests else ():
         source = _stored_whole(plan.recipes.get(w.name))
         if source is not None and source in catalog.digests:
             stored = catalog.tensors[source]
             if (stored.dtype, stored.shape) == (w.dtype, w.shape):
                 recorded[w.name] = catalog.digests[source]
-    if not recorded:
-        return 0
-    found = differing_from(recorded, live, ranks)
+    return recorded
+
+
+def check_digests(
+    live: LiveModel,
+    catalog: Catalog,
+    recorded: Mapping[str, int],
+    ranks: Ranks,
+    sums: NDArray[np.uint64] | None,
+) -> None:
+    """Compare the digests of what was loaded with those that the source records. Every rank must call it.
+
+    ``sums``: this rank's, if it has made them. Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
+    """
+    from ..digests.live import differing_from
+
+    found = differing_from(recorded, live, ranks, sums)
     with ranks.agree("compare digests"):
         wrong = [
             f"{name}: loaded {digest:016x}, recorded {recorded[name]:016x}" for name, digest in found.items()
@@ -369,7 +386,6 @@ def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -
             raise IntegrityError(
                 "content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root
             )
-    return len(recorded)
 
 
 def _stored_whole(recipe: Recipe | None) -> str | None:
