@@ -1733,8 +1733,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/optimizer.py",
-        "    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)",
-        "    differing = differing_digests(found, geometries, ranks, {}, own=sums)",
+        "    wrong = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)",
+        "    wrong = differing_digests(found, geometries, ranks, {}, own=sums)",
         ("tests/state/test_gradients.py::test_gradients_are_verified_like_every_tensor",),
         "digests of optimizer state are not compared",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -67,9 +67,9 @@ def restore_optimizer(
     geometries = geometries_of_states(fill.tensors, part.live.geometries)
     with ranks.agree("read optimizer state"):
         bytes_read = fill.read(ranks.tick)
-        sums = own_sums(
-            by_name(fill.tensors), geometries, ranks
-        )  # before the ranks meet: some may still read
+        _check_packs(fill, stored)
+        # Before the ranks meet: some may still read.
+        sums = own_sums(by_name(fill.tensors), geometries, ranks)
     _check_digests(fill, geometries, sums, stored, ranks)
     with ranks.agree("place optimizer state"):
         gradients = fill.gradients
@@ -141,6 +141,14 @@ def _check_opaque(part: TrainedBy, stored: StoredCheckpoint) -> None:
         )
 
 
+def _check_packs(fill: OptimizerFill, stored: StoredCheckpoint) -> None:
+    """Compare the digests of the packs, which every rank has read whole, with the recorded ones. Rank-local."""
+    packs, whole = stored.manifest.packed[fill.part.name], fill.stored.whole
+    wrong = [k for k, pack in packs.items() if tensor_digest(whole[packed_name(k)]) != pack.digest]
+    if wrong:
+        raise _differs(wrong, stored)
+
+
 def _check_digests(
     fill: OptimizerFill,
     geometries: Mapping[str, Geometry],
@@ -148,15 +156,16 @@ def _check_digests(
     stored: StoredCheckpoint,
     ranks: Ranks,
 ) -> None:
-    """Compare the digests of all tensors that were read with the recorded ones. ``sums``: this rank's. Collective."""
-    states, packs = fill.stored, stored.manifest.packed[fill.part.name]
+    """Compare the digests of all other tensors that were read with the recorded ones. ``sums``: this rank's. Collective."""
+    states, found = fill.stored, by_name(fill.tensors)
     recorded = {states.renames.get(n, n): digest for n, digest in states.catalog.digests.items()}
-    found = by_name(fill.tensors)
-    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)
-    with ranks.agree("compare optimizer digests"):
-        wrong = list(differing)
-        wrong += [k for k, p in packs.items() if tensor_digest(states.whole[packed_name(k)]) != p.digest]
-        if wrong:
-            raise IntegrityError(
-                f"optimizer state differs from what was saved: {', '.join(wrong[:20])}", path=stored.path
-            )
+    wrong = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)
+    if wrong:  # on every rank
+        with ranks.agree("compare optimizer digests"):
+            raise _differs(list(wrong), stored)
+
+
+def _differs(wrong: Sequence[str], stored: StoredCheckpoint) -> IntegrityError:
+    return IntegrityError(
+        f"optimizer state differs from what was saved: {', '.join(wrong[:20])}", path=stored.path
+    )

@@ -377,12 +377,9 @@ def check_digests(
     """
     from ..digests.live import differing_from
 
-    found = differing_from(recorded, live, ranks, sums)
-    with ranks.agree("compare digests"):
-        wrong = [
-            f"{name}: loaded {digest:016x}, recorded {recorded[name]:016x}" for name, digest in found.items()
-        ]
-        if wrong:
+    if found := differing_from(recorded, live, ranks, sums):  # on every rank
+        wrong = [f"{n}: loaded {digest:016x}, recorded {recorded[n]:016x}" for n, digest in found.items()]
+        with ranks.agree("compare digests"):
             raise IntegrityError(
                 "content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root
             )
