@@ -448,5 +448,20 @@ def test_a_catalog_travels_whole(hub: Path, tmp_path: Path) -> None:
 
 
 def test_network_file_systems_are_known_by_their_type(tmp_path: Path) -> None:
+    for kind in (
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "lustre",
+        "fuse.gcsfuse",
+        "fuse",
+        "virtiofs",
+        "wekafs",
+        "gfs2",
+    ):
+        assert strategy._NETWORK.match(f"{kind} server:/ rw"), kind
+    for kind in ("ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fusectl"):
+        assert not strategy._NETWORK.match(f"{kind} nfs rw"), kind
     assert strategy.on_network(str(tmp_path)) is False
     assert strategy.on_network(str(tmp_path / "nowhere")) is False

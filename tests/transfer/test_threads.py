@@ -207,3 +207,24 @@ def test_without_threads_the_caller_reads_all(file: Path, monkeypatch: pytest.Mo
     assert threads.shared_bytes == 0
     threads.close()
     os.close(fd)
+
+
+def test_an_idle_thread_reads_its_part_before_the_caller_reads_all(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread is there from a read before; no other one can start."""
+    content, fd = file.read_bytes(), os.open(file, os.O_RDONLY)
+    threads = Threads(4)
+    assert threads.preadv(fd, memoryview(bytearray(2 * MIB)), 0) == 2 * MIB
+
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    for _ in range(2):
+        view = bytearray(8 * MIB + 1)
+        assert threads.preadv(fd, memoryview(view), 5) == len(view)
+        assert view == content[5 : 5 + len(view)]
+    assert threads.shared_bytes == 2 * MIB
+    threads.close()
+    os.close(fd)

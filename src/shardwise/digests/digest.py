@@ -69,14 +69,6 @@ _COPY_BYTES = 4 << 20
 _SMALL = 1 << 12
 #: Vectors shorter than this are summed over rows first (measured: the call per row costs more).
 _SHORT_ROW = 32
-#: Elements of at most 16 bits are widened to fp64 where a block has so many rows; with fewer, what is done for each column costs more.
-_LEAST_ROWS = 16
-#: Rows of one product of fp64 numbers: their sums stay whole numbers below 2^53, which fp64 holds exactly.
-_EXACT_ROWS = 64
-#: Columns of one product: BLAS would start threads for one of more than 9,216 elements.
-_COLUMNS = 128
-#: Elements in fp64 at a time (1 MiB), and their columns at most.
-_FLOATS, _MOST_COLUMNS = 1 << 17, 1 << 12
 
 
 def partial_sum(local: torch.Tensor, start: Sequence[int]) -> int:
@@ -129,7 +121,7 @@ def partial_sum_bytes(
     """:func:`partial_sum` of a box that lies in ``view`` as contiguous little-endian bytes, any alignment.
 
     ``sizes`` and ``start`` describe the box in the global tensor. A caller that streams a box calls this on blocks of
-    its rows, each with its own ``start``, and adds the results. Copies only blocks of at most 1 MiB.
+    its rows, each with its own ``start``, and adds the results. Copies only 512 KiB blocks.
     Raises ``ValueError`` if sizes, start and bytes don't fit together.
     """
     _check_box(start, sizes)
@@ -211,7 +203,9 @@ def _low_table(dim: int) -> _Words:
 @lru_cache(maxsize=1024)
 def _one_high(dim: int, first: int) -> _Words:
     """The only value of a high table that most boxes need."""
-    return random_odd(2 * dim + 1, first, 1)
+    table = random_odd(2 * dim + 1, first, 1)
+    table.flags.writeable = False
+    return table
 
 
 @lru_cache(maxsize=64)  # of the device: 32 KiB each, or 8 bytes for each 4096 indices of a dim
@@ -261,24 +255,12 @@ class _HostSum:
     def high(self, dim: int, first: int, count: int) -> _Words:
         return _one_high(dim, first) if count == 1 else random_odd(2 * dim + 1, first, count)
 
-    def add(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
-        done = 0
-        if lanes.itemsize <= 2 and len(rows) >= _LEAST_ROWS:
-            done = len(columns) - len(columns) % _COLUMNS
-            for left in range(0, done, _MOST_COLUMNS):
-                right = min(done, left + _MOST_COLUMNS)
-                self._add_as_floats(lanes[:, left:right], rows, columns[left:right])
-        if done < len(columns):
-            self._add_as_words(lanes[:, done:], rows, columns[done:])
-        self.total += int(rows.sum()) * int(columns.sum())
-
     @cached_property
     def _wide(self) -> _Words:
         """One buffer for all blocks: fresh ones would cost a page fault per 4 KiB."""
         return np.empty(_HOST_BLOCK, dtype=np.uint64)
 
-    def _add_as_words(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
-        """Add Σ_rc rows[r] · columns[c] · lanes[r, c] in 64-bit words."""
+    def add(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
         width = len(columns)
         step = max(1, self.block // width)
         for first in range(0, len(rows), step):
@@ -287,36 +269,10 @@ class _HostSum:
             np.copyto(wide, block)
             if width < _SHORT_ROW:
                 part = np.dot(np.dot(weights, wide), columns)
-            else:  # numpy's dot of words takes half as long again
+            else:  # numpy's dot takes half as long again
                 part = np.dot(weights, np.einsum("rc,c->r", wide, columns))
             self.total += int(part)
-
-    @cached_property
-    def _floats(self) -> NDArray[np.float64]:
-        return np.empty(max(_FLOATS, _COLUMNS), dtype=np.float64)
-
-    def _add_as_floats(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
-        """:meth:`_add_as_words` of lanes of at most 16 bits, in whole fp64 numbers: vector units multiply these, but no 64-bit words.
-
-        A row's weight is ``high`` · 2^32 + ``low``, both in [-2^31, 2^31]. Times a lane below 2^16, and summed over 64 rows, that is below
-        2^53: each sum is exact in any order. ``columns`` are a multiple of ``_COLUMNS``.
-        """
-        signed = rows.view(np.int64)
-        low = signed << 32 >> 32
-        halves = np.stack([low, (signed - low) >> 32]).astype(np.float64)[:, None]
-        step = min(_EXACT_ROWS, max(1, _FLOATS // len(columns)))
-        sums = np.zeros((len(columns) // _COLUMNS, 2, 1, _COLUMNS), dtype=np.int64)
-        found, whole = np.empty(sums.shape, dtype=np.float64), np.empty_like(sums)
-        for first in range(0, len(rows), step):
-            block = lanes[first : first + step]
-            wide = self._floats[: block.size].reshape(block.shape)
-            np.copyto(wide, block)
-            tiles = wide.reshape(len(block), -1, _COLUMNS).transpose(1, 0, 2)[:, None]
-            np.matmul(halves[..., first : first + step], tiles, out=found)
-            np.copyto(whole, found, casting="unsafe")
-            sums += whole
-        by_column = sums[:, 0, 0] + (sums[:, 1, 0] << 32)
-        self.total += int(np.dot(by_column.reshape(-1).view(np.uint64), columns))
+        self.total += int(rows.sum()) * int(columns.sum())
 
 
 class _DeviceSum:
@@ -357,7 +313,7 @@ def _add_lanes(lanes: Any, spans: Sequence[_Span], where: _Sum) -> None:
     """
     if isinstance(where, _HostSum) and math.prod(span.size for span in spans) <= _SMALL:
         weights, of_ones = _small_weights(tuple(spans))
-        where.total += int(np.dot(lanes.astype(np.uint64), weights)) + of_ones
+        where.total += int(np.dot(lanes, weights)) + of_ones
         return
     leading = _leading(spans, where.block)
     if leading == len(spans) > 0:  # the last dim alone is longer than a block
@@ -404,7 +360,8 @@ def _leading(spans: Sequence[_Span], limit: int) -> int:
 @lru_cache(maxsize=64)  # 32 KiB each
 def _small_weights(spans: tuple[_Span, ...]) -> tuple[_Words, int]:
     """The weights of a box of at most ``_SMALL`` elements on the host, and their sum. Layers have equal boxes."""
-    weights = _weights(spans, _HostSum())
+    weights = _weights(spans, _HostSum()).copy()  # not a view of a longer table
+    weights.flags.writeable = False
     return weights, int(weights.sum())
 
 

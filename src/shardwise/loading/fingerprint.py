@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 
 from ..planning import Plan
 from ..recipe.match import Recipe
@@ -12,14 +13,15 @@ from ..recipe.tiles import is_identity
 __all__ = ["fingerprint", "in_words"]
 
 
-def fingerprint(plan: Plan) -> str:
-    """A plan's part that must be equal on all ranks: names, shapes, dtypes and recipes of the whole model, not boxes."""
+def fingerprint(plan: Plan, recorded: Mapping[str, int]) -> str:
+    """What must be equal on all ranks: of the plan names, shapes, dtypes and recipes of the whole model, not boxes; and the digests that
+    the source records of its tensors, which ranks compare together."""
     digest = hashlib.blake2b(digest_size=16)
     known: dict[int, str] = {}
     for w in plan.wanted:
         recipe = plan.recipes.get(w.name)
         short = None if recipe is None else _short_form(recipe, w.shape, known)
-        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, short)).encode())
+        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, short, recorded.get(w.name))).encode())
     return digest.hexdigest()
 
 

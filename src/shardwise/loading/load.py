@@ -188,12 +188,13 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     label = "plan the load"
     given: Filling
     planned: Planned
+    recorded: dict[str, int]
     new: list[str] = []
     started = 0.0
     host = host_budget()
 
     def told() -> dict[str, Any]:
-        nonlocal given, planned, started
+        nonlocal given, planned, recorded, started
         given = prepare()
         started = time.perf_counter()
         _refuse_unfillable(given.live, given.options.allow_plain)
@@ -202,7 +203,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         if new:
             check_rules(given.live, new)
         _refuse_too_large(given.live, given.options.device, host)
-        return asdict(facts_of(planned, fingerprint(planned.plan), in_words(planned.plan)))
+        recorded = {} if given.options.verify == "cover" else recorded_digests(given.catalog, planned.plan)
+        return asdict(facts_of(planned, fingerprint(planned.plan, recorded), in_words(planned.plan)))
 
     def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return choose(label, given.options.io.strategy, given.catalog.nbytes, facts)
@@ -210,7 +212,6 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     with phase("plan"):
         choice = Choice(**ranks.combine(label, told, chosen))
     plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
-    recorded = {} if options.verify == "cover" else recorded_digests(catalog, plan)
     sums = None
     read = time.perf_counter()
     with phase("read"), ranks.agree("read"):
@@ -378,8 +379,8 @@ def check_digests(
     from ..digests.live import differing_from
 
     if found := differing_from(recorded, live, ranks, sums):  # on every rank
-        wrong = [f"{n}: loaded {digest:016x}, recorded {recorded[n]:016x}" for n, digest in found.items()]
         with ranks.agree("compare digests"):
+            wrong = [f"{n}: loaded {digest:016x}, recorded {recorded[n]:016x}" for n, digest in found.items()]
             raise IntegrityError(
                 "content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root
             )

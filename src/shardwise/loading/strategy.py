@@ -52,9 +52,9 @@ _SHORT_BYTES = 16 * 1024
 _MANY_SHORT_BYTES = 16 * 1024**2
 #: The largest piece where hosts need different parts: small, so that a host reads little that none of its ranks needs.
 _PIECE_BYTES = 256 * 1024
-#: File systems whose servers all ranks share, as mountinfo names them (``proc(5)``): those that coreutils' ``stat`` calls remote, and newer ones.
+#: File systems whose servers all ranks share, as mountinfo names them (``proc(5)``): most of those that coreutils' ``stat`` calls remote, and newer ones.
 _NETWORK = re.compile(
-    r"9p|acfs|afs|beegfs|ceph|cifs|coda|fhgfs|fuse\.|gfs|glusterfs|gpfs|ibrix|lustre|ncp|nfs|ocfs2|orangefs|panfs|prl_fs|pvfs2|smb|snfs"
+    r"9p|acfs|afs|beegfs|ceph|cifs|coda|fhgfs|fuse(?!blk|ctl)|gfs|glusterfs|gpfs|ibrix|lustre|ncp|nfs|ocfs2|orangefs|panfs|prl_fs|pvfs2|smb|snfs"
     r"|vboxsf|virtiofs|vmhgfs|wekafs"
 )
 

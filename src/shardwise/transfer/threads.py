@@ -41,6 +41,7 @@ class Threads:
         self.shared_bytes = 0
         """Bytes of reads in which several threads took part."""
         self._pool: ThreadPoolExecutor | None = None
+        self._may_start = True
 
     def preadv(self, fd: int, view: memoryview, offset_bytes: int, flags: int = 0) -> int:
         """``os.preadv`` into one buffer: returns the number of bytes read from ``offset_bytes`` on without a gap.
@@ -48,7 +49,7 @@ class Threads:
         No thread writes into ``view`` after the return. Raises ``OSError`` as ``os.preadv`` does, for the first part that fails. Where
         the system has no thread left, the caller's reads all of it, and all that follows.
         """
-        cuts = _cuts(view.nbytes, self.count)
+        cuts = _cuts(view.nbytes, self.count if self._may_start else 1)
         if len(cuts) == 2:
             return os.preadv(fd, [view], offset_bytes, flags)
         if self._pool is None:
@@ -59,9 +60,11 @@ class Threads:
             try:
                 for part, at in parts[1:]:
                     others.append(self._pool.submit(os.preadv, fd, [part], at, flags))
-            except RuntimeError:  # no thread; the part may be in the queue all the same
-                self._pool.shutdown(cancel_futures=True)
-                self._pool, self.count = None, 1
+            except (
+                RuntimeError
+            ):  # no thread; a thread that has started may read the part all the same, and is waited for
+                self.close()
+                self._may_start = False
                 return os.preadv(fd, [view], offset_bytes, flags)
             counts = [os.preadv(fd, [parts[0][0]], parts[0][1], flags)]
         finally:
