@@ -312,7 +312,7 @@ def plan_resume(
     catalog = catalog_of_checkpoint(path, manifest=manifest)
     described = describe(model)
     planned = plan_load(described, catalog, Rules(), io=io)
-    facts_of(planned, fingerprint(planned.plan, {}), in_words(planned.plan))
+    facts_of(planned, fingerprint(planned.plan, {}), in_words(planned.plan, {}))
     states = stored_states(replace(part, live=described), stored_settings(path, manifest))
     return planned.plan, plan_states(states, tensors, described.geometries, io)
 

@@ -571,6 +571,29 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------------------------- digests
     Mutation(
+        "loading/fingerprint.py",
+        "w.dtype, short, recorded.get(w.name))",
+        "w.dtype, short, None)",
+        (
+            "tests/checkpoint/test_digests_on_ranks.py::test_ranks_that_see_other_checkpoints_hear_so_before_anything_is_read",
+        ),
+        "ranks with other digests plan alike",
+    ),
+    Mutation(
+        "checkpoint/optimizer.py",
+        "        _check_packs(fill, stored)",
+        "        pass",
+        ("tests/checkpoint/test_digests_on_ranks.py::test_every_rank_raises_what_differs_or_fails_on_one",),
+        "packs are not compared",
+    ),
+    Mutation(
+        "transfer/threads.py",
+        "                self.close()\n",
+        "                self._pool = None\n",
+        ("tests/transfer/test_threads.py::test_without_threads_the_caller_reads_all",),
+        "a thread may write after the return",
+    ),
+    Mutation(
         "digests/digest.py",
         "        where.total += int(np.dot(lanes, weights)) + of_ones",
         "        where.total += int(np.dot(lanes, weights))",

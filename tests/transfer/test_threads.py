@@ -192,6 +192,7 @@ def test_without_threads_the_caller_reads_all(file: Path, monkeypatch: pytest.Mo
     def late(*args: Any) -> int:
         if threading.current_thread() in started:
             assert refused.wait(60)
+            time.sleep(0.2)
         return preadv(*args)
 
     monkeypatch.setattr(threading.Thread, "start", first_alone)
@@ -201,9 +202,9 @@ def test_without_threads_the_caller_reads_all(file: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         view = bytearray(8 * MIB + 1)
         assert threads.preadv(fd, memoryview(view), 5) == len(view)
+        assert not started[0].is_alive(), "it may still write"
         assert view == content[5 : 5 + len(view)]
     assert len(started) == 1
-    assert not started[0].is_alive()
     assert threads.shared_bytes == 0
     threads.close()
     os.close(fd)

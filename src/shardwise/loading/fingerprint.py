@@ -43,9 +43,14 @@ def _short_form(recipe: Recipe, shape: tuple[int, ...], known: dict[int, str]) -
     return parts, recipe.empty
 
 
-def in_words(plan: Plan) -> str:
-    """A plan in words, for ranks that disagree: number of tensors, bytes, and dtypes."""
+def in_words(plan: Plan, recorded: Mapping[str, int]) -> str:
+    """A plan in words, for ranks that disagree: number of tensors, bytes, dtypes, and a hash of the digests that the source records."""
     counts = Counter(w.dtype for w in plan.wanted)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
     nbytes = sum(w.nbytes for w in plan.wanted)
-    return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes)"
+    content = ""
+    if recorded:
+        content = (
+            "; content " + hashlib.blake2b(repr(sorted(recorded.items())).encode(), digest_size=4).hexdigest()
+        )
+    return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes{content})"

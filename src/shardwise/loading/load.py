@@ -204,7 +204,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
             check_rules(given.live, new)
         _refuse_too_large(given.live, given.options.device, host)
         recorded = {} if given.options.verify == "cover" else recorded_digests(given.catalog, planned.plan)
-        return asdict(facts_of(planned, fingerprint(planned.plan, recorded), in_words(planned.plan)))
+        words = in_words(planned.plan, recorded)
+        return asdict(facts_of(planned, fingerprint(planned.plan, recorded), words))
 
     def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return choose(label, given.options.io.strategy, given.catalog.nbytes, facts)
