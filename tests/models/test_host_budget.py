@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -165,12 +164,6 @@ def test_this_host() -> None:
     if budget is None:
         pytest.skip("not Linux")
     assert 0 < budget.free_bytes <= budget.limit_bytes <= budget.with_swap_bytes
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        host_budget()
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 1e-3, "every load asks"
 
 
 # ------------------------------------------------------------------------------------------------ a load

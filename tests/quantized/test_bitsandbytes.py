@@ -89,16 +89,26 @@ def _library(state: State, name: str) -> torch.Tensor:
         return bitsandbytes.functional.int8_vectorwise_dequant(state[name], state[f"{name[:-6]}SCB"])
     parts = {n: t.clone() for n, t in state.items() if n.startswith(f"{name}.")}
     found = bitsandbytes.functional.QuantState.from_dict(parts, torch.device("cpu"))
-    if found.shape[-1] % found.blocksize == 0:
-        return bitsandbytes.functional.dequantize_4bit(state[name], found)
-    # Its kernel for AVX-512 takes wrong scales here; its torch code is what other machines run.
+    codes = state[name].view(torch.uint8).reshape(-1)
+    by_table = _by_table(codes, found)
+    # Its kernel for AVX-512 takes wrong scales where rows are not whole blocks; its torch code is what other machines run.
+    if found.shape[-1] % found.blocksize:
+        return by_table
+    by_kernel = bitsandbytes.functional.dequantize_4bit(state[name], found)
+    if found.quant_type != "fp4":
+        return by_kernel
+    # FP4 has two codes of zero. The table in the file has 0 for both; the kernel of CPUs without AVX-512 makes one of them -0.
+    of_each = torch.stack([codes >> 4, codes & 15], dim=1).reshape(-1)[: by_table.numel()]
+    return torch.where(of_each.view_as(by_table) == 8, by_table, by_kernel)
+
+
+def _by_table(codes: torch.Tensor, found: Any) -> torch.Tensor:
     absmax = found.absmax
     if found.nested:
         absmax = bitsandbytes.functional.dequantize_blockwise(absmax, found.state2) + found.offset
     from bitsandbytes.backends.default import ops
 
     with torch.compiler.set_stance("force_eager"):
-        codes = state[name].view(torch.uint8).reshape(-1)
         return ops._dequantize_4bit_compute(
             codes, absmax, found.code, found.blocksize, found.shape, found.dtype
         )
