@@ -68,7 +68,7 @@ def restore_optimizer(
     with ranks.agree("read optimizer state"):
         bytes_read = fill.read(ranks.tick)
         _check_packs(fill, stored)
-        # Before the ranks meet: some may still read.
+        # Before the ranks meet: another rank may still read.
         sums = own_sums(by_name(fill.tensors), geometries, ranks)
     _check_digests(fill, geometries, sums, stored, ranks)
     with ranks.agree("place optimizer state"):

@@ -219,7 +219,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
-        if recorded and not new:  # before the ranks meet: some may still read
+        if recorded and not new:  # before the ranks meet: another rank may still read
             from ..digests.live import own_sums_of_model
 
             with phase("sum digests"):

@@ -47,7 +47,7 @@ class Threads:
         """``os.preadv`` into one buffer: returns the number of bytes read from ``offset_bytes`` on without a gap.
 
         No thread writes into ``view`` after the return. Raises ``OSError`` as ``os.preadv`` does, for the first part that fails. Where
-        the system has no thread left, the caller's reads all of it, and all that follows.
+        the system can start no thread, the caller's thread reads all of this and of all later reads.
         """
         cuts = _cuts(view.nbytes, self.count if self._may_start else 1)
         if len(cuts) == 2:
@@ -60,9 +60,8 @@ class Threads:
             try:
                 for part, at in parts[1:]:
                     others.append(self._pool.submit(os.preadv, fd, [part], at, flags))
-            except (
-                RuntimeError
-            ):  # no thread; a thread that has started may read the part all the same, and is waited for
+            except RuntimeError:  # no thread could start
+                # The threads that run read their parts before this returns.
                 self.close()
                 self._may_start = False
                 return os.preadv(fd, [view], offset_bytes, flags)
