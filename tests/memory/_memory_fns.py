@@ -16,7 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpoint import memory_steps
 from shardwise.checkpoint.memory_save import MemorySave
-from shardwise.checkpoint.memory_view import MemoryView
+from shardwise.memory.remote import RemoteFiles
 from tests.checkpoint._checkpointer_fns import failure, on_first, set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
 
@@ -59,14 +59,14 @@ def resume(root: str, hosts: str, per_host: int = 1) -> tuple[int | None, bool, 
 def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
     """The resumed step, and the files of which this rank brought anything."""
     state, names = state_at(9), []
-    real = MemoryView._bring
+    real = RemoteFiles._from_a_holder
 
-    def noted(view: MemoryView, name: str, wanted: frozenset[int]) -> None:
+    def noted(files: RemoteFiles, name: str, *args: Any) -> None:
         names.append(name)
-        real(view, name, wanted)
+        real(files, name, *args)
 
     with (
-        mock.patch.object(MemoryView, "_bring", noted),
+        mock.patch.object(RemoteFiles, "_from_a_holder", noted),
         sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
     ):
         report = checkpointer.resume(state)

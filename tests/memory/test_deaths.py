@@ -78,23 +78,26 @@ def test_several_ranks_on_a_host(ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small tmpfs, as root")
 @pytest.mark.parametrize(
-    ("size", "newest", "resumed", "warning"),
+    ("size", "newest", "is_full_later", "resumed", "warning"),
     [
-        ("1m", None, 1, "step 2 is not kept in memory"),  # no room for a slot
+        ("1m", None, False, 1, "step 2 is not kept in memory"),  # no room for a slot
+        ("3m", 2, False, 2, "step 2 in memory lacks copies"),  # for a slot, but for no copy
+        ("6m", 2, False, 2, "step 4 is not kept in memory"),  # for a slot and a copy
         (
-            "3m",
+            "6m",
             2,
+            True,
             1,
-            "step 2 in memory lacks copies",
-        ),  # for a slot, but for no copy, and not for what a resume brings
-        ("6m", 2, 1, "step 4 is not kept in memory"),  # for a slot and a copy
-        ("10m", 8, 8, None),  # for all
+            "step 4 is not kept in memory",
+        ),  # and later not even for the documents of a resume
+        ("10m", 8, False, 8, None),  # for all
     ],
 )
-def test_full_memory_costs_one_warning(tmp_path, size, newest, resumed, warning):
-    """Training goes on, steps on disk are sound, and a resume that finds no room takes the step on disk."""
+def test_full_memory_costs_one_warning(tmp_path, size, newest, is_full_later, resumed, warning):
+    """Training goes on, steps on disk are sound, and a resume that finds no room for documents takes the step on disk. Slices of other
+    hosts take no room."""
     root, hosts = tmp_path / "run", tmp_path / "hosts"
-    with Launch(2, deaths.full, str(root), str(hosts), {1: size}) as job:
+    with Launch(2, deaths.full, str(root), str(hosts), {1: size}, is_full_later) as job:
         assert job.wait(120) == [0, 0], job.output(0) + job.output(1)
         results = [job.result(rank) for rank in range(2)]
     assert [one["newest"] for one in results] == [newest] * 2

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.memory.copies import copy_units
 from shardwise.memory.link import Reader, Server
 from shardwise.memory.maps import Maps, copy_tensors
 from shardwise.memory.places import Peer, Places
+from shardwise.memory.remote import RemoteFiles
 from shardwise.memory.ring import Ring
 from shardwise.memory.units import proved_units, units_of
 from shardwise.transfer import FileReader
@@ -187,22 +189,113 @@ def test_a_slot_stays_mapped_and_a_new_file_is_mapped_anew(ring: Ring) -> None:
     assert (Path(slot.path) / "a").read_bytes() == b"\0\0\0\0abc\0\0\0"
 
 
-def test_bytes_arrive_before_they_are_read(tmp_path: Path) -> None:
+def test_bytes_come_from_elsewhere_or_from_the_file(tmp_path: Path) -> None:
     file, asked = tmp_path / "slices", []
-    file.write_bytes(bytes(100))
+    file.write_bytes(bytes(range(100)))
 
-    def arrive(path: str, start: int, stop: int) -> None:
-        asked.append((path, start, stop))
-        file.write_bytes(bytes(range(100)))
+    def arrive(path: str, start: int, view: memoryview) -> bool:
+        asked.append((path, start, view.nbytes))
+        if start < 50:
+            view[:] = bytes(range(200, 200 + view.nbytes))
+        return start < 50
 
-    with arriving(arrive), FileReader() as reader:
-        found = bytearray(10)
-        reader.read_into(str(file), 20, memoryview(found))
-    assert found == bytes(range(20, 30))
-    assert asked == [(str(file), 20, 30)]
+    told: list[int] = []
+    found = memoryview(bytearray(10))
+    with arriving(arrive), FileReader(told.append) as reader:
+        reader.read_into(str(file), 20, found)
+        assert bytes(found) == bytes(range(200, 210))
+        reader.read_into(str(file), 60, found)
+        assert bytes(found) == bytes(range(60, 70))
+        assert (reader.bytes_read, sum(told)) == (20, 20)
+    assert asked == [(str(file), 20, 10), (str(file), 60, 10)]
     with FileReader() as reader:
-        reader.read_into(str(file), 0, memoryview(found))
-    assert len(asked) == 1, "only readers that are made in the block ask"
+        reader.read_into(str(file), 0, found)
+    assert bytes(found) == bytes(range(10))
+    assert len(asked) == 2, "only readers that are made in the block ask"
+
+
+@pytest.fixture(name="servers")
+def _servers(tmp_path: Path, content: bytes) -> Iterator[list[Server]]:
+    """Two hosts with the same file. The last byte of all is damaged at the first one."""
+    with ExitStack() as opened:
+        found = []
+        for number in range(2):
+            ring = Ring(str(tmp_path), f"host-{number}")
+            (Path(ring.path) / "own-0").mkdir()
+            damaged = content[:-1] + bytes([content[-1] ^ 1]) if number == 0 else content
+            (Path(ring.path) / "own-0" / "slices").write_bytes(damaged)
+            found.append(opened.enter_context(closing(Server(ring, b"word", "127.0.0.1", 5.0))))
+        yield found
+
+
+def _remote(servers: list[Server], entry: FileEntry, holders: Sequence[int] = (0, 1)) -> RemoteFiles:
+    def reader_of(rank: int) -> Reader:
+        return Reader(f"host-{rank}", "127.0.0.1", servers[rank].port, b"word", 5.0)
+
+    holdings = {"slices": [(rank, "own-0", [0, 1, 2]) for rank in holders]}
+    return RemoteFiles({"slices": entry}, holdings, reader_of, lambda: None)
+
+
+def test_a_file_is_read_from_its_holders(servers: list[Server], content: bytes, entry: FileEntry) -> None:
+    files = _remote(servers, entry, holders=(1, 0))
+    found = memoryview(bytearray(NBYTES))
+    step = 3 * 1024**2
+    for at in range(0, NBYTES, step):
+        files.read_into("slices", at, found[at : at + step])
+    assert bytes(found) == content
+    assert files.taken == {1: NBYTES}, "each unit came once"
+    for at, nbytes in ((HEADER + 5, 1), (HEADER + BLOCK_BYTES - 2, 2), (HEADER - 1, 3)):
+        part = memoryview(bytearray(nbytes))
+        files.read_into("slices", at, part)
+        assert bytes(part) == content[at : at + nbytes]
+
+
+def test_short_reads_come_alone_until_there_are_many(
+    servers: list[Server], content: bytes, entry: FileEntry
+) -> None:
+    files, part = _remote(servers, entry), memoryview(bytearray(10))
+    for turn in range(20):
+        files.read_into("slices", HEADER + 1000 * turn, part)
+        assert bytes(part) == content[HEADER + 1000 * turn :][:10]
+        assert files.taken[0] == (10 * (turn + 1) if turn < 8 else 80 + BLOCK_BYTES)
+    files.close()
+    files.read_into("slices", HEADER, part)
+    assert bytes(part) == content[HEADER:][:10]
+
+
+def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
+    servers: list[Server], content: bytes, entry: FileEntry
+) -> None:
+    files, part = _remote(servers, entry), memoryview(bytearray(LAST))
+    for _ in range(8):  # short reads come unproved: whoever reads compares the tensor's digest
+        files.read_into("slices", NBYTES - 1, part[:1])
+    files.read_into("slices", NBYTES - LAST, part)
+    assert bytes(part) == content[-LAST:]
+    assert files.taken[1] == LAST
+    files, large = _remote(servers, entry, holders=(0,)), memoryview(bytearray(100_000))
+    files.read_into("slices", HEADER, large)
+    for _ in range(8):
+        files.read_into("slices", NBYTES - 1, part[:1])
+    with pytest.raises(CheckpointError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived damaged"):
+        files.read_into("slices", NBYTES - 1, part[:1])
+    files.read_into("slices", HEADER, large)
+    assert bytes(large) == content[HEADER:][:100_000], "what came damaged is not read as another unit"
+    with pytest.raises(CheckpointError, match="no host holds all of it"):
+        _remote(servers, entry, holders=()).read_into("slices", 0, part)
+
+
+def test_a_thousand_ranks_read_from_one_host(servers: list[Server], content: bytes, entry: FileEntry) -> None:
+    """What all ranks read lies on one host, which answers 64 at a time: no rank may keep its connection while it does other things."""
+
+    def read(number: int) -> bytes:
+        part = memoryview(bytearray(4))
+        every[number].read_into("slices", HEADER + number, part)
+        return bytes(part)
+
+    every = [_remote(servers, entry, holders=(1,)) for _ in range(1000)]
+    with ThreadPoolExecutor(200) as pool:
+        found = list(pool.map(read, range(1000)))
+    assert found == [content[HEADER + number :][:4] for number in range(1000)]
 
 
 def test_marks_of_a_tensor_are_copied() -> None:

@@ -21,15 +21,16 @@ from ..memory.maps import Maps
 from ..memory.options import MemoryTier
 from ..memory.places import Peer, Places
 from ..memory.record import Record, new_word, read_or_make_record, write_record
+from ..memory.remote import Holdings
 from ..memory.ring import Ring, Slot
-from ..memory.units import proved_units, units_of
+from ..memory.units import proved_units, units_in
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import is_url
 from .collect import Lineage, compare, take
 from .low_bit_save import agree_on_forms
 from .memory_save import Host, MemorySave
-from .memory_view import Holdings, MemoryView
+from .memory_view import MemoryView
 
 __all__ = ["HeldStep", "MemorySteps"]
 
@@ -288,6 +289,6 @@ def _merged(manifest: Manifest, before: Holdings, new: Sequence[Mapping[str, Any
     lost = [
         name
         for name, entry in manifest.files.items()
-        if len({n for _, _, units in merged[name] for n in units}) < len(units_of(entry))
+        if len({n for _, _, units in merged[name] for n in units}) < units_in(entry)
     ]
     return [merged, lost]

@@ -93,7 +93,7 @@ class Remembering(ABC):
             view = self._memory.view(held, ranks)
             with ranks.agree("bring documents from memory"):
                 view.bring_documents()
-            with arriving(view.bring):
+            with arriving(view.read_into):
                 report = restore(state, view.path, ranks, self._io)
         except ShardwiseError as error:
             if not is_damage(error) and not _is_of_memory(error):

@@ -1,9 +1,10 @@
-"""Brings units of another host into files of this one. Each is compared with its checksum as it arrives."""
+"""Brings units of another host into files or memory of this one. Each is compared with its checksum as it arrives."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import xxhash
 
@@ -12,7 +13,7 @@ from .link import Reader
 from .ring import unwritten
 from .units import Unit
 
-__all__ = ["copy_units"]
+__all__ = ["copy_units", "receive_unit"]
 
 #: A unit that arrives damaged is read again: a resume takes what stays damaged for damage on the disk, and goes on from an older step.
 _ATTEMPTS = 3
@@ -35,8 +36,7 @@ def copy_units(
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for unit in units:
-            if not any(_bring(reader, name, unit, fd, path) for _ in range(_ATTEMPTS)):
-                raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
+            _until_whole(partial(_bring, reader, name, unit, fd, path), name, unit)
             done += unit.nbytes
             on_progress()
     finally:
@@ -44,14 +44,35 @@ def copy_units(
     return done
 
 
-def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> bool:
-    """Write a unit to its place. Whether what arrived has its checksum."""
+def receive_unit(reader: Reader, name: str, unit: Unit, memory: memoryview) -> None:
+    """Fill ``memory``, which has its bytes, with a unit of the file ``name`` of another ring.
+
+    Raises :class:`IntegrityError` for a unit that arrived damaged, :class:`CheckpointError` if the other host does not send it.
+    """
+
+    def receive() -> str:
+        found = xxhash.xxh3_64()
+        for piece in reader.pieces_into(name, unit.start, memory):
+            found.update(piece)
+        return found.hexdigest()
+
+    _until_whole(receive, name, unit)
+
+
+def _until_whole(bring: Callable[[], str], name: str, unit: Unit) -> None:
+    """Bring a unit until what arrives has its checksum, which ``bring`` returns; ``_ATTEMPTS`` times at most."""
+    if not any(bring() == unit.xxh3 for _ in range(_ATTEMPTS)):
+        raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
+
+
+def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> str:
+    """Write a unit to its place. Returns the checksum of what arrived."""
     at, found = unit.start, xxhash.xxh3_64()
     for piece in reader.pieces(name, unit.start, unit.nbytes):
         found.update(piece)
         _write(fd, piece, at, path)
         at += piece.nbytes
-    return found.hexdigest() == unit.xxh3
+    return found.hexdigest()
 
 
 def _write(fd: int, content: memoryview, start: int, path: str) -> None:

@@ -27,7 +27,9 @@ _NONCE_BYTES, _HASH_BYTES = 16, 32
 _REQUEST = struct.Struct("!HQQ")
 _REPLY = struct.Struct("!BQ")
 _MAX_BYTES = 128 * 1024**2
-_MAX_CONNECTIONS = 64
+#: Of these so many are answered at a time. The others wait in the kernel's queue, of which the system may allow less: after a restart
+#: every host of a run asks for the documents of rank 0's.
+_MAX_CONNECTIONS, _MAX_WAITING = 64, 4096
 #: Of a reply, as it arrives: stays in a core's cache until it is hashed and written.
 _PIECE_BYTES = 256 * 1024
 
@@ -86,7 +88,7 @@ class Server:
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._closed = False
         try:
-            self._socket = socket.create_server((address, 0), backlog=_MAX_CONNECTIONS)
+            self._socket = socket.create_server((address, 0), backlog=_MAX_WAITING)
         except OSError as error:
             raise CheckpointError(
                 f"can't listen on {address}: {error.strerror}; give MemoryTier an address, if this is for the memory tier"
@@ -162,11 +164,18 @@ class Reader:
 
     def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
         """Bytes of a file, in order. All pieces lie in the same memory: each is valid until the next one."""
-        if self._ask(name, start, nbytes) != nbytes:
-            raise CheckpointError(f"host {self._host}: {name} is shorter than expected")
+        self._ask_for_all_of(name, start, nbytes)
         memory = memoryview(bytearray(min(_PIECE_BYTES, nbytes)))
         while self._unread:
             piece = memory[: self._unread]
+            self._take(piece)
+            yield piece
+
+    def pieces_into(self, name: str, start: int, view: memoryview) -> Iterator[memoryview]:
+        """Fill ``view`` with bytes of a file. Yields each part of it that has arrived, in order."""
+        self._ask_for_all_of(name, start, view.nbytes)
+        for at in range(0, view.nbytes, _PIECE_BYTES):
+            piece = view[at : at + _PIECE_BYTES]
             self._take(piece)
             yield piece
 
@@ -175,6 +184,10 @@ class Reader:
         content = bytearray(self._ask(name, 0, 0))
         self._take(memoryview(content))
         return bytes(content)
+
+    def _ask_for_all_of(self, name: str, start: int, nbytes: int) -> None:
+        if self._ask(name, start, nbytes) != nbytes:
+            raise CheckpointError(f"host {self._host}: {name} is shorter than expected")
 
     def _ask(self, name: str, start: int, nbytes: int) -> int:
         """Ask for bytes; 0: all. Returns how many come."""

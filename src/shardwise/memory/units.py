@@ -13,7 +13,7 @@ import xxhash
 
 from ..format.manifest import BLOCK_BYTES, FileEntry
 
-__all__ = ["Unit", "proved_units", "units_of"]
+__all__ = ["Unit", "proved_units", "units_in", "units_of"]
 
 #: Small enough to stay in a core's cache between reading and hashing.
 _PIECE_BYTES = 1024**2
@@ -40,6 +40,11 @@ def units_of(entry: FileEntry) -> list[Unit]:
     ):
         found.append(Unit(start, min(BLOCK_BYTES, entry.nbytes - start), checksum))
     return found
+
+
+def units_in(entry: FileEntry) -> int:
+    """How many units a file has."""
+    return 1 + len(entry.blocks)
 
 
 def proved_units(path: str, entry: FileEntry, on_progress: Callable[[], object]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Files whose bytes arrive when they are read."""
+"""Files whose bytes come from elsewhere when they are read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from contextvars import ContextVar
 
 __all__ = ["Arrive", "arrival", "arriving"]
 
-#: Called with the path, start and stop of the bytes that a reader is about to read.
-Arrive = Callable[[str, int, int], None]
+#: Called with a path, an offset and memory for the bytes there, before a reader reads them. True: it has filled the memory. False: the
+#: file has the bytes.
+Arrive = Callable[[str, int, memoryview], bool]
 
 _arrive: ContextVar[Arrive | None] = ContextVar("arrive", default=None)
 
 
 @contextmanager
 def arriving(arrive: Arrive) -> Iterator[None]:
-    """Readers of local files that this thread makes in the block call ``arrive`` before each read; it raises what the read then raises."""
+    """Readers of local files that this thread makes in the block ask ``arrive`` before each read; it raises what the read then raises."""
     token = _arrive.set(arrive)
     try:
         yield
@@ -25,5 +26,5 @@ def arriving(arrive: Arrive) -> Iterator[None]:
 
 
 def arrival() -> Arrive | None:
-    """What a new reader must call before each read."""
+    """What a new reader must ask before each read."""
     return _arrive.get()

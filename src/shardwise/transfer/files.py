@@ -136,17 +136,16 @@ class FileReader:
 
     def was_in_cache(self, nbytes: int, *, lanes: int) -> None:
         """Count bytes that so many lanes have read."""
-        self.bytes_read += nbytes
         self._threads.shared_bytes += nbytes if lanes > 1 else 0
-        if self._on_progress is not None:
-            self._on_progress(nbytes)
+        self._count(nbytes)
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`, or :class:`IntegrityError` if
         the file is too short."""
         done, length = 0, view.nbytes
-        if self._arrive is not None:
-            self._arrive(path, offset_bytes, offset_bytes + length)
+        if self._arrive is not None and self._arrive(path, offset_bytes, view):
+            self._count(length)
+            return
         while done < length:
             at = offset_bytes + done
             try:
@@ -163,9 +162,12 @@ class FileReader:
             if self._pages is not None:
                 self._pages.read(fd, at, at + count)
             done += count
-            self.bytes_read += count
-            if self._on_progress is not None:
-                self._on_progress(count)
+            self._count(count)
+
+    def _count(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+        if self._on_progress is not None:
+            self._on_progress(nbytes)
 
     def _read(self, path: str, at: int, piece: memoryview) -> tuple[int, int]:
         """Read a piece or its beginning. Returns the file that it was read from, and the number of bytes."""

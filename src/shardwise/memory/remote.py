@@ -1,0 +1,123 @@
+"""Reads files of a step of which other hosts hold the units."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+
+from ..errors import CheckpointError, IntegrityError
+from ..format.manifest import FileEntry
+from .copies import copy_units, receive_unit
+from .link import Reader
+from .units import Unit, units_of
+
+__all__ = ["Holdings", "RemoteFiles"]
+
+#: For each file of a step, the ranks that have proved units of it: rank, slot, and numbers of the units.
+Holdings = Mapping[str, Sequence[tuple[int, str, Sequence[int]]]]
+
+#: Of a unit come so many reads of at most so many bytes alone, and then all of it. What every rank of a run reads, as the optimizer's
+#: count of steps, lies on few hosts: 16 MiB for each rank would keep them busy.
+_MOST_ALONE, _ALONE_BYTES = 8, 64 * 1024
+
+
+class RemoteFiles:
+    """The files of ``entries``, read from the ranks that hold them. Rank-local; not for several threads.
+
+    Each read tries the holders in their order. ``reader_of`` gets a holder; its connection lasts for one read, because a host answers
+    some at a time, and none that is idle for long. Calls ``on_progress`` after each unit that is copied. Memory: one unit (16 MiB).
+    Methods raise :class:`CheckpointError` if no host sends what is read, :class:`IntegrityError` if it arrives damaged.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, FileEntry],
+        holdings: Holdings,
+        reader_of: Callable[[int], Reader],
+        on_progress: Callable[[], object],
+    ) -> None:
+        self.taken = Counter[int]()
+        """Bytes that came, by the rank that sent them."""
+        self._entries, self._holdings = entries, holdings
+        self._reader_of, self._on_progress = reader_of, on_progress
+        self._reading: tuple[str, Sequence[Unit]] = "", ()
+        self._memory: memoryview | None = None
+        self._kept: tuple[str, int] | None = None  # the unit in memory: its file and number
+        self._alone = Counter[tuple[str, int]]()  # by unit, how many short reads there were
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = self._kept = None
+
+    def copy(self, name: str, path: str) -> None:
+        """Copy a whole file into the one at ``path``, which has its size. Raises :class:`LowSpaceError` if there is no room."""
+        for number, unit in enumerate(units_of(self._entries[name])):
+
+            def bring(reader: Reader, remote: str, unit: Unit = unit) -> None:
+                copy_units(reader, remote, [unit], path, self._on_progress)
+
+            self._from_a_holder(name, number, unit.nbytes, bring)
+
+    def read_into(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        """Fill ``view`` with bytes of a file.
+
+        Whole units come, each compared with its checksum, and the last one stays in memory, because reads go through a file in order.
+        A few short reads of a unit come alone: its holder has proved the unit, and the caller must compare the digest of what it reads.
+        """
+        if self._reading[0] != name:
+            self._reading = name, units_of(self._entries[name])
+        units, at, stop = self._reading[1], offset_bytes, offset_bytes + view.nbytes
+        number = bisect_right(units, at, key=lambda unit: unit.start) - 1
+        while at < stop:
+            unit = units[number]
+            end = min(stop, unit.stop)
+            part = view[at - offset_bytes : end - offset_bytes]
+            if self._comes_alone(name, number, part):
+                self._from_a_holder(name, number, part.nbytes, partial(_read, start=at, view=part))
+            else:
+                part[:] = self._unit(name, number, unit)[at - unit.start : end - unit.start]
+            number, at = number + 1, end
+
+    def _comes_alone(self, name: str, number: int, part: memoryview) -> bool:
+        """Whether a part of a unit is read by itself: it is short, and one of the first."""
+        if part.nbytes > _ALONE_BYTES or (name, number) == self._kept:
+            return False
+        self._alone[name, number] += 1
+        return self._alone[name, number] <= _MOST_ALONE
+
+    def _unit(self, name: str, number: int, unit: Unit) -> memoryview:
+        """A unit in memory, until the next one is read."""
+        if self._memory is None or self._memory.nbytes < unit.nbytes:
+            self._memory, self._kept = memoryview(bytearray(unit.nbytes)), None
+        memory = self._memory[: unit.nbytes]
+        if (name, number) != self._kept:
+            self._kept = None  # what is in memory is no unit until all of it has come
+            self._from_a_holder(name, number, unit.nbytes, partial(receive_unit, unit=unit, memory=memory))
+            self._kept = name, number
+        return memory
+
+    def _from_a_holder(
+        self, name: str, number: int, nbytes: int, bring: Callable[[Reader, str], None]
+    ) -> None:
+        """Bring bytes of a unit from the first of its holders that sends them."""
+        problem = "no host holds all of it"
+        for rank, slot, numbers in self._holdings[name]:
+            if number not in numbers:
+                continue
+            try:
+                with closing(self._reader_of(rank)) as reader:
+                    bring(reader, f"{slot}/{name}")
+            except (CheckpointError, IntegrityError) as error:
+                problem = str(error)
+                continue
+            self.taken[rank] += nbytes
+            return
+        raise CheckpointError(f"{name}: {problem}")
+
+
+def _read(reader: Reader, name: str, start: int, view: memoryview) -> None:
+    for _ in reader.pieces_into(name, start, view):
+        pass
