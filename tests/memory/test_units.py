@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from shardwise.memory.maps import Maps, copy_tensors
 from shardwise.memory.places import Peer, Places
 from shardwise.memory.remote import RemoteFiles
 from shardwise.memory.ring import Ring
-from shardwise.memory.units import proved_units, units_of
+from shardwise.memory.units import are_all, proved_units, runs_of, units_of
 from shardwise.transfer import FileReader
 from shardwise.transfer.arriving import arriving
 
@@ -70,6 +71,17 @@ def test_nothing_of_a_file_that_is_lost_or_has_another_size(
         (tmp_path / name).write_bytes(found)
         assert proved_units(str(tmp_path / name), entry, lambda: None) == []
     assert proved_units(str(tmp_path / "lost"), entry, lambda: None) == []
+
+
+@pytest.mark.parametrize("numbers", [c for n in range(6) for c in itertools.combinations(range(5), n)])
+def test_units_in_runs(numbers: tuple[int, ...]) -> None:
+    runs = runs_of(numbers)
+    assert [n for first, stop in runs for n in range(first, stop)] == [*numbers]
+    assert len(runs) == sum(n - 1 not in numbers for n in numbers)
+    others = runs_of(n for n in range(5) if n not in numbers)
+    assert are_all([*reversed(runs), *others], 5)
+    assert are_all(runs, 5) == (len(numbers) == 5)
+    assert are_all([*runs, [0, 1], [0, 4]], 5) == (4 in numbers)
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "aabb", "aabbb", "abab"])
@@ -232,7 +244,7 @@ def _remote(servers: list[Server], entry: FileEntry, holders: Sequence[int] = (0
     def reader_of(rank: int) -> Reader:
         return Reader(f"host-{rank}", "127.0.0.1", servers[rank].port, b"word", 5.0)
 
-    holdings = {"slices": [(rank, "own-0", [0, 1, 2]) for rank in holders]}
+    holdings = {"slices": [(rank, "own-0", [[0, 3]]) for rank in holders]}
     return RemoteFiles({"slices": entry}, holdings, reader_of, lambda: None)
 
 

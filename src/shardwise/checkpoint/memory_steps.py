@@ -15,7 +15,7 @@ import xxhash
 
 from ..errors import CheckpointError, FormatError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
-from ..limits import inside, read_small
+from ..limits import inside, is_count, parse_json, read_small
 from ..memory.link import Server, address_towards_store
 from ..memory.maps import Maps
 from ..memory.options import MemoryTier
@@ -23,7 +23,7 @@ from ..memory.places import Peer, Places
 from ..memory.record import Record, new_word, read_or_make_record, write_record
 from ..memory.remote import Holdings
 from ..memory.ring import Ring, Slot
-from ..memory.units import proved_units, units_in
+from ..memory.units import are_all, proved_units, runs_of, units_in
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import is_url
@@ -218,9 +218,10 @@ class MemorySteps:
             nonlocal text
             if self._line in self._ring.lines:
                 for name in self._ring.slots():
-                    if _held_in(self._ring.slot(name)) == held:
+                    found = _manifest_of(self._ring.slot(name))
+                    if xxhash.xxh3_64_hexdigest(found) == held.checksum:
                         mine.append(name)
-                        text = read_small(os.path.join(self._ring.slot(name).path, MANIFEST_NAME))
+                        text = found
             return bool(mine)
 
         has = ranks.combine("who has the manifest", find, list)
@@ -255,16 +256,26 @@ class MemorySteps:
             for name in files[index :: len(beside)]:
                 path = inside(self._ring.slot(slot).path, name)
                 if units := proved_units(path, manifest.files[name], ranks.tick):
-                    found[name] = [[ranks.rank, slot, units]]
+                    found[name] = [[ranks.rank, slot, runs_of(units)]]
         return found
 
 
-def _held_in(slot: Slot) -> HeldStep | None:
+def _manifest_of(slot: Slot) -> bytes:
+    """The text of a slot's manifest; empty if it can't be read."""
     try:
-        text = read_small(os.path.join(slot.path, MANIFEST_NAME))
-        return HeldStep(parse_manifest(text, slot.path).step, xxhash.xxh3_64_hexdigest(text))
-    except (ShardwiseError, FormatError):
+        return read_small(os.path.join(slot.path, MANIFEST_NAME))
+    except ShardwiseError:
+        return b""
+
+
+def _held_in(slot: Slot) -> HeldStep | None:
+    """What a slot says that it holds. A damaged manifest is found when its step is taken: to check one of a large run takes seconds."""
+    text = _manifest_of(slot)
+    try:
+        step = parse_json(text, slot.path)["step"]
+    except (FormatError, KeyError, TypeError):
         return None
+    return HeldStep(step, xxhash.xxh3_64_hexdigest(text)) if is_count(step) else None
 
 
 def _agreed_slot(found: list[int]) -> int:
@@ -289,6 +300,6 @@ def _merged(manifest: Manifest, before: Holdings, new: Sequence[Mapping[str, Any
     lost = [
         name
         for name, entry in manifest.files.items()
-        if len({n for _, _, units in merged[name] for n in units}) < units_in(entry)
+        if not are_all([run for _, _, runs in merged[name] for run in runs], units_in(entry))
     ]
     return [merged, lost]

@@ -9,7 +9,7 @@ from ..format.places import rank_of_file
 from ..limits import inside
 from ..memory.remote import Holdings, RemoteFiles
 from ..memory.ring import unwritten, write_whole
-from ..memory.units import units_in
+from ..memory.units import are_all, units_in
 from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from .memory_save import Host
@@ -50,8 +50,8 @@ class MemoryView:
 
     def _whole_here(self, name: str) -> str | None:
         count, beside = units_in(self.manifest.files[name]), self._host.places.beside(self._ranks.rank)
-        for rank, slot, units in self._holdings[name]:
-            if rank in beside and len(units) == count:
+        for rank, slot, runs in self._holdings[name]:
+            if rank in beside and are_all(runs, count):
                 return inside(self._host.ring.slot(slot).path, name)
         return None
 

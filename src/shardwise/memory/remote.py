@@ -12,12 +12,12 @@ from ..errors import CheckpointError, IntegrityError
 from ..format.manifest import FileEntry
 from .copies import copy_units, receive_unit
 from .link import Reader
-from .units import Unit, units_of
+from .units import Runs, Unit, units_of
 
 __all__ = ["Holdings", "RemoteFiles"]
 
-#: For each file of a step, the ranks that have proved units of it: rank, slot, and numbers of the units.
-Holdings = Mapping[str, Sequence[tuple[int, str, Sequence[int]]]]
+#: For each file of a step, the ranks that have proved units of it: rank, slot, and which units.
+Holdings = Mapping[str, Sequence[tuple[int, str, Runs]]]
 
 #: Of a unit come so many reads of at most so many bytes alone, and then all of it. What every rank of a run reads, as the optimizer's
 #: count of steps, lies on few hosts: 16 MiB for each rank would keep them busy.
@@ -104,8 +104,8 @@ class RemoteFiles:
     ) -> None:
         """Bring bytes of a unit from the first of its holders that sends them."""
         problem = "no host holds all of it"
-        for rank, slot, numbers in self._holdings[name]:
-            if number not in numbers:
+        for rank, slot, runs in self._holdings[name]:
+            if not any(first <= number < stop for first, stop in runs):
                 continue
             try:
                 with closing(self._reader_of(rank)) as reader:

@@ -6,14 +6,17 @@ A step is held where every unit of every file of its manifest is proved on some 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
 from ..format.manifest import BLOCK_BYTES, FileEntry
 
-__all__ = ["Unit", "proved_units", "units_in", "units_of"]
+__all__ = ["Runs", "Unit", "are_all", "proved_units", "runs_of", "units_in", "units_of"]
+
+#: Numbers of units, as first and stop of each run of consecutive ones: a host holds most files whole, and every rank hears of all files.
+Runs = Sequence[list[int]]
 
 #: Small enough to stay in a core's cache between reading and hashing.
 _PIECE_BYTES = 1024**2
@@ -45,6 +48,27 @@ def units_of(entry: FileEntry) -> list[Unit]:
 def units_in(entry: FileEntry) -> int:
     """How many units a file has."""
     return 1 + len(entry.blocks)
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers in rising order as runs."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, number + 1])
+    return runs
+
+
+def are_all(runs: Runs, count: int) -> bool:
+    """Whether runs, in any order, hold all numbers below ``count``."""
+    reached = 0
+    for first, stop in sorted(runs):
+        if first > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= count
 
 
 def proved_units(path: str, entry: FileEntry, on_progress: Callable[[], object]) -> list[int]:
