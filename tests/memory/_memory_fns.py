@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import signal
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpoint import memory_steps
 from shardwise.checkpoint.memory_save import MemorySave
+from shardwise.memory.link import Reader
 from shardwise.memory.remote import RemoteFiles
 from tests.checkpoint._checkpointer_fns import failure, on_first, set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
@@ -74,6 +76,26 @@ def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
         assert report.from_memory is not None
         assert_same_bits(bits(state), bits(reference(report.step)))
     return report.step, names
+
+
+def damaged_on_the_way(root: str, hosts: str, nbytes: int) -> tuple[int | None, bool, bool]:
+    """Every second receipt of bytes from another host, of at most ``nbytes``, has a flipped bit. The resumed step, with every bit as it was;
+    whether it is from memory, and whether anything was flipped."""
+    state, number, real = state_at(9), itertools.count(), Reader._take
+
+    def garble(reader: Reader, view: memoryview) -> None:
+        real(reader, view)
+        if view.nbytes <= nbytes and next(number) % 2 == 0:
+            view[0] ^= 16
+
+    with (
+        mock.patch.object(Reader, "_take", garble),
+        sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
+    ):
+        report = checkpointer.resume(state)
+        assert report is not None
+    assert_same_bits(bits(state), bits(reference(report.step)))
+    return report.step, report.from_memory is not None, next(number) > 1
 
 
 def resume_each(cases: list[tuple[Any, ...]]) -> list[tuple[int | None, bool, bool]]:

@@ -40,6 +40,16 @@ def test_a_host_brings_what_its_ranks_read(ranks, tmp_path):
     assert folders == [{"model"}, {"model", "optimizer", "rank"}, set()]
 
 
+@pytest.mark.parametrize("nbytes", [30, 1_000_000])
+def test_bytes_that_arrive_damaged_come_again(ranks, tmp_path, nbytes):
+    """Also those of plain buffers, of which no digest is compared: ranks may hold different ones."""
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    ranks.run_ranks(3, fns.train, str(root), str(hosts))
+    lose(hosts, (1,))
+    found = ranks.run_ranks(3, fns.damaged_on_the_way, str(root), str(hosts), nbytes)
+    assert found == [(6, True, True)] * 3
+
+
 def test_a_step_that_not_all_ranks_keep(ranks, tmp_path):
     """The copy does not wait for the other ranks: what it writes over is never the newest step. Errors are alike on all ranks."""
     root, hosts, kept = tmp_path / "run", tmp_path / "hosts", tmp_path / "kept"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -219,6 +219,7 @@ def test_bytes_come_from_elsewhere_or_from_the_file(tmp_path: Path) -> None:
         reader.read_into(str(file), 60, found)
         assert bytes(found) == bytes(range(60, 70))
         assert (reader.bytes_read, sum(told)) == (20, 20)
+        assert reader.describe_reads() == "plain: asked for; 10 bytes from other hosts"
     assert asked == [(str(file), 20, 10), (str(file), 60, 10)]
     with FileReader() as reader:
         reader.read_into(str(file), 0, found)
@@ -240,22 +241,32 @@ def _servers(tmp_path: Path, content: bytes) -> Iterator[list[Server]]:
         yield found
 
 
-def _remote(servers: list[Server], entry: FileEntry, holders: Sequence[int] = (0, 1)) -> RemoteFiles:
+def _remote(
+    servers: list[Server],
+    entry: FileEntry,
+    holders: Sequence[int] = (0, 1),
+    on_progress: Callable[[], object] = lambda: None,
+) -> RemoteFiles:
     def reader_of(rank: int) -> Reader:
         return Reader(f"host-{rank}", "127.0.0.1", servers[rank].port, b"word", 5.0)
 
     holdings = {"slices": [(rank, "own-0", [[0, 3]]) for rank in holders]}
-    return RemoteFiles({"slices": entry}, holdings, reader_of, lambda: None)
+    return RemoteFiles({"slices": entry}, holdings, reader_of, on_progress)
 
 
 def test_a_file_is_read_from_its_holders(servers: list[Server], content: bytes, entry: FileEntry) -> None:
-    files = _remote(servers, entry, holders=(1, 0))
+    told: list[int] = []
+    files = _remote(servers, entry, holders=(1, 0), on_progress=lambda: told.append(1))
     found = memoryview(bytearray(NBYTES))
     step = 3 * 1024**2
     for at in range(0, NBYTES, step):
         files.read_into("slices", at, found[at : at + step])
     assert bytes(found) == content
     assert files.taken == {1: NBYTES}, "each unit came once"
+    assert len(told) == 3 + NBYTES // step, "progress after each part of a unit"
+    files.read_into("slices", NBYTES, found[:0])
+    with pytest.raises(IntegrityError, match=f"ends before byte {NBYTES + 1}: truncated"):
+        files.read_into("slices", NBYTES - 5, found[:6])
     for at, nbytes in ((HEADER + 5, 1), (HEADER + BLOCK_BYTES - 2, 2), (HEADER - 1, 3)):
         part = memoryview(bytearray(nbytes))
         files.read_into("slices", at, part)
@@ -279,7 +290,7 @@ def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
     servers: list[Server], content: bytes, entry: FileEntry
 ) -> None:
     files, part = _remote(servers, entry), memoryview(bytearray(LAST))
-    for _ in range(8):  # short reads come unproved: whoever reads compares the tensor's digest
+    for _ in range(8):  # the holder had proved the unit, and says what it sends now
         files.read_into("slices", NBYTES - 1, part[:1])
     files.read_into("slices", NBYTES - LAST, part)
     assert bytes(part) == content[-LAST:]
@@ -294,6 +305,46 @@ def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
     assert bytes(large) == content[HEADER:][:100_000], "what came damaged is not read as another unit"
     with pytest.raises(CheckpointError, match="no host holds all of it"):
         _remote(servers, entry, holders=()).read_into("slices", 0, part)
+
+
+def test_a_short_read_that_arrives_damaged_is_read_again(
+    servers: list[Server], content: bytes, entry: FileEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, garbled = Reader._take, 0
+
+    def garble(self: Reader, view: memoryview) -> None:
+        nonlocal garbled
+        take(self, view)
+        if garbled:
+            view[0] ^= 1
+            garbled -= 1
+
+    monkeypatch.setattr(Reader, "_take", garble)
+    files, part = _remote(servers, entry), memoryview(bytearray(10))
+    for times, sender in ((1, 0), (2, 0), (3, 1)):
+        garbled = times
+        files.taken.clear()
+        files.read_into("slices", HEADER, part)
+        assert bytes(part) == content[HEADER:][:10]
+        assert files.taken == {sender: 10}
+    garbled = 6
+    with pytest.raises(CheckpointError, match=f"bytes {HEADER} to {HEADER + 10} arrived damaged"):
+        files.read_into("slices", HEADER, part)
+
+
+def test_a_host_that_is_away_is_asked_last(servers: list[Server], content: bytes, entry: FileEntry) -> None:
+    asked: list[int] = []
+    files, found = _remote(servers, entry), memoryview(bytearray(NBYTES))
+    reader_of = files._reader_of
+    files._reader_of = lambda rank: (asked.append(rank), reader_of(rank))[1]  # type: ignore[func-returns-value]
+    servers[0].close()
+    files.read_into("slices", 0, found)
+    files.read_into("slices", 0, found[:HEADER])
+    assert bytes(found) == content
+    assert asked == [0, 1, 1, 1, 1]
+    servers[1].close()
+    with pytest.raises(CheckpointError, match="host host-1"):
+        files.read_into("slices", 5, found[:1])
 
 
 def test_a_thousand_ranks_read_from_one_host(servers: list[Server], content: bytes, entry: FileEntry) -> None:

@@ -1636,6 +1636,23 @@ MUTATIONS = (
         "what another host sends is not compared with its checksum",
     ),
     Mutation(
+        "memory/link.py",
+        "        return bool(checksum == xxhash.xxh3_64_intdigest(view))\n",
+        "        return True\n",
+        (
+            "tests/memory/test_units.py::test_a_short_read_that_arrives_damaged_is_read_again",
+            "tests/memory/test_memory_tier.py::test_bytes_that_arrive_damaged_come_again",
+        ),
+        "a bit of a buffer that flips on its way between hosts is restored",
+    ),
+    Mutation(
+        "memory/remote.py",
+        "                    self._away.add(rank)\n",
+        "                    pass\n",
+        ("tests/memory/test_units.py::test_a_host_that_is_away_is_asked_last",),
+        "a host that is away costs its time limit for each 16 MiB",
+    ),
+    Mutation(
         "memory/remote.py",
         "            self._kept = None  # what is",
         "            pass  # what is",

@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-from ..errors import CheckpointError, FormatError, RankError, ShardwiseError
-from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
-from ..limits import inside, is_count, parse_json, read_small
+from ..errors import CheckpointError, RankError, ShardwiseError
+from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_of_manifest
+from ..limits import inside, read_small
 from ..memory.link import Server, address_towards_store
 from ..memory.maps import Maps
 from ..memory.options import MemoryTier
@@ -269,13 +269,12 @@ def _manifest_of(slot: Slot) -> bytes:
 
 
 def _held_in(slot: Slot) -> HeldStep | None:
-    """What a slot says that it holds. A damaged manifest is found when its step is taken: to check one of a large run takes seconds."""
+    """What a slot holds by its manifest, if that is intact."""
     text = _manifest_of(slot)
     try:
-        step = parse_json(text, slot.path)["step"]
-    except (FormatError, KeyError, TypeError):
+        return HeldStep(step_of_manifest(text, slot.path), xxhash.xxh3_64_hexdigest(text))
+    except ShardwiseError:
         return None
-    return HeldStep(step, xxhash.xxh3_64_hexdigest(text)) if is_count(step) else None
 
 
 def _agreed_slot(found: list[int]) -> int:

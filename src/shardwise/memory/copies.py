@@ -13,7 +13,7 @@ from .link import Reader
 from .ring import unwritten
 from .units import Unit
 
-__all__ = ["copy_units", "receive_unit"]
+__all__ = ["copy_units", "receive_bytes", "receive_unit"]
 
 #: A unit that arrives damaged is read again: a resume takes what stays damaged for damage on the disk, and goes on from an older step.
 _ATTEMPTS = 3
@@ -59,10 +59,23 @@ def receive_unit(reader: Reader, name: str, unit: Unit, memory: memoryview) -> N
     _until_whole(receive, name, unit)
 
 
+def receive_bytes(reader: Reader, name: str, start: int, memory: memoryview) -> None:
+    """Fill ``memory``, of at most ``MOST_CHECKED_BYTES``, with bytes of the file ``name`` of another ring, which has proved them.
+
+    Raises as :func:`receive_unit`; what the other host sends is compared with its own checksum of it.
+    """
+    if not any(reader.read_checked(name, start, memory) for _ in range(_ATTEMPTS)):
+        raise _damaged(name, start, start + memory.nbytes)
+
+
 def _until_whole(bring: Callable[[], str], name: str, unit: Unit) -> None:
     """Bring a unit until what arrives has its checksum, which ``bring`` returns; ``_ATTEMPTS`` times at most."""
     if not any(bring() == unit.xxh3 for _ in range(_ATTEMPTS)):
-        raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
+        raise _damaged(name, unit.start, unit.stop)
+
+
+def _damaged(name: str, start: int, stop: int) -> IntegrityError:
+    return IntegrityError(f"bytes {start} to {stop} arrived damaged", path=name)
 
 
 def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> str:

@@ -18,15 +18,20 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+import xxhash
+
 from ..errors import CheckpointError, ShardwiseError
 
-__all__ = ["Readable", "Reader", "Server", "address_towards_store", "own_address"]
+__all__ = ["MOST_CHECKED_BYTES", "Readable", "Reader", "Server", "address_towards_store", "own_address"]
 
 _NONCE_BYTES, _HASH_BYTES = 16, 32
-#: Length of the name, first byte and number of bytes.
-_REQUEST = struct.Struct("!HQQ")
+#: Length of the name, first byte and number of bytes, and whether the checksum of the bytes follows them.
+_REQUEST = struct.Struct("!HQQ?")
 _REPLY = struct.Struct("!BQ")
+_CHECKSUM = struct.Struct("!Q")
 _MAX_BYTES = 128 * 1024**2
+#: Of one request for bytes and their checksum.
+MOST_CHECKED_BYTES = 1024**2
 #: Of these so many are answered at a time. The others wait in the kernel's queue, of which the system may allow less: after a restart
 #: every host of a run asks for the documents of rank 0's.
 _MAX_CONNECTIONS, _MAX_WAITING = 64, 4096
@@ -133,7 +138,7 @@ class Server:
             self._room.release()
 
     def _answer(self, link: socket.socket) -> None:
-        length, start, nbytes = _REQUEST.unpack(_receive(link, _REQUEST.size))
+        length, start, nbytes, is_checked = _REQUEST.unpack(_receive(link, _REQUEST.size))
         name = _receive(link, length).decode(errors="replace")
         try:
             fd = os.open(self._ring.readable(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -142,7 +147,12 @@ class Server:
             return
         with open(fd, "rb") as file:
             left = max(0, os.fstat(fd).st_size - start)
-            found = min(nbytes or left, left, _MAX_BYTES)
+            found = min(nbytes or left, left, MOST_CHECKED_BYTES if is_checked else _MAX_BYTES)
+            if is_checked:
+                content = os.pread(fd, found, start)
+                checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
+                link.sendall(_REPLY.pack(0, len(content)) + content + checksum)
+                return
             link.sendall(_REPLY.pack(0, found))
             if found:
                 link.sendfile(file, start, found)
@@ -179,24 +189,34 @@ class Reader:
             self._take(piece)
             yield piece
 
+    def read_checked(self, name: str, start: int, view: memoryview) -> bool:
+        """Fill ``view``, of at most ``MOST_CHECKED_BYTES``, with bytes of a file. Whether they are those that the other side sent."""
+        self._ask_for_all_of(name, start, view.nbytes, is_checked=True)
+        self._take(view)
+        with self._explained():
+            assert self._link is not None
+            (checksum,) = _CHECKSUM.unpack(_receive(self._link, _CHECKSUM.size))
+        return bool(checksum == xxhash.xxh3_64_intdigest(view))
+
     def read_whole(self, name: str) -> bytes:
         """A file of at most 128 MiB."""
         content = bytearray(self._ask(name, 0, 0))
         self._take(memoryview(content))
         return bytes(content)
 
-    def _ask_for_all_of(self, name: str, start: int, nbytes: int) -> None:
-        if self._ask(name, start, nbytes) != nbytes:
+    def _ask_for_all_of(self, name: str, start: int, nbytes: int, *, is_checked: bool = False) -> None:
+        if self._ask(name, start, nbytes, is_checked=is_checked) != nbytes:
+            self.close()  # a checksum may follow
             raise CheckpointError(f"host {self._host}: {name} is shorter than expected")
 
-    def _ask(self, name: str, start: int, nbytes: int) -> int:
+    def _ask(self, name: str, start: int, nbytes: int, *, is_checked: bool = False) -> int:
         """Ask for bytes; 0: all. Returns how many come."""
         with self._explained():
             if self._unread:  # the caller did not want the rest
                 self.close()
             link = self._link or self._connect()
             text = name.encode()
-            link.sendall(_REQUEST.pack(len(text), start, nbytes) + text)
+            link.sendall(_REQUEST.pack(len(text), start, nbytes, is_checked) + text)
             status, found = _REPLY.unpack(_receive(link, _REPLY.size))
             if status or found > (nbytes or _MAX_BYTES):
                 self.close()

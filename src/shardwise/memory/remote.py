@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
-from ..errors import CheckpointError, IntegrityError
+from ..errors import CheckpointError, IntegrityError, LowSpaceError
 from ..format.manifest import FileEntry
-from .copies import copy_units, receive_unit
-from .link import Reader
+from .copies import copy_units, receive_bytes, receive_unit
+from .link import MOST_CHECKED_BYTES, Reader
 from .units import Runs, Unit, units_of
 
 __all__ = ["Holdings", "RemoteFiles"]
@@ -19,17 +19,17 @@ __all__ = ["Holdings", "RemoteFiles"]
 #: For each file of a step, the ranks that have proved units of it: rank, slot, and which units.
 Holdings = Mapping[str, Sequence[tuple[int, str, Runs]]]
 
-#: Of a unit come so many reads of at most so many bytes alone, and then all of it. What every rank of a run reads, as the optimizer's
-#: count of steps, lies on few hosts: 16 MiB for each rank would keep them busy.
-_MOST_ALONE, _ALONE_BYTES = 8, 64 * 1024
+#: So many reads of a unit come alone, if they are short, and then all of it. What every rank of a run reads, as the optimizer's count of
+#: steps, lies on few hosts: 16 MiB for each rank would keep them busy.
+_MOST_ALONE = 8
 
 
 class RemoteFiles:
     """The files of ``entries``, read from the ranks that hold them. Rank-local; not for several threads.
 
-    Each read tries the holders in their order. ``reader_of`` gets a holder; its connection lasts for one read, because a host answers
-    some at a time, and none that is idle for long. Calls ``on_progress`` after each unit that is copied. Memory: one unit (16 MiB).
-    Methods raise :class:`CheckpointError` if no host sends what is read, :class:`IntegrityError` if it arrives damaged.
+    Each read tries the holders in their order; one that was away comes last from then on. ``reader_of`` gets a holder; its connection
+    lasts for one read, because a host answers some at a time, and none that is idle for long. Calls ``on_progress`` whenever some bytes
+    have come. Memory: one unit (16 MiB). Methods raise :class:`CheckpointError` if no host sends what is read.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class RemoteFiles:
         self._reading: tuple[str, Sequence[Unit]] = "", ()
         self._memory: memoryview | None = None
         self._kept: tuple[str, int] | None = None  # the unit in memory: its file and number
+        self._away = set[int]()  # holders that did not send what was asked of them
         self._alone = Counter[tuple[str, int]]()  # by unit, how many short reads there were
 
     def close(self) -> None:
@@ -65,25 +66,29 @@ class RemoteFiles:
         """Fill ``view`` with bytes of a file.
 
         Whole units come, each compared with its checksum, and the last one stays in memory, because reads go through a file in order.
-        A few short reads of a unit come alone: its holder has proved the unit, and the caller must compare the digest of what it reads.
+        A few short reads of a unit come alone, each compared with the checksum that the holder makes of it: the holder has proved the unit.
+        Raises :class:`IntegrityError` for bytes beyond the end.
         """
         if self._reading[0] != name:
             self._reading = name, units_of(self._entries[name])
         units, at, stop = self._reading[1], offset_bytes, offset_bytes + view.nbytes
+        if stop > self._entries[name].nbytes:
+            raise IntegrityError(f"ends before byte {stop}: truncated", path=name)
         number = bisect_right(units, at, key=lambda unit: unit.start) - 1
         while at < stop:
             unit = units[number]
             end = min(stop, unit.stop)
             part = view[at - offset_bytes : end - offset_bytes]
             if self._comes_alone(name, number, part):
-                self._from_a_holder(name, number, part.nbytes, partial(_read, start=at, view=part))
+                self._from_a_holder(name, number, part.nbytes, partial(receive_bytes, start=at, memory=part))
             else:
                 part[:] = self._unit(name, number, unit)[at - unit.start : end - unit.start]
             number, at = number + 1, end
+            self._on_progress()
 
     def _comes_alone(self, name: str, number: int, part: memoryview) -> bool:
         """Whether a part of a unit is read by itself: it is short, and one of the first."""
-        if part.nbytes > _ALONE_BYTES or (name, number) == self._kept:
+        if part.nbytes > MOST_CHECKED_BYTES or (name, number) == self._kept:
             return False
         self._alone[name, number] += 1
         return self._alone[name, number] <= _MOST_ALONE
@@ -91,7 +96,8 @@ class RemoteFiles:
     def _unit(self, name: str, number: int, unit: Unit) -> memoryview:
         """A unit in memory, until the next one is read."""
         if self._memory is None or self._memory.nbytes < unit.nbytes:
-            self._memory, self._kept = memoryview(bytearray(unit.nbytes)), None
+            self._memory = self._kept = None  # before the next one is there
+            self._memory = memoryview(bytearray(unit.nbytes))
         memory = self._memory[: unit.nbytes]
         if (name, number) != self._kept:
             self._kept = None  # what is in memory is no unit until all of it has come
@@ -104,20 +110,19 @@ class RemoteFiles:
     ) -> None:
         """Bring bytes of a unit from the first of its holders that sends them."""
         problem = "no host holds all of it"
-        for rank, slot, runs in self._holdings[name]:
+        for rank, slot, runs in sorted(self._holdings[name], key=lambda holder: holder[0] in self._away):
             if not any(first <= number < stop for first, stop in runs):
                 continue
             try:
                 with closing(self._reader_of(rank)) as reader:
                     bring(reader, f"{slot}/{name}")
+            except LowSpaceError:
+                raise
             except (CheckpointError, IntegrityError) as error:
                 problem = str(error)
+                if isinstance(error, CheckpointError):
+                    self._away.add(rank)
                 continue
             self.taken[rank] += nbytes
             return
         raise CheckpointError(f"{name}: {problem}")
-
-
-def _read(reader: Reader, name: str, start: int, view: memoryview) -> None:
-    for _ in reader.pieces_into(name, start, view):
-        pass

@@ -61,6 +61,7 @@ class FileReader:
         self._held: dict[str, int] = {}
         self._on_progress = on_progress
         self._arrive = arrival()
+        self._arrived_bytes = 0
 
     def __enter__(self) -> FileReader:
         return self
@@ -107,7 +108,9 @@ class FileReader:
 
     def describe_reads(self) -> str:
         """How this reader reads, why, and by how many threads if several shared a read."""
-        return self._way() + (f"; by {self._threads.count} threads" if self._threads.shared_bytes else "")
+        threads = f"; by {self._threads.count} threads" if self._threads.shared_bytes else ""
+        arrived = f"; {self._arrived_bytes} bytes from other hosts" if self._arrived_bytes else ""
+        return self._way() + threads + arrived
 
     def _way(self) -> str:
         if self._reads == "plain":
@@ -115,7 +118,8 @@ class FileReader:
         if self._reads == "ahead":
             return "ahead: asked for"
         if not self._from_storage:
-            return "plain: all bytes were in the page cache" if self.bytes_read else "plain: nothing was read"
+            has_read = self.bytes_read > self._arrived_bytes
+            return "plain: all bytes were in the page cache" if has_read else "plain: nothing was read"
         return f"{self._quicker.kind}: {self._reason}{self._quicker.describe()}"
 
     def descriptor(self, path: str) -> int:
@@ -144,6 +148,7 @@ class FileReader:
         the file is too short."""
         done, length = 0, view.nbytes
         if self._arrive is not None and self._arrive(path, offset_bytes, view):
+            self._arrived_bytes += length
             self._count(length)
             return
         while done < length:
