@@ -284,6 +284,10 @@ def test_short_reads_come_alone_until_there_are_many(
     files.close()
     files.read_into("slices", HEADER, part)
     assert bytes(part) == content[HEADER:][:10]
+    files, half = _remote(servers, entry), memoryview(bytearray(512 * 1024))
+    for turn in range(3):
+        files.read_into("slices", HEADER, half)
+        assert files.taken[0] == (half.nbytes * (turn + 1) if turn < 2 else 2 * half.nbytes + BLOCK_BYTES)
 
 
 def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
@@ -295,14 +299,14 @@ def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
     files.read_into("slices", NBYTES - LAST, part)
     assert bytes(part) == content[-LAST:]
     assert files.taken[1] == LAST
-    files, large = _remote(servers, entry, holders=(0,)), memoryview(bytearray(100_000))
+    files, large = _remote(servers, entry, holders=(0,)), memoryview(bytearray(2_000_000))
     files.read_into("slices", HEADER, large)
     for _ in range(8):
         files.read_into("slices", NBYTES - 1, part[:1])
     with pytest.raises(CheckpointError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived damaged"):
         files.read_into("slices", NBYTES - 1, part[:1])
     files.read_into("slices", HEADER, large)
-    assert bytes(large) == content[HEADER:][:100_000], "what came damaged is not read as another unit"
+    assert bytes(large) == content[HEADER:][:2_000_000], "what came damaged is not read as another unit"
     with pytest.raises(CheckpointError, match="no host holds all of it"):
         _remote(servers, entry, holders=()).read_into("slices", 0, part)
 

@@ -1661,7 +1661,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/remote.py",
-        "        return self._alone[name, number] <= _MOST_ALONE\n",
+        "        return count < _MOST_ALONE and nbytes + part.nbytes <= MOST_CHECKED_BYTES\n",
         "        return False\n",
         ("tests/memory/test_units.py::test_short_reads_come_alone_until_there_are_many",),
         "every rank of a run brings 16 MiB for a number",

@@ -211,52 +211,59 @@ class MemorySteps:
     def view(self, held: HeldStep, ranks: Ranks) -> MemoryView:
         """Prove a step, and make a directory of it on this host. Collective; raises :class:`CheckpointError` alike if any unit is
         held by no host."""
-        mine: list[str] = []
+        mine: dict[str, list[str]] = {}  # this host's slots of the step, and their files
         text = b""
 
-        def find() -> bool:
+        def find() -> dict[str, list[str]]:
             nonlocal text
             if self._line in self._ring.lines:
                 for name in self._ring.slots():
-                    found = _manifest_of(self._ring.slot(name))
+                    slot = self._ring.slot(name)
+                    found = _manifest_of(slot)
                     if xxhash.xxh3_64_hexdigest(found) == held.checksum:
-                        mine.append(name)
+                        mine[name] = sorted(slot.files())
                         text = found
-            return bool(mine)
+            return mine
 
-        has = ranks.combine("who has the manifest", find, list)
-        text = ranks.combine(
-            "send the manifest", lambda: text if has.index(True) == ranks.rank else b"", _only
-        )
+        first, only_copies = ranks.combine("who has the manifest", find, _first_and_copies)
+        text = ranks.combine("send the manifest", lambda: text if first == ranks.rank else b"", _only)
         with ranks.agree("read the manifest in memory"):
             manifest = parse_manifest(text, self._ring.path)
-        holdings: Holdings = {}
-        lost = list(manifest.files)
-        for kind in ("own", "held"):
-            slots = [n for n in mine if n.startswith(kind)]
+        # Hosts prove their own slices, and at once copies of those whose own host is lost; other copies only where those are damaged.
+        wanted = {"own": frozenset(manifest.files), "held": frozenset(only_copies)}
+        holdings, lost = ranks.combine(
+            "prove a step in memory",
+            partial(self._proved, manifest, mine, wanted, ranks),
+            partial(_merged, manifest, {}),
+        )
+        if lost:
+            wanted = {"own": frozenset(), "held": frozenset(lost).difference(only_copies)}
             holdings, lost = ranks.combine(
-                "prove a step in memory",
-                partial(self._proved, manifest, slots, frozenset(lost), ranks),
+                "prove copies in memory",
+                partial(self._proved, manifest, mine, wanted, ranks),
                 partial(_merged, manifest, holdings),
             )
-            if not lost:
-                break
-        else:
+        if lost:
             raise CheckpointError(f"step {held.step} in memory: no host holds all of {', '.join(lost[:5])}")
         return MemoryView(self._host, ranks, manifest, text, holdings)
 
     def _proved(
-        self, manifest: Manifest, slots: Sequence[str], wanted: Collection[str], ranks: Ranks
+        self,
+        manifest: Manifest,
+        slots: Mapping[str, Sequence[str]],
+        wanted: Mapping[str, Collection[str]],
+        ranks: Ranks,
     ) -> dict[str, Any]:
-        """What this rank proves of the wanted files; the ranks of a host share the work."""
+        """What this rank proves of the files that are wanted of each kind of slot; the ranks of a host share the work."""
         beside = self._host.places.beside(ranks.rank)
-        index, found = beside.index(ranks.rank), {}
-        for slot in slots:
-            files = [f for f in sorted(self._ring.slot(slot).files()) if f in wanted]
-            for name in files[index :: len(beside)]:
+        index = beside.index(ranks.rank)
+        found: dict[str, Any] = {}
+        for slot, files in slots.items():
+            of_slot = [f for f in files if f in wanted[slot.partition("-")[0]]]
+            for name in of_slot[index :: len(beside)]:
                 path = inside(self._ring.slot(slot).path, name)
                 if units := proved_units(path, manifest.files[name], ranks.tick):
-                    found[name] = [[ranks.rank, slot, runs_of(units)]]
+                    found.setdefault(name, []).append([ranks.rank, slot, runs_of(units)])
         return found
 
 
@@ -284,6 +291,18 @@ def _agreed_slot(found: list[int]) -> int:
 
 def _newest_first(found: list[list[list[Any]]]) -> list[list[Any]]:
     return sorted(([s, c] for s, c in {tuple(one) for of in found for one in of}), reverse=True)
+
+
+def _first_and_copies(found: list[dict[str, list[str]]]) -> list[Any]:
+    """The first rank whose host has the manifest, and the files of which only copies are there, on other hosts than their own."""
+    by_kind: dict[str, set[str]] = {"own": set(), "held": set()}
+    for slots in found:
+        for slot, files in slots.items():
+            by_kind[slot.partition("-")[0]].update(files)
+    first = next((rank for rank, slots in enumerate(found) if slots), None)
+    if first is None:
+        raise CheckpointError("the step in memory is gone: no host has its manifest any more")
+    return [first, sorted(by_kind["held"] - by_kind["own"])]
 
 
 def _only(found: list[bytes]) -> bytes:

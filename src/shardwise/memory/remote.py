@@ -19,8 +19,8 @@ __all__ = ["Holdings", "RemoteFiles"]
 #: For each file of a step, the ranks that have proved units of it: rank, slot, and which units.
 Holdings = Mapping[str, Sequence[tuple[int, str, Runs]]]
 
-#: So many reads of a unit come alone, if they are short, and then all of it. What every rank of a run reads, as the optimizer's count of
-#: steps, lies on few hosts: 16 MiB for each rank would keep them busy.
+#: So many reads of a unit come alone, and ``MOST_CHECKED_BYTES`` by them, and then all of it. What every rank of a run reads, as the optimizer's
+#: count of steps, lies on few hosts: 16 MiB for each rank would keep them busy.
 _MOST_ALONE = 8
 
 
@@ -47,7 +47,9 @@ class RemoteFiles:
         self._memory: memoryview | None = None
         self._kept: tuple[str, int] | None = None  # the unit in memory: its file and number
         self._away = set[int]()  # holders that did not send what was asked of them
-        self._alone = Counter[tuple[str, int]]()  # by unit, how many short reads there were
+        self._alone: dict[
+            tuple[str, int], tuple[int, int]
+        ] = {}  # by unit: reads while it was not here, and their bytes
 
     def close(self) -> None:
         """Give the memory back."""
@@ -87,11 +89,12 @@ class RemoteFiles:
             self._on_progress()
 
     def _comes_alone(self, name: str, number: int, part: memoryview) -> bool:
-        """Whether a part of a unit is read by itself: it is short, and one of the first."""
-        if part.nbytes > MOST_CHECKED_BYTES or (name, number) == self._kept:
+        """Whether a part of a unit is read by itself: the unit is not here, and few bytes of it were read."""
+        if (name, number) == self._kept:
             return False
-        self._alone[name, number] += 1
-        return self._alone[name, number] <= _MOST_ALONE
+        count, nbytes = self._alone.get((name, number), (0, 0))
+        self._alone[name, number] = count + 1, nbytes + part.nbytes
+        return count < _MOST_ALONE and nbytes + part.nbytes <= MOST_CHECKED_BYTES
 
     def _unit(self, name: str, number: int, unit: Unit) -> memoryview:
         """A unit in memory, until the next one is read."""
