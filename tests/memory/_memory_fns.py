@@ -17,8 +17,10 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpoint import memory_steps
 from shardwise.checkpoint.memory_save import MemorySave
+from shardwise.format.places import rank_of_file
 from shardwise.memory.link import Reader
 from shardwise.memory.remote import RemoteFiles
+from shardwise.memory.ring import Slot
 from tests.checkpoint._checkpointer_fns import failure, on_first, set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
 
@@ -80,7 +82,7 @@ def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
 
 def damaged_on_the_way(root: str, hosts: str, nbytes: int) -> tuple[int | None, bool, bool]:
     """Every second receipt of bytes from another host, of at most ``nbytes``, has a flipped bit. The resumed step, with every bit as it was;
-    whether it is from memory, and whether anything was flipped."""
+    whether it is from memory, and whether anything was flipped. Each unit here comes in one receipt, so that its second try is whole."""
     state, number, real = state_at(9), itertools.count(), Reader._take
 
     def garble(reader: Reader, view: memoryview) -> None:
@@ -96,6 +98,22 @@ def damaged_on_the_way(root: str, hosts: str, nbytes: int) -> tuple[int | None, 
         assert report is not None
     assert_same_bits(bits(state), bits(reference(report.step)))
     return report.step, report.from_memory is not None, next(number) > 1
+
+
+def resumed_and_kept(root: str, hosts: str) -> tuple[int | None, int | None, set[int | None]]:
+    """Resume, keep step 8, and stop without a word. The resumed step, the newest, and the ranks of which this host has copies."""
+    state = state_at(9)
+    checkpointer = sw.Checkpointer(root, memory=tier(hosts))
+    report = checkpointer.resume(state)
+    assert report is not None
+    for step in range(report.step + 1, 9):
+        set_values(state, step)
+        checkpointer.remember(state, step)
+        checkpointer.wait_for_memory()
+    newest = checkpointer.wait_for_memory()
+    checkpointer.close()
+    (held,) = Path(hosts, f"host-{dist.get_rank()}").glob("shardwise-*/held-0")
+    return report.step, newest, {rank_of_file(name) for name in Slot(str(held)).files()}
 
 
 def resume_each(cases: list[tuple[Any, ...]]) -> list[tuple[int | None, bool, bool]]:

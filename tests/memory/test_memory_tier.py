@@ -40,6 +40,21 @@ def test_a_host_brings_what_its_ranks_read(ranks, tmp_path):
     assert folders == [{"model"}, {"model", "optimizer", "rank"}, set()]
 
 
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_a_step_after_a_resume_by_fewer_ranks_is_held(ranks, tmp_path, lost):
+    """Hosts then make copies of other ranks than before, and have files that the step does not name."""
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    ranks.run_ranks(3, fns.train, str(root), str(hosts))
+    left = ranks.run_ranks(2, fns.resumed_and_kept, str(root), str(hosts))
+    assert [(step, newest) for step, newest, _ in left] == [(6, 8)] * 2
+    assert [held for _, _, held in left] == [{1}, {0}], "copies that a host does not make any more are gone"
+    for host in range(2):
+        (held,) = hosts.glob(f"host-{host}/shardwise-*/held-0")
+        (held / "manifest.json.0a1b2c3d").write_text("of a rank that was killed while it wrote")
+    lose(hosts, lost)
+    assert ranks.run_ranks(2, fns.resume, str(root), str(hosts)) == [(8, True, True)] * 2
+
+
 @pytest.mark.parametrize("nbytes", [30, 1_000_000])
 def test_bytes_that_arrive_damaged_come_again(ranks, tmp_path, nbytes):
     """Also those of plain buffers, of which no digest is compared: ranks may hold different ones."""

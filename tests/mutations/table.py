@@ -1636,6 +1636,20 @@ MUTATIONS = (
         "what another host sends is not compared with its checksum",
     ),
     Mutation(
+        "checkpoint/memory_steps.py",
+        "of_step.intersection(only_copies)}",
+        "frozenset(only_copies)}",
+        ("tests/memory/test_memory_tier.py::test_a_step_after_a_resume_by_fewer_ranks_is_held",),
+        "a file that is left over in memory stops every start",
+    ),
+    Mutation(
+        "checkpoint/memory_save.py",
+        "            held.keep_only({rank_of_file(name) for name in held.files()} - sources, ())\n",
+        "",
+        ("tests/memory/test_memory_tier.py::test_a_step_after_a_resume_by_fewer_ranks_is_held",),
+        "copies that a host no longer makes keep their memory",
+    ),
+    Mutation(
         "memory/link.py",
         "        return bool(checksum == xxhash.xxh3_64_intdigest(view))\n",
         "        return True\n",

@@ -334,10 +334,14 @@ class MemorySave:
         return text
 
     def _take_manifest(self, text: bytes) -> None:
-        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more."""
+        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more. Copies that this
+        host no longer makes, of ranks that are elsewhere since the last start, give their memory back."""
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         if min(self._host.tier.copies, self._host.places.hosts) > 1:
-            write_whole(os.path.join(self._held.path, MANIFEST_NAME), text)
+            held, places, copies = self._held, self._host.places, self._host.tier.copies
+            write_whole(os.path.join(held.path, MANIFEST_NAME), text)
+            sources = {s for r in places.beside(self._ranks.rank) for s in places.sources_of(r, copies)}
+            held.keep_only({rank_of_file(name) for name in held.files()} - sources, ())
 
     @property
     def _held(self) -> Slot:

@@ -230,7 +230,8 @@ class MemorySteps:
         with ranks.agree("read the manifest in memory"):
             manifest = parse_manifest(text, self._ring.path)
         # Hosts prove their own slices, and at once copies of those whose own host is lost; other copies only where those are damaged.
-        wanted = {"own": frozenset(manifest.files), "held": frozenset(only_copies)}
+        of_step = frozenset(manifest.files)  # slots may hold files of other ranks, which an older step had
+        wanted = {"own": of_step, "held": of_step.intersection(only_copies)}
         holdings, lost = ranks.combine(
             "prove a step in memory",
             partial(self._proved, manifest, mine, wanted, ranks),

@@ -33,7 +33,10 @@ def copy_units(
     if the file's pages find no room.
     """
     done = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise unwritten(path, error) from error
     try:
         for unit in units:
             _until_whole(partial(_bring, reader, name, unit, fd, path), name, unit)

@@ -149,7 +149,7 @@ class Server:
             left = max(0, os.fstat(fd).st_size - start)
             found = min(nbytes or left, left, MOST_CHECKED_BYTES if is_checked else _MAX_BYTES)
             if is_checked:
-                content = os.pread(fd, found, start)
+                content = os.pread(fd, found, start) if found else b""
                 checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
                 link.sendall(_REPLY.pack(0, len(content)) + content + checksum)
                 return
@@ -192,10 +192,12 @@ class Reader:
     def read_checked(self, name: str, start: int, view: memoryview) -> bool:
         """Fill ``view``, of at most ``MOST_CHECKED_BYTES``, with bytes of a file. Whether they are those that the other side sent."""
         self._ask_for_all_of(name, start, view.nbytes, is_checked=True)
+        self._unread += _CHECKSUM.size
         self._take(view)
         with self._explained():
             assert self._link is not None
             (checksum,) = _CHECKSUM.unpack(_receive(self._link, _CHECKSUM.size))
+        self._unread -= _CHECKSUM.size
         return bool(checksum == xxhash.xxh3_64_intdigest(view))
 
     def read_whole(self, name: str) -> bytes:
