@@ -47,9 +47,8 @@ class RemoteFiles:
         self._memory: memoryview | None = None
         self._kept: tuple[str, int] | None = None  # the unit in memory: its file and number
         self._away = set[int]()  # holders that did not send what was asked of them
-        self._alone: dict[
-            tuple[str, int], tuple[int, int]
-        ] = {}  # by unit: reads while it was not here, and their bytes
+        # By unit: reads while it was not here, and their bytes.
+        self._alone: dict[tuple[str, int], tuple[int, int]] = {}
 
     def close(self) -> None:
         """Give the memory back."""
