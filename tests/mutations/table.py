@@ -1668,8 +1668,8 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/remote.py",
-        "            self._kept = None  # what is",
-        "            pass  # what is",
+        "            self._kept = None  # until",
+        "            pass  # until",
         ("tests/memory/test_units.py::test_a_unit_that_arrives_damaged_comes_from_the_next_holder",),
         "bytes that came damaged are read as those of the unit before",
     ),

@@ -334,8 +334,8 @@ class MemorySave:
         return text
 
     def _take_manifest(self, text: bytes) -> None:
-        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more. Copies that this
-        host no longer makes, of ranks that are elsewhere since the last start, give their memory back."""
+        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more. Deletes files of
+        ranks whose slices this host does not copy."""
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         if min(self._host.tier.copies, self._host.places.hosts) > 1:
             held, places, copies = self._held, self._host.places, self._host.tier.copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..format.places import rank_of_file
@@ -85,10 +86,9 @@ class MemoryView:
     @property
     def taken(self) -> dict[str, int]:
         """Bytes that this rank brought here, by host."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for rank, nbytes in self._remote.taken.items():
-            host = self._host.places.peers[rank].host
-            found[host] = found.get(host, 0) + nbytes
+            found[self._host.places.peers[rank].host] += nbytes
         return found
 
     def remove(self) -> None:

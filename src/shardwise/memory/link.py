@@ -32,8 +32,8 @@ _CHECKSUM = struct.Struct("!Q")
 _MAX_BYTES = 128 * 1024**2
 #: Of one request for bytes and their checksum.
 MOST_CHECKED_BYTES = 1024**2
-#: Of these so many are answered at a time. The others wait in the kernel's queue, of which the system may allow less: after a restart
-#: every host of a run asks for the documents of rank 0's.
+#: A server answers so many connections at a time. Others wait in the kernel's queue, which the system may make shorter: after a restart
+#: every host of a run asks rank 0's host for its documents.
 _MAX_CONNECTIONS, _MAX_WAITING = 64, 4096
 #: Of a reply, as it arrives: stays in a core's cache until it is hashed and written.
 _PIECE_BYTES = 256 * 1024
@@ -190,7 +190,8 @@ class Reader:
             yield piece
 
     def read_checked(self, name: str, start: int, view: memoryview) -> bool:
-        """Fill ``view``, of at most ``MOST_CHECKED_BYTES``, with bytes of a file. Whether they are those that the other side sent."""
+        """Fill ``view``, of at most ``MOST_CHECKED_BYTES``, with bytes of a file. Returns whether they have the checksum that
+        the other side sent."""
         self._ask_for_all_of(name, start, view.nbytes, is_checked=True)
         self._unread += _CHECKSUM.size
         self._take(view)

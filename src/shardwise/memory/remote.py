@@ -19,17 +19,17 @@ __all__ = ["Holdings", "RemoteFiles"]
 #: For each file of a step, the ranks that have proved units of it: rank, slot, and which units.
 Holdings = Mapping[str, Sequence[tuple[int, str, Runs]]]
 
-#: So many reads of a unit come alone, and ``MOST_CHECKED_BYTES`` by them, and then all of it. What every rank of a run reads, as the optimizer's
-#: count of steps, lies on few hosts: 16 MiB for each rank would keep them busy.
+#: At most so many reads of a unit come alone, and at most ``MOST_CHECKED_BYTES`` by them; the next read brings the unit. Few hosts hold the bytes
+#: that every rank of a run reads, such as the optimizer's count of steps: to send each rank 16 MiB would keep these hosts busy.
 _MOST_ALONE = 8
 
 
 class RemoteFiles:
     """The files of ``entries``, read from the ranks that hold them. Rank-local; not for several threads.
 
-    Each read tries the holders in their order; one that was away comes last from then on. ``reader_of`` gets a holder; its connection
-    lasts for one read, because a host answers some at a time, and none that is idle for long. Calls ``on_progress`` whenever some bytes
-    have come. Memory: one unit (16 MiB). Methods raise :class:`CheckpointError` if no host sends what is read.
+    Each read tries the holders in their order; a holder that was away comes last from then on. ``reader_of`` takes a holder's rank. A connection
+    lasts for one read: a host answers some connections at a time, and closes one that is idle. Calls ``on_progress`` whenever some bytes
+    have come. Memory: one unit (16 MiB). Methods raise :class:`CheckpointError` if no host sends the bytes.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RemoteFiles:
             self._memory = memoryview(bytearray(unit.nbytes))
         memory = self._memory[: unit.nbytes]
         if (name, number) != self._kept:
-            self._kept = None  # what is in memory is no unit until all of it has come
+            self._kept = None  # until all of the unit has come
             self._from_a_holder(name, number, unit.nbytes, partial(receive_unit, unit=unit, memory=memory))
             self._kept = name, number
         return memory
