@@ -21,10 +21,12 @@ FUZZ_SECONDS ?= 600
 SCHEDULES ?= 100000
 # Options of `make simulate`: how many schedules of ranks, their store and their disk; in how many processes.
 SIMULATE ?= --schedules 1000000 --jobs 2
-# Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
+# Options of `make mutations`: --only TEXT, --sample N --seed S, --trust (the tests are known to pass).
 MUTATIONS ?=
 # --short: tiny models, whatever the seconds.
 BENCH ?=
+# Options of `make nightly`: names of steps; none: all of them.
+NIGHTLY ?=
 # Options of `make gpu-check`: --only checks, --short, --device simgpu, ...
 GPU_CHECK ?=
 
@@ -35,19 +37,19 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 
 # The smoke test, and every test of one process that is not long, not a random search and starts no processes. Without those
 # of make check.
-QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
+QUICK := -m "not ranks and not processes and not faults and not slow and not nightly and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers sweep clean
+.PHONY: help install demo quick test long nightly lowest newest dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers sweep clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make install  create $(VENV) with exact versions"
 	@echo "make demo     the whole way on this machine, into demo-out/"
 	@echo "make quick    tests of one process, and each entry point once on two ranks (a minute)"
-	@echo "make test     all tests but the long ones and those of make check"
-	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them, every example of"
-	@echo "              random searches (minutes)"
+	@echo "make test     one test for each code path, without the long ones and those of make check (minutes)"
+	@echo "make long     the long ones that CI runs on each change: real launches, kills, scripts as users start them"
+	@echo "make nightly  everything: all parameters, every example of random searches, all mutations, faults, fuzzing (hours)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
 	@echo "make docs     the site, into site/; a warning is an error"
 	@echo "make lowest   make quick with the lowest versions that pyproject.toml declares, in .venv-lowest"
@@ -85,10 +87,14 @@ demo: install
 	$(BIN)/python -m shardwise demo --out demo-out
 
 test: install
-	$(PYTEST) -m "not slow" --durations 20 $(SHAPE:%=--ignore=%)
+	$(PYTEST) -m "not slow and not nightly" --durations 20 $(SHAPE:%=--ignore=%)
 
 long: install
-	EVERY_EXAMPLE=1 $(PYTEST) -m "slow or hypothesis" --durations 20
+	$(PYTEST) -m "slow and not nightly" --durations 20
+
+# Goes through all steps whatever fails, and writes docs/notes/nightly.md.
+nightly: install
+	$(BIN)/python .ci/nightly.py $(NIGHTLY)
 
 quick: install
 	FORK_SERVERS=1 $(PYTEST) $(QUICK)

@@ -37,7 +37,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *long("float32")])
 @pytest.mark.parametrize("kind", ["nested", "app", "flat"])
-@pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.nightly)])
 def test_torch_saves_and_we_load(
     ranks: RankPool, tmp_path: Path, kind: str, dtype: str, before: int, now: int
 ) -> None:

@@ -29,7 +29,9 @@ OF_VERSIONS = ("python", "torch", "machine", "transformers", "numpy", "device", 
 every_checkpoint = pytest.mark.parametrize(
     ("writer", "kind"),
     [
-        w if w in (("cc33283", "experts"), ("5b8d5e7", "dense")) else pytest.param(*w, marks=pytest.mark.slow)
+        w
+        if w in (("cc33283", "experts"), ("5b8d5e7", "dense"))
+        else pytest.param(*w, marks=pytest.mark.nightly)
         for w in WRITTEN
     ],
 )

@@ -139,7 +139,7 @@ def test_the_newest_step_that_all_hosts_hold(ranks, tmp_path):
     assert found[0] == found[1] == [(5, digests[5], False)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_host_that_is_new_gets_what_it_needs(ranks, tmp_path):
     digests = ranks.run_ranks(3, fns.save_steps, str(tmp_path), [0, 0, 1], 2, None)[0]
     found = ranks.run_ranks(4, fns.resume_each, [(str(tmp_path), [0, 2, 1, 2], True)])
@@ -186,7 +186,7 @@ def test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start(ranks, tmp_p
         assert (one["resumed"], one["same"], one["there"]) == (1, True, ["step-00000001"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_two_manifests_of_a_step_the_whole_one_is_taken(ranks, tmp_path):
     """Host 1 alone has published its part of step 1, and was away when the run began again on host 0."""
     ranks.run_ranks(2, fns.save_steps, str(tmp_path), [0, 1], 1, None)

@@ -529,7 +529,7 @@ def test_several_models(tmp_path: Path) -> None:
     assert torch.equal(load_file(file)["weight"], models["critic"].weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_convert_under_torchrun(model: Path, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     arguments = ("convert", model, tmp_path / "two", "--to", "checkpoint", "--json")
@@ -794,7 +794,7 @@ def test_version() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_module_and_script_do_the_same(model: Path) -> None:
     status, out, err = finish(start("inspect", model, "--json"))
     assert (status, err) == (0, "")
@@ -803,7 +803,7 @@ def test_module_and_script_do_the_same(model: Path) -> None:
     assert json.loads(script.stdout) == json.loads(out)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bad_input_in_a_process(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("garbage")
     (tmp_path / "model.safetensors").symlink_to(model / "model-00001-of-00002.safetensors")

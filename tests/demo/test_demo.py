@@ -108,7 +108,7 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
         assert (said in text.getvalue()) == (said != "DIFFERENT")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(580)
 def test_the_demo_with_its_checkpoints_in_a_store(
     masked_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

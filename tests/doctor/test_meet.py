@@ -169,7 +169,7 @@ wait
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     os.getuid() != 0 or shutil.which("ip") is None, reason="needs root, for namespaces, and ip"
 )
@@ -194,7 +194,7 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     assert any(where.startswith("rank 1 (node2): ") for where in places), "what only host 2 has found"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_clock_of_one_rank(tmp_path: Path) -> None:
     port = free_port()
     late = start(1, 2, port, env=other_clock(tmp_path, -60))
@@ -203,7 +203,7 @@ def test_a_clock_of_one_rank(tmp_path: Path) -> None:
     assert "is 60 s" in of_ranks(document)["ranks.clocks"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_with_healthy_ranks(tmp_path: Path) -> None:
     """The launcher hosts the store; two ranks of one host share a directory."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
@@ -222,14 +222,14 @@ def test_torchrun_with_healthy_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rank_0_is_missing() -> None:
     status, document = finish(start(1, 2, free_port()))
     assert status == 1
     check_missing(document, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -239,7 +239,7 @@ def test_a_port_that_is_taken() -> None:
     assert "rank 0 can't listen for the other ranks" in of_ranks(document)["ranks.no-store"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_dies_meanwhile_is_named(tmp_path: Path) -> None:
     """It said that it is there, and was killed while it looked."""
     port = free_port()

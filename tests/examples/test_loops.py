@@ -45,7 +45,7 @@ def test_titan_loop_goes_on_at_another_mesh(ranks: RankPool, tmp_path: Path, fla
         assert fns.trained_loss(str(exported)) < fns.trained_loss(base) - 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fabric_takes_a_model_that_is_sharded_and_filled(ranks: RankPool, tmp_path: Path) -> None:
     """By its ModelParallelStrategy. Stopped on 2 ranks, the run goes on there bitwise, and alike on 3 ranks."""
     out = {name: ("--out", str(tmp_path / name), "--steps") for name in ("here", "there", "whole")}

@@ -44,7 +44,7 @@ def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: s
         assert second[0]["digests"] == straight[0]["digests"], "bitwise at the same world size"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", LOOP_MODES)
 def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     flags, base = LOOP_MODES[mode], str(tmp_path / "stopped/base")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.process import ROOT, worker_env
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def launch(out: Path, steps: int, processes: int, *options: str) -> tuple[dict[int, float], str]:

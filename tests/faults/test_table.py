@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.harness.process import ROOT, worker_env
-from tests.harness.tiers import long
 
 pytestmark = pytest.mark.faults
 
@@ -56,7 +55,13 @@ def rows_of() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
             process.kill()  # its ranks end with it
 
 
-@pytest.mark.parametrize("name", long(*NAMES))
+#: Those that each change runs; the others run nightly.
+CORE = {"kill", "lost writes", "full disk", "damage", "stop", "lock", "late", "store"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in CORE else pytest.mark.nightly) for n in NAMES]
+)
 def test_fault(rows_of: Callable[[str], list[dict[str, Any]]], name: str) -> None:
     rows = rows_of(name)
     assert rows

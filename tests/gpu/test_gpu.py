@@ -84,7 +84,7 @@ def test_an_image_of_now_is_complete() -> None:
     assert image.transformers_problem() is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("simgpu")
 def test_on_the_simulated_device(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_on_one_simulated_device(tmp_path: Path) -> None:
     assert cells == {("dense", "dim 0", 1), ("moe", "dim 0", 1), ("dense", "dim 0", 2)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("simgpu")
 def test_under_an_images_own_python(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_under_an_images_own_python(tmp_path: Path) -> None:
     assert {cell["model"] for cell in found(out, "load")["cells"]} == {"linear"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_on_the_cpu(tmp_path: Path) -> None:
     """The benchmark's mechanics, with the loaders that the simulated device can't have."""

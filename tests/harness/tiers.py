@@ -1,5 +1,10 @@
-"""What runs in ``make long`` alone: parameters, where ``make test`` has another one for the same code, and most examples of
-random searches."""
+"""What runs in ``make nightly`` alone: parameters where each change runs another one of the same code, and most examples of
+random searches.
+
+A test has one of three tiers. Unmarked tests run in ``make test``. Tests marked ``slow`` cover a path that no unmarked test covers,
+and take about half a minute or more: ``make long``, which CI runs on each change. Tests marked ``nightly`` vary something that the
+other two tiers already cover once.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +17,22 @@ from hypothesis import settings
 
 __all__ = ["examples", "long", "long_but", "long_rows", "share_of"]
 
-#: Slow random searches of ``make test`` try so many times fewer examples than those of ``make long``.
+#: Random searches of ``make test`` try this many times fewer examples than those of ``make nightly``.
 _FEWER = 5
 
 
 def long(*values: Any) -> list[Any]:
-    """``values`` as parameters of tests that are slow."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """``values`` as parameters that run nightly."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 def long_rows(*rows: tuple[Any, ...]) -> list[Any]:
-    """``rows`` as parameters of tests with several arguments, all of them slow."""
-    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+    """``rows`` as parameters of tests with several arguments, all of which run nightly."""
+    return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
 def long_but(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """All of ``values`` as parameters; those that are not ``kept`` are slow. Raises ValueError if one kept is none of them."""
+    """All of ``values`` as parameters; those that are not ``kept`` run nightly. Raises ValueError if one kept is none of them."""
     values = list(values)
     if missing := [value for value in kept if value not in values]:
         raise ValueError(f"no parameters: {missing}")
@@ -35,7 +40,7 @@ def long_but(values: Iterable[Any], *kept: Any) -> list[Any]:
 
 
 def share_of(examples: int) -> int:
-    """How many examples of a random search run: all of them in ``make long``, which sets ``EVERY_EXAMPLE``."""
+    """How many examples of a random search run: all of them in ``make nightly``, which sets ``EVERY_EXAMPLE``."""
     return examples if os.environ.get("EVERY_EXAMPLE") else max(10, examples // _FEWER)
 
 

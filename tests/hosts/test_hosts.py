@@ -10,7 +10,7 @@ from tests.hosts.hosts import why_not
 from tests.hosts.local_cases import local_damage, local_disks, local_merged
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hosts_without_a_directory_in_common() -> None:
     if why := why_not():
         pytest.skip(why)
@@ -18,7 +18,7 @@ def test_hosts_without_a_directory_in_common() -> None:
     assert all(row.ok for row in rows), rows
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hosts_with_disks_of_their_own() -> None:
     if why := why_not():
         pytest.skip(why)

@@ -39,7 +39,7 @@ def write_source(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         (2, {}, {"mixed_precision": "bf16"}),
         (2, {"activation_checkpointing": True}, {}),
         pytest.param(
-            2, {"reshard_after_forward": False}, {"dynamo_backend": COMPILER}, marks=pytest.mark.slow
+            2, {"reshard_after_forward": False}, {"dynamo_backend": COMPILER}, marks=pytest.mark.nightly
         ),
     ],
     ids=["bf16", "checkpointing", "compiled"],
@@ -109,7 +109,7 @@ def test_what_cannot_be_honoured_is_named(ranks: RankPool, tmp_path: Path) -> No
             4,
             2,
             {"transformer_cls_names_to_wrap": None, "cpu_ram_efficient_loading": True},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         (
             2,

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.launch import Launch
 from tests.integrations import _accelerate_every_loader_fns as fns
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two launches, which import everything anew
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]  # two launches, which import everything anew
 
 #: Exact at every place.
 EXACT = (

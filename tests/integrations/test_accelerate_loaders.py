@@ -11,7 +11,7 @@ from tests.harness.pool import RankPool
 from tests.integrations import _accelerate_loaders_fns as fns
 from tests.integrations._accelerate_loaders_fns import STEPS, Script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(330)]  # two launches, which import everything anew
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(330)]  # two launches, which import everything anew
 
 INSIDE, LAST = 2, STEPS
 EXACT = [
@@ -67,7 +67,7 @@ def test_says_that_its_epoch_begins_again(lives: Any, script: Script) -> None:
         assert "exact only if the loop skips" in caveats[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_says_what_other_loaders_cannot_promise(ranks: RankPool) -> None:
     for found in ranks.run_ranks(2, fns.caveats_of_others, timeout_s=100):
         assert found["none"] == ()

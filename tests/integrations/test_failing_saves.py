@@ -90,7 +90,7 @@ def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
         assert found["again"]["losses"] == found["whole"]["losses"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainer_with_a_fallback(ranks: RankPool, hub: Path, small_disk: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for found in ranks.run_ranks(

@@ -104,7 +104,7 @@ def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     assert sw.verify(parts[1]).problems == ()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     """Two ranks on two hosts save; four on three hosts resume, of which one is new."""
     hosts, places = tmp_path / "hosts", [1, 0, 2, 2]
@@ -131,7 +131,7 @@ def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> N
         assert "takes no fallback" in one["fallback"][1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainers_best_model_of_adapters(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     for number, one in enumerate(ranks.run_ranks(2, fns.trainer_best, str(hub), str(hosts), [0, 1])):

@@ -45,7 +45,7 @@ def check(ranks: RankPool, world_size: int, names: list[str], folder: Path) -> d
     return found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samplers_that_draw_from_global_generators(ranks: RankPool, tmp_path: Path) -> None:
     found = check(ranks, 1, list(QUICK), tmp_path)
     assert len(found) == len(QUICK) * len(fns.PLACES)

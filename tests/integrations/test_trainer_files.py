@@ -17,7 +17,7 @@ from tests.integrations import _trainer_files_fns as fns
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # below from_pretrained
 @pytest.mark.parametrize("world_size", [2, *long(1)])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_files_of_other_classes_and_from_pretrained(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

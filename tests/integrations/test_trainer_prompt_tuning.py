@@ -55,7 +55,7 @@ def _trainer(kind: type, options: dict[str, Any], folder: Path) -> ShardwiseTrai
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Could not find a config file in  - will assume:UserWarning")  # PEFT 0.20
 @pytest.mark.parametrize(
-    ("kind", "options"), [_KINDS[0], *(pytest.param(*k, marks=pytest.mark.slow) for k in _KINDS[1:])]
+    ("kind", "options"), [_KINDS[0], *(pytest.param(*k, marks=pytest.mark.nightly) for k in _KINDS[1:])]
 )
 def test_a_run_with_a_learned_prompt_resumes_exactly(
     kind: type, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -54,7 +54,7 @@ def assert_close(found: History, expected: History) -> None:
         assert one == pytest.approx(other, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +83,7 @@ def test_dpo_with_lora(ranks: RankPool, hub: Path, adapter: Path, alone: Histori
         assert torch.equal(tensor, found["after"][name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> None:
     assert alone["ours grpo"] == alone["grpo"]
     found = ranks.run_ranks(2, fns.grpo, str(hub), str(tmp_path), BETA, timeout_s=200)[0]
@@ -97,7 +97,7 @@ def test_grpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> N
     assert sole["step"] == 12, "rounds of generation go on where they were"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_references_are_clones_of_shards(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     ranks.run_ranks(2, fns.references, str(hub), str(tmp_path), timeout_s=200)
 

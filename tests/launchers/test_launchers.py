@@ -10,7 +10,7 @@ from . import ray_train, slurm
 from .curves import curve_of
 from .rows import NotHere
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.timeout(150)

@@ -18,7 +18,7 @@ from tests.harness.process import ROOT, worker_env
 from .curves import Curve, curve_of, until_step
 from .test_jobset import CONTAINER
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 STEPS = "40"

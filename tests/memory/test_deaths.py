@@ -56,7 +56,7 @@ def test_a_rank_killed_at_any_place_of_a_step(ranks, tmp_path):
         assert (step in allowed, from_memory, label) == (True, step != 3, True), (place, during, found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_ranks_on_a_host(ranks, tmp_path):
     """Two hosts of two ranks: either may be lost."""
     root, hosts = tmp_path / "run", tmp_path / "hosts"

@@ -30,7 +30,7 @@ def _run(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProc
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "figures"),
     [
@@ -48,7 +48,7 @@ def test_short_form(tmp_path: Path, script: str, figures: tuple[str, ...]) -> No
         assert all(found["bytes read / held"] == 1.0 for found in resumes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     ["page_cache.py", "cold_reads.py", "digest.py", "quantized.py", "scale.py", "memory_tier.py"],
@@ -57,7 +57,7 @@ def test_short_form_runs(tmp_path: Path, script: str) -> None:
     _run(tmp_path, script)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_loads_beside_peers(tmp_path: Path) -> None:
     """Every peer loads what it says it can, with the bits that we load; our bytes and memory are in bounds."""

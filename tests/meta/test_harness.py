@@ -20,7 +20,7 @@ from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
 #: These tests hold the harness, not the package: `make long` runs them.
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
@@ -189,7 +189,7 @@ def test_what_cannot_be_sent_is_an_error(ranks: RankPool) -> None:
         ranks.run_ranks(1, _return_a_lambda)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_extra_ranks_are_started_and_stopped(ranks: RankPool) -> None:
     results = ranks.run_ranks(6, _sum_of_ranks, 0)
     assert results == [(rank, 6, 15.0) for rank in range(6)]
@@ -249,7 +249,7 @@ def test_forked_ranks_differ_as_new_processes_do() -> None:
     assert first["label"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_with_variables_are_new_interpreters() -> None:
     with Launch(1, _what_it_has, env={"LABEL": "x"}) as job:
         assert job.wait(60) == [0]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
-import pytest
-
 from tests.meta.test_imports import FILES, ORDER
-from tests.mutations.table import MUTATIONS, Mutation
+from tests.mutations.table import MUTATIONS
 
+_NOT_IN_TEST = re.compile(r"pytest\.mark\.(slow|nightly)\b")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "shardwise"
 #: Rooms that hold no behaviour of their own that could be wrong unnoticed.
@@ -45,35 +45,37 @@ def test_every_room_has_some() -> None:
     assert FILES.keys() >= {m.path.removesuffix(".py").replace("/", ".") for m in MUTATIONS}
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.path}: {m.about}")
-def test_its_tests_are_run_by_make_test(mutation: Mutation) -> None:
-    assert mutation.caught_by
-    for test in mutation.caught_by:
-        file, _, name = test.partition("::")
-        selected = _selected(file)
-        assert "[" not in test, f"{test}: name the test without parameters"
-        assert name in selected if name else selected, f"`make test` does not run {test}"
+def test_their_tests_are_run_by_make_test() -> None:
+    assert [m.about for m in MUTATIONS if not m.caught_by] == []
+    tests = {test for mutation in MUTATIONS for test in mutation.caught_by}
+    assert [f"{test}: name the test without parameters" for test in tests if "[" in test] == []
+    assert [f"`make test` does not run {test}" for test in tests if not _is_selected(test)] == []
+
+
+def _is_selected(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return name in _selected(file) if name else bool(_selected(file))
 
 
 @lru_cache
 def _selected(file: str) -> frozenset[str]:
-    """The tests of a file that are not slow, read from its source."""
+    """The tests of a file that `make test` runs, read from its source."""
     assert Path(file).parts[0] == "tests"
     assert Path(file).name.startswith("test_")
     module = ast.parse((ROOT / file).read_text("utf-8"))
     for statement in module.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
-            assert "mark.slow" not in ast.unparse(statement), f"all of {file} is slow"
+            assert not _NOT_IN_TEST.search(ast.unparse(statement)), f"`make test` runs nothing of {file}"
     functions = [f for f in module.body if isinstance(f, ast.FunctionDef) and f.name.startswith("test_")]
-    return frozenset(f.name for f in functions if not any(map(_is_slow, f.decorator_list)))
+    return frozenset(f.name for f in functions if not any(map(_leaves_out, f.decorator_list)))
 
 
-def _is_slow(decorator: ast.expr) -> bool:
-    """Whether a decorator marks a test as slow, or all of its parameters."""
+def _leaves_out(decorator: ast.expr) -> bool:
+    """Whether a decorator takes a test, or all of its parameters, out of `make test`."""
     if not isinstance(decorator, ast.Call):
-        return ast.unparse(decorator) == "pytest.mark.slow"
+        return bool(_NOT_IN_TEST.fullmatch(ast.unparse(decorator)))
     if not ast.unparse(decorator.func).endswith("parametrize") or len(decorator.args) < 2:
         return False
     values = decorator.args[1]
     each = values.elts if isinstance(values, ast.List | ast.Tuple) else []
-    return bool(each) and all("mark.slow" in ast.unparse(one) for one in each)
+    return bool(each) and all(_NOT_IN_TEST.search(ast.unparse(one)) for one in each)

@@ -69,7 +69,7 @@ def assert_right(rows: list[dict[str, Any]]) -> None:
         assert row["bytes_ratio"] <= MOST_BYTES, row
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_kind_of_conversion(tmp_path: Path) -> None:
     rows = sweep(tmp_path / "rows.json", "--subset")
@@ -79,7 +79,7 @@ def test_every_kind_of_conversion(tmp_path: Path) -> None:
     assert [kind for kind in OPERATIONS if kind not in used] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_parameters_that_stay_in_fp32(tmp_path: Path) -> None:
     """In bf16 these keep some layers, parameters beside layers, and parameters beside others of a module in fp32."""

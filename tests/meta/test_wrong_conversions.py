@@ -47,7 +47,7 @@ def test_a_wrong_conversion_shows(
             assert said["export"] == [], (error, said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wrong_export_shows(ranks: RankPool, checkpoint: tuple[str, str], tmp_path: Path) -> None:
     """Of a checkpoint, whose conversions are run again; of a live model, whose record says how it was loaded."""
     model_type, directory = checkpoint

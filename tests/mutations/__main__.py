@@ -154,7 +154,15 @@ def _copy() -> Iterator[Path]:
 def _pytest(copy: Path, tests: Sequence[str], options: Sequence[str], limit_s: float) -> Run:
     """Run tests of ``make test`` on a copy of the package, as ``python -m pytest`` would, in a fork of this process."""
     folder = copy.parents[1]
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "tests.mutations.guard", "-m", "not slow"]
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.mutations.guard",
+        "-m",
+        "not slow and not nightly",
+    ]
     # Plugins that torch or transformers imported before: no test of ours is in them.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += ["--hypothesis-seed=0", f"--basetemp={folder / 'tmp'}", *options, *tests]

@@ -133,6 +133,7 @@ work("diff")
     assert "\x1b[?25l" not in shown
 
 
+@pytest.mark.nightly
 def test_narrow_terminals_and_no_colour() -> None:
     """One line at every width, with at least the remaining time."""
     _, _, shown = run_script(
@@ -161,6 +162,7 @@ with sw.progress():
     assert screen(shown) == [f"at {chars}" for chars in (12, 24, 32, 48, 60, 72, 90)]
 
 
+@pytest.mark.nightly
 def test_killed_amid_a_bar() -> None:
     """The terminal needs no help afterwards: the cursor is visible, no mode is set."""
     status, _, shown = run_script(
@@ -223,6 +225,7 @@ def test_each_operation_on_a_terminal(tmp_path: Path) -> None:
     assert screen(shown) == []
 
 
+@pytest.mark.nightly
 def test_each_operation_in_a_log(tmp_path: Path) -> None:
     """Two lines for each where there is no terminal."""
     command = [sys.executable, "-c", EACH, str(tmp_path)]
@@ -244,6 +247,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_commands(step: Path, tmp_path: Path) -> None:
     """A bar on a terminal, which goes before the error is printed; none beside --json."""
     damaged = tmp_path / step.name

@@ -42,7 +42,7 @@ def run_of(model: Path, *, checkpointing: bool, limit: int | None = None) -> sw.
     return sw.plan(model, ranks=RANKS, dtype="float32", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_proposed_change_keeps_the_run_below_the_limit(model: Path) -> None:
     changed = run_of(model, checkpointing=True).run
     assert changed is not None

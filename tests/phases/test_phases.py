@@ -244,7 +244,7 @@ def test_a_change_that_a_verdict_proposes_fits_when_it_is_planned(config: Path) 
     assert first.device_bytes == changed.device_bytes <= limit
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 def test_nothing_helps_against_what_is_too_small(config: Path) -> None:
     training = sw.Training(sequence_length=64)

@@ -14,7 +14,7 @@ import shardwise as sw
 from tests.harness.pool import RankPool
 from tests.preemption import _bad_storage_fns as fns
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 CODES = {
     "no inodes": errno.ENOSPC,
     "full device": errno.ENOSPC,

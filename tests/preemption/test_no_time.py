@@ -11,6 +11,7 @@ import pytest
 
 import shardwise as sw
 from tests.harness.launch import Launch
+from tests.harness.tiers import long
 from tests.preemption import campaign
 
 RANKS = campaign.RANKS
@@ -51,9 +52,8 @@ def stopped(name: str, tmp_path: Path, options: dict[str, Any], second_after_s: 
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("own loop", "Accelerate", "Trainer")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own loop", *long("Accelerate", "Trainer")])
 @pytest.mark.parametrize("why", ["deadline", "second signal"])
 def test_no_time_for_the_last_save(tmp_path: Path, name: str, why: str) -> None:
     if why == "deadline":

@@ -199,10 +199,10 @@ def test_the_last_save(situation: Situation, saves: bool) -> None:
     "name",
     [
         "own loop, workers",
-        pytest.param("own loop", marks=pytest.mark.slow),
-        pytest.param("own loop, async", marks=pytest.mark.slow),
-        pytest.param("Trainer", marks=pytest.mark.slow),
-        pytest.param("Accelerate", marks=pytest.mark.slow),
+        pytest.param("own loop", marks=pytest.mark.nightly),
+        pytest.param("own loop, async", marks=pytest.mark.nightly),
+        pytest.param("Trainer", marks=pytest.mark.nightly),
+        pytest.param("Accelerate", marks=pytest.mark.nightly),
     ],
 )
 def test_preempted_at_random_moments(tmp_path: Path, name: str) -> None:

@@ -25,7 +25,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def with_sources(rows: list[tuple[Any, ...]], *kept: str) -> list[Any]:
     """The rows as parameters; those of other sources than ``kept`` are slow."""
-    return [row if row[0] in kept else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+    return [row if row[0] in kept else pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
 #: Nothing to declare: names are mapped, or the model's class says itself what may be left.

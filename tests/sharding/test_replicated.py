@@ -31,20 +31,22 @@ NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature",
 @pytest.mark.parametrize(
     ("kind", "shape", "how", "replicated"),
     [
-        pytest.param("clip", (2,), "one batch", {"logit_scale": "float32"}, marks=pytest.mark.slow),
-        pytest.param("clip", (3,), "no sync", {"logit_scale": "float32"}, marks=pytest.mark.slow),
-        pytest.param("clip", (2, 2), "every batch", {"logit_scale": "float32"}, marks=pytest.mark.slow),
-        pytest.param("olmo_hybrid", (2,), "every batch", {}, marks=pytest.mark.slow),
-        pytest.param("olmo_hybrid", (2, 2), "no all-reduce", {}, marks=pytest.mark.slow),
+        pytest.param("clip", (2,), "one batch", {"logit_scale": "float32"}, marks=pytest.mark.nightly),
+        pytest.param("clip", (3,), "no sync", {"logit_scale": "float32"}, marks=pytest.mark.nightly),
+        pytest.param("clip", (2, 2), "every batch", {"logit_scale": "float32"}, marks=pytest.mark.nightly),
+        pytest.param("olmo_hybrid", (2,), "every batch", {}, marks=pytest.mark.nightly),
+        pytest.param("olmo_hybrid", (2, 2), "no all-reduce", {}, marks=pytest.mark.nightly),
         pytest.param(
-            "dinov3", (3,), "one batch", {"embeddings.register_tokens": "float32"}, marks=pytest.mark.slow
+            "dinov3", (3,), "one batch", {"embeddings.register_tokens": "float32"}, marks=pytest.mark.nightly
         ),
-        pytest.param("net", (3,), "every batch", dict.fromkeys(NET, "float32"), marks=pytest.mark.slow),
-        pytest.param("net", (2, 2), "no all-reduce", dict.fromkeys(NET, "float32"), marks=pytest.mark.slow),
+        pytest.param("net", (3,), "every batch", dict.fromkeys(NET, "float32"), marks=pytest.mark.nightly),
+        pytest.param(
+            "net", (2, 2), "no all-reduce", dict.fromkeys(NET, "float32"), marks=pytest.mark.nightly
+        ),
         ("bf16 net", (2, 2), "no sync", dict.fromkeys(NET, "bfloat16") | {"gain": "float32"}),
         ("run again", (2,), "every batch", dict.fromkeys(NET, "float32")),
         pytest.param(
-            "run again, reentrant", (2,), "no sync", dict.fromkeys(NET, "float32"), marks=pytest.mark.slow
+            "run again, reentrant", (2,), "no sync", dict.fromkeys(NET, "float32"), marks=pytest.mark.nightly
         ),
         ("dtypes", (2,), "every batch", {f"blocks.{i}.mix.wide": "float64" for i in (0, 1)}),
     ],

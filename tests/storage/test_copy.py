@@ -313,7 +313,7 @@ def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command(step: Path, tmp_path: Path) -> None:
     target = tmp_path / "copied"
     command = [sys.executable, "-m", "shardwise", "copy", str(step), str(target)]

@@ -101,7 +101,7 @@ def export_one(endpoint: str, hub: str, url: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind"), [(2, "qwen3-moe"), *[pytest.param(3, "qwen3", marks=pytest.mark.slow)]]
+    ("world_size", "kind"), [(2, "qwen3-moe"), *[pytest.param(3, "qwen3", marks=pytest.mark.nightly)]]
 )
 def test_ranks_export_the_files_of_a_directory(
     hub: Path, proxy: Proxy, ranks: RankPool, tmp_path: Path, world_size: int, kind: str

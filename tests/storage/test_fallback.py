@@ -49,7 +49,7 @@ def test_own_loop(ranks: RankPool, proxy: Proxy, tmp_path: Path, fallback: str, 
     assert (root / "step-00000006/manifest.json").is_file(), "the directory takes steps again"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("automatic", [False, True])
 def test_accelerate(ranks: RankPool, proxy: Proxy, tmp_path: Path, fallback: str, automatic: bool) -> None:
     root = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_trainer(ranks: RankPool, hub: Path, proxy: Proxy, tmp_path: Path, fallb
     assert all(sw.verify(f"{fallback}/{name}").ok for name in head.steps.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_that_can_take_nothing_is_refused_at_the_start(
     ranks: RankPool, proxy: Proxy, tmp_path: Path, fallback: str
 ) -> None:
@@ -99,7 +99,7 @@ def test_one_that_can_take_nothing_is_refused_at_the_start(
             assert says in text, (how, text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_store_without_conditional_writes_is_refused(
     ranks: RankPool, proxy: Proxy, tmp_path: Path, fallback: str
 ) -> None:

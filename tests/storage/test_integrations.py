@@ -49,7 +49,7 @@ def test_accelerate(ranks: RankPool, proxy: Proxy, root: str, tmp_path: Path) ->
     assert sw.verify(f"{root}/state").ok
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainers_best_checkpoint(
     ranks: RankPool, hub: Path, proxy: Proxy, root: str, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def test_two_ranks(ranks: RankPool, proxy: Proxy, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bar_with_rate_and_remaining_time(proxy: Proxy, tmp_path: Path) -> None:
     """Of a command that reads from a slow store."""
     model = nn.Linear(3000, 4000)  # three blocks of 16 MiB

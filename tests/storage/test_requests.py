@@ -233,7 +233,7 @@ def test_an_object_that_is_written(proxy: Proxy, nbytes: int) -> None:
     assert asked.total == (1 if nbytes == PART_BYTES else written(nbytes))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_listing_takes_several_requests(proxy: Proxy, server: S3Server) -> None:
     for k in range(1001):
         server.put(f"requests/long/{k}", b"12")

@@ -249,7 +249,7 @@ def digest_of_save(proxy: Proxy) -> str:
     return digest_of(f"{ROOT}/expected-{name}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_races_of_two_savers(proxy: Proxy) -> None:
     """One wins; the other gets an error; what is there is the winner's, whole."""
     expected = {}

@@ -130,7 +130,7 @@ def test_names(at: Running, name: str) -> None:
     assert view == b"234"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_listing_of_several_pages(at: Running, request: pytest.FixtureRequest) -> None:
     store, many = store_of(at.root), MANY[request.node.callspec.params["at"]]
     with ThreadPoolExecutor(16) as pool:
@@ -160,7 +160,7 @@ def test_saved_verified_restored(at: Running, tmp_path: Path) -> None:
     assert not exists(f"{url}.claim")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bytes_that_change_on_their_way_are_refused(at: Running, request: pytest.FixtureRequest) -> None:
     """By the store, which compares each body with the SHA-256 in the request's signature: in one request, and in parts."""
     if request.node.callspec.params["at"] != "ceph":

@@ -134,7 +134,7 @@ def error_of(endpoint: str, url: str) -> str:
     return "restored"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_run_of_another_program(
     proxy: Proxy, server: S3Server, ranks: RankPool, tmp_path: Path, world_size: int

@@ -35,7 +35,7 @@ def test_pages_are_given_back(ranks: RankPool, tmp_path: Path) -> None:
             assert found[f"{what}, release"] <= 4 * MIB, (what, found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_fetch_the_model_once(ranks: RankPool, tmp_path: Path) -> None:
     """Of files that are not cached, two ranks together fetch no more than there is, whoever asks for it.
 
