@@ -19,7 +19,7 @@ from tests.harness.launch import Launch
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
-#: These tests hold the harness, not the package: `make long` runs them.
+#: These tests test the harness, not the package: `make nightly` runs them.
 pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
 

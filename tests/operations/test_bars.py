@@ -162,7 +162,6 @@ with sw.progress():
     assert screen(shown) == [f"at {chars}" for chars in (12, 24, 32, 48, 60, 72, 90)]
 
 
-@pytest.mark.nightly
 def test_killed_amid_a_bar() -> None:
     """The terminal needs no help afterwards: the cursor is visible, no mode is set."""
     status, _, shown = run_script(

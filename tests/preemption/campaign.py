@@ -1,6 +1,6 @@
 """Preemptions at random moments, one after another, of real ranks by real signals.
 
-``python -m tests.preemption.campaign --preemptions 100 --seed 0`` runs all; ``make long`` a few of each program. A run is resumed until
+``python -m tests.preemption.campaign --preemptions 100 --seed 0`` runs all; ``make nightly`` a few of each program. A run is resumed until
 it has come to its end, then a new one begins. After each preemption: every rank has the exit status 75 within the deadline, the
 newest step is published and is that at which the ranks stopped, and each loss so far is bitwise that of a run that never stopped.
 """
