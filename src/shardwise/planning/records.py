@@ -68,8 +68,11 @@ class IOOptions:
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of the parts of quantised tensors that a rank reads at a time. An :class:`.OpeningRule` holds them twice."""
-        return min(16 * 1024**2, self.staging_bytes // 8)
+        """Bytes of the parts of quantised tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
+
+        At least 4 MiB: with less, transposed codes would be read in runs too short for any storage.
+        """
+        return min(16 * 1024**2, max(4 * 1024**2, self.staging_bytes * 3 // 16))
 
     def __post_init__(self) -> None:
         if self.staging_bytes < LEAST_STAGING_BYTES:

@@ -36,8 +36,8 @@ Decode = Callable[[Box], torch.Tensor]
 class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
-    Rank-local. Memory: within ``IOOptions.staging_bytes``, of which kept scales take up to 3/8, parts 1/8, or 1/4 for an
-    :class:`.OpeningRule`, and decoded elements the rest. Scales and parts are recorded in ``peak_bytes``.
+    Rank-local. Memory: within ``IOOptions.staging_bytes``, if that is 22 MiB or more. Kept scales take up to 3/8 of it, parts
+    3/16 (twice for an :class:`.OpeningRule`), decoded elements 1/4. Scales and parts are recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -51,7 +51,7 @@ class DecodingReader:
         self._held: tuple[str, Box, Decode] | None = None
         self._opened_bytes = 0
         self._io = io
-        self._elements_at_a_time = max(ROWS, min(_ELEMENTS, io.staging_bytes * 3 // 8 // _BYTES_PER_ELEMENT))
+        self._elements_at_a_time = max(ROWS, min(_ELEMENTS, io.staging_bytes // 4 // _BYTES_PER_ELEMENT))
         if coded:
             _let_malloc_keep_memory()
 
