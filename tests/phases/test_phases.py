@@ -294,3 +294,19 @@ def test_wrong_trainings_are_named(wrong: dict[str, Any]) -> None:
 def test_a_limit_needs_a_training(config: Path) -> None:
     with pytest.raises(ValueError, match="training="):
         sw.plan(config, ranks=2, device_limit_bytes=1)
+
+
+def test_a_device_keeps_no_matrix_of_tokens_for_narrow_values(tmp_path: Path) -> None:
+    """DeepSeek-V3's values have 128 features and its keys 192; only the CPU has no fused kernel for that."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV3Config(**sizes, **heads, architectures=["DeepseekV3ForCausalLM"])
+    assert config.v_head_dim < config.qk_nope_head_dim + config.qk_rope_head_dim
+    config.save_pretrained(tmp_path)
+
+    def activations(device: str, tokens: int) -> int:
+        training = sw.Training(sequence_length=tokens, device=device)  # type: ignore[arg-type]
+        return parts(run_of(tmp_path, training).phase("steady step"))["activations"]
+
+    assert activations("cuda", 2048) < 2.2 * activations("cuda", 1024)
+    assert activations("cpu", 2048) > 3 * activations("cpu", 1024)

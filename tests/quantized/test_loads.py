@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
@@ -129,3 +130,27 @@ def test_an_order_of_columns_from_a_file(tmp_path: Path) -> None:
     scales = tensors[f"{stem}_scale"]
     codes = plain / scales.repeat_interleave(32, 1)
     assert torch.equal(mixed, codes.round() * scales[:, order])
+
+
+def test_plain_tensors_under_a_quantised_config(tmp_path: Path) -> None:
+    """The error says what is wrong, and its advice works."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+        "vocab_size": 64,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    stored = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+    stored.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    with pytest.raises(sw.UnsupportedConversionError, match=r"quantised \(fp8\), but its tensors are plain"):
+        sw.load_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    del config.quantization_config
+    model, _ = sw.load_pretrained(tmp_path, config=config)
+    for name, tensor in stored.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,30 @@ def test_named_before_any_weight(
 @pytest.mark.parametrize(
     ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
 )
+@pytest.mark.parametrize("group", [-1, 10**6])
+def test_groups_that_do_not_exist_are_named_before_any_weight(
+    world_size: int, strategy: str, group: int, directories: list[Path], tmp_path: Path, ranks: RankPool
+) -> None:
+    spoilt = []
+    for directory in (d for d in directories if d.name.startswith("gptq")):
+        one = max(dequantized(open_catalog(directory)).coded.values(), key=lambda coded: coded.path)
+        spoilt.append((out := Path(shutil.copytree(directory, tmp_path / directory.name)), one.tensor.name))
+        file = Path(one.parts["groups"].chunks[0].path)
+        tensors = load_file(file)
+        tensors[one.parts["groups"].name][-1] = group
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+    assert len(spoilt) == 2
+    found = ranks.run_ranks(
+        world_size, fns.messages, [str(path) for path, _ in spoilt], strategy, timeout_s=300
+    )
+    for k, (path, name) in enumerate(spoilt):
+        said = [messages[k] for messages in found]
+        assert all(f"{name}: " in message and "g_idx" in message for message in said), (path, said)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
+)
 def test_are_read_once(
     world_size: int,
     strategy: str,
@@ -87,7 +113,7 @@ def test_without_room_to_keep_them(
     directories: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same weights; many scales are then checked while their codes are read, few ones before, and read twice."""
-    monkeypatch.setattr("shardwise.transfer.checked._MOST_BYTES", 0)
+    monkeypatch.setattr("shardwise.transfer.checked._KEPT_SHARE", 0)
     fp8_directory(directories[0].parent.parent / "llama", tmp_path / "few", (64, 64))
     for directory in (tmp_path / "few", *directories):
         read = sw.load(model := build_meta_of(str(directory), "bfloat16"), directory).bytes_read
@@ -99,3 +125,30 @@ def test_without_room_to_keep_them(
         path, name = _spoilt(directory, tmp_path / "spoilt" / directory.name)
         with pytest.raises(IntegrityError, match=f"{name}: a scale is NaN or infinite"):
             sw.load(build_meta_of(str(path), "bfloat16"), path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("staging_mib", [22, 32])
+def test_decoding_stays_within_the_staging(tmp_path: Path, method: str, staging_mib: int) -> None:
+    """Of a tensor whose codes and scales are larger than what may be read at a time."""
+    rows, columns = 4096, 11008
+    stored = {
+        "up.scales": torch.ones(columns // 128, rows, dtype=torch.float16),
+        "up.qzeros": torch.zeros(columns // 128, rows // 8, dtype=torch.int32),
+    }
+    if method == "gptq":
+        stored["up.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+        stored["up.g_idx"] = (torch.arange(columns) // 128).int()
+    else:
+        stored["up.qweight"] = torch.zeros(columns, rows // 8, dtype=torch.int32)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    own = {"desc_act": False, "sym": True} if method == "gptq" else {"zero_point": True, "version": "gemm"}
+    settings = {"quant_method": method, "bits": 4, "group_size": 128, **own}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"up": torch.nn.Linear(columns, rows, bias=False, dtype=torch.float16)})
+    report = sw.load(model, tmp_path, io=sw.IOOptions(staging_bytes=staging_mib * 2**20))
+    assert 2**20 < report.staging_peak_bytes <= staging_mib * 2**20
+    assert report.bytes_read <= 1.02 * sum(t.nbytes for t in stored.values())
+    zero = -1.0 if method == "gptq" else 0.0  # GPTQ stores each zero point less one
+    assert torch.equal(model["up"].weight, torch.full((rows, columns), zero, dtype=torch.float16))

@@ -18,7 +18,7 @@ from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_shallow_json
 from ..models.kept import has_blocks, kept_in
 from ..models.meta_init import meta_init
-from ..recipe.match import Made, Rules
+from ..recipe.match import Made, Rules, renaming
 from ..recipe.transformers import is_transformers_model, meta_instance
 from .initial import SEEDED_INITS
 from .names import adapter_tensors, resolve_adapter, wrapped_names, wrapped_rules
@@ -301,13 +301,21 @@ def _differences(name: str, config: Any, given: Any, place: str) -> list[str]:
 # One catalog, one set of rules
 
 
-def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) -> tuple[Catalog, Rules]:
+def combine(
+    live: LiveModel,
+    base: Catalog,
+    rules: Rules,
+    adapters: Adapters,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+) -> tuple[Catalog, Rules]:
     """Base and adapters as one source for one plan and one proof of cover. Pure.
 
     ``live`` is the ``PeftModel``, ``rules`` are those of the base model. Stored names of an adapter's tensors get its
     name as prefix (``default:base_model.model.…``), because several files may hold equal names. Trained copies
     (``modules_to_save``) of an adapter without files get the base's values. If an adapter's file holds a tensor of the
-    base (biases, embeddings), the file's one is loaded.
+    base (biases, embeddings), the file's one is loaded. PEFT stores a trained embedding twice if the vocabulary was
+    resized: the second copy is declared unused. ``key_mapping`` renames an adapter's tensors, too.
     """
     files = adapters.files
     outer = wrapped_rules(live, rules)
@@ -315,10 +323,13 @@ def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) ->
     brought: dict[str, str] = {}
     made: list[Made] = []
     tensors = dict(base.tensors)
+    expected_in: dict[str, str] = {}
     for name, adapter in files.items():
+        held = (held for held, _ in adapter_tensors(live, name).values())
+        expected_in |= dict.fromkeys(held, os.path.join(adapter.directory, WEIGHTS_NAME))
         stored = {n: replace(t, name=f"{name}:{n}") for n, t in adapter.catalog.tensors.items()}
         tensors |= {t.name: t for t in stored.values()}
-        for one in resolve_adapter(live, name, meta_base)(stored):
+        for one in resolve_adapter(live, name, meta_base, renaming(key_mapping or {}))(stored):
             made.append(one)
             brought[one.target] = name
     replaced: dict[str, str] = {}
@@ -330,6 +341,8 @@ def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) ->
     seeded = _seeded(live, adapters.seeded)
 
     def allow_unused(stored: str, target: str) -> str | None:
+        if stored.replace(".modules_to_save.", ".") in tensors and ".modules_to_save." in stored:
+            return "PEFT (a second copy)"
         return replaced.get(stored) or outer.allow_unused(stored, target)
 
     catalog = replace(
@@ -341,6 +354,7 @@ def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) ->
     rules = replace(
         outer,
         resolve=lambda _: made,
+        expected_in=expected_in,
         allow_unused=allow_unused,
         allow_missing=lambda name: outer.allow_missing(name) or seeded.get(name),
     )

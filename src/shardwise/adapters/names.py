@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ from ..recipe.match import Made, Resolve, Rules
 from ..recipe.trace import stored_tensor
 
 __all__ = ["WrappedNames", "adapter_tensors", "resolve_adapter", "wrapped", "wrapped_names", "wrapped_rules"]
+
+
+#: What PEFT writes before the base's name of each tensor in an adapter's file.
+_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
     names = wrapped_names(live).bases
     return replace(
         rules,
+        embeddings=rules.embeddings | {name for name, base in names.items() if base in rules.embeddings},
         resolve=wrapped(live, rules.resolve),
         allow_missing=lambda name: (
             rules.allow_missing(name) or (rules.allow_missing(names[name]) if name in names else None)
@@ -151,19 +156,38 @@ def _stored_otherwise(adapter: str, why: str) -> UnsupportedConversionError:
     )
 
 
-def resolve_adapter(live: LiveModel, adapter: str, meta_base: object | None) -> Resolve:
+def resolve_adapter(
+    live: LiveModel, adapter: str, meta_base: object | None, rename: Callable[[str], str]
+) -> Resolve:
     """From an adapter's file to names of the model that holds it; the inverse of what PEFT does when it saves.
 
-    Tensors that PEFT does not list for the adapter, but that the file names as the model does (base embeddings,
-    biases), keep their names, as in PEFT. ``stored`` is keyed by the names in the file; those in its records may
-    differ. ``meta_base`` is an unsharded instance of a transformers base model, whose class may have changed its names
-    since the adapter was trained; None for other base models.
+    Names are read without the parts that wrappers such as ``torch.compile`` leave in them. Those that the model doesn't
+    have go through ``rename``, which is the caller's ``key_mapping``. Tensors that PEFT does not list for the adapter, but
+    that the file names as the model does (base embeddings, biases), keep their names, as in PEFT. ``stored`` is keyed by the names in the file; those in its records may differ. ``meta_base`` is an unsharded
+    instance of a transformers base model, whose class may have changed its names since the adapter was trained; None for
+    other base models.
     """
     targets = {stored: name for stored, (name, _) in adapter_tensors(live, adapter).items()}
     config = adapter_configs(live.root)[adapter]
 
+    def plain(name: str, stored: Mapping[str, StoredTensor]) -> str:
+        """The name in the file as PEFT would have written it for this model."""
+        if name in targets:
+            return name
+        inner = without_wrappers(name)
+        if inner not in targets:
+            prefix = _PREFIX if inner.startswith(_PREFIX) else ""
+            inner = prefix + rename(inner.removeprefix(prefix))
+        return (
+            name if inner != name and inner in stored else inner
+        )  # two names for one tensor: said as unused
+
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
-        symbols = {n: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for n, t in stored.items()}
+        names = {plain(name, stored): name for name in stored}
+        symbols = {
+            n: stored_tensor((t := stored[name]).name, t.shape, torch_dtype(t.dtype))
+            for n, name in names.items()
+        }
         found: Mapping[str, Any] = symbols
         if meta_base is not None:
             try:
@@ -180,7 +204,7 @@ def resolve_adapter(live: LiveModel, adapter: str, meta_base: object | None) -> 
                 code_of(value.dtype),
                 tuple(value.shape),
                 value.tiles,
-                tuple(dict.fromkeys(t.source for t in value.tiles)) or (stored[name].name,),
+                tuple(dict.fromkeys(t.source for t in value.tiles)) or (stored[names[name]].name,),
             )
             for name, value in found.items()
         ]

@@ -22,6 +22,7 @@ __all__ = [
     "Chunk",
     "Chunks",
     "Coded",
+    "ColumnsRule",
     "OpeningRule",
     "Quantization",
     "Rule",
@@ -157,6 +158,15 @@ class OpeningRule(Rule, Protocol):
         ``parts``: as for :meth:`decode`, of ``box``. The function may keep them, so they must not change while it is used. Memory: as
         much as the parts. Raises :class:`IntegrityError` for scales that are NaN or infinite, at once.
         """
+
+
+@runtime_checkable
+class ColumnsRule(OpeningRule, Protocol):
+    """A rule of a matrix whose parts are stored transposed: those of some columns are contiguous in the file, those of rows aren't."""
+
+    @property
+    def columns_together(self) -> int:
+        """Columns that share words of codes and a group; a box should begin and end at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

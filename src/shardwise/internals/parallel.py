@@ -1,4 +1,4 @@
-"""transformers' tensor and expert parallelism, applied to models on meta. transformers 5.21-5.23."""
+"""transformers' tensor and expert parallelism, applied to models on meta. transformers 5.22-5.23; older ones are refused by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..errors import ShardError
 from .torch import local_tensor
 
 __all__ = ["ep_by_plan", "own_parts", "parallel_plans", "put_parameter", "tp_by_plan"]
@@ -17,11 +18,12 @@ __all__ = ["ep_by_plan", "own_parts", "parallel_plans", "put_parameter", "tp_by_
 def tp_by_plan(model: Any, mesh: Any, plan: Mapping[str, str] | None = None) -> None:
     """Tensor parallelism as ``from_pretrained(distributed_config=DistributedConfig(tp_size=…))`` applies it, on meta.
 
-    ``plan``: from :func:`parallel_plans`; None: the model's. transformers 5.21-5.23:
+    ``plan``: from :func:`parallel_plans`; None: the model's. transformers 5.22-5.23:
     ``distributed.tensor_parallel.apply_tensor_parallelism``, which does not find tied
     parameters under their second names; here they are cut too, and tied again afterwards. Without it, the user of
     Accelerate's ``tp_size`` would have to call ``parallelize_module`` before the load.
     """
+    _need_plans(model)
     from transformers import DistributedConfig
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
@@ -46,7 +48,7 @@ def tp_by_plan(model: Any, mesh: Any, plan: Mapping[str, str] | None = None) -> 
 def ep_by_plan(model: Any, ep_mesh: Any, tp_mesh: Any, plan: Mapping[str, str]) -> None:
     """Expert parallelism as ``from_pretrained(distributed_config=DistributedConfig(ep_size=…))`` applies it, on meta.
 
-    ``plan``: from :func:`parallel_plans`. transformers 5.21-5.23: ``distributed.expert_parallel.apply_expert_parallelism``.
+    ``plan``: from :func:`parallel_plans`. transformers 5.22-5.23: ``distributed.expert_parallel.apply_expert_parallelism``.
     Without it, plans of runs with expert parallelism would guess how transformers cuts experts. Raises :class:`ValueError`
     where it can't.
     """
@@ -59,9 +61,10 @@ def parallel_plans(model: Any, *, tp: bool, ep: bool) -> tuple[dict[str, str], d
     """The model's plans for tensor and for expert parallelism: a style for each module and parameter, by name.
 
     A module with a rule of the second has none of the first. Empty where it is not asked for, or the model has none.
-    transformers 5.21-5.23: ``_resolve_parallel_plans``, which also wants a plan for FSDP, and ``_expand_parallel_plan``.
+    transformers 5.22-5.23: ``_resolve_parallel_plans``, which also wants a plan for FSDP, and ``_expand_parallel_plan``.
     Without it, see :func:`tp_by_plan`.
     """
+    _need_plans(model)
     by_rule = dict(getattr(model, "ep_plan", None) or {}) if ep else {}
     rules = dict(getattr(model, "tp_plan", None) or {}) if tp else {}
     rules = {
@@ -70,6 +73,18 @@ def parallel_plans(model: Any, *, tp: bool, ep: bool) -> tuple[dict[str, str], d
         if not any(name == taken or name.startswith(f"{taken}.") for taken in by_rule)
     }
     return model._expand_parallel_plan(rules), model._expand_parallel_plan(by_rule)
+
+
+def _need_plans(model: Any) -> None:
+    """Raise :class:`ShardError` where transformers can't apply its plans, which it can from 5.22."""
+    if not hasattr(model, "_expand_parallel_plan"):
+        import transformers
+
+        raise ShardError(
+            f"tensor and expert parallelism by the model's own plan need transformers 5.22 or newer, and this is "
+            f"{transformers.__version__}. Update transformers; or, for tensor parallelism, call parallelize_module yourself "
+            f"before the load"
+        )
 
 
 def own_parts(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

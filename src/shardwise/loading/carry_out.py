@@ -106,13 +106,14 @@ def _scaled(planned: Planned, choice: Choice, fills: SharedReader | None) -> Ite
     paths = {t.path for t in transfers} | {path for path, _, _ in spans}
     hosts = [host for path, host in plan.conversions.items() if path in paths]
     yield from boxes_of_transfers(transfers, catalog.coded)
-    yield from boxes_of_spans(spans, catalog.coded)
+    yield from boxes_of_spans(spans, catalog.coded, planned.io.parts_bytes)
     yield from boxes_of_conversions(hosts, catalog.coded, catalog.tensors)
 
 
 def _shared(planned: Planned, reader: SharedReader | None) -> Iterator[tuple[Coded, Box]]:
     """The boxes of tensors in parts that this rank reads for others, too."""
-    return boxes_of_spans(reader.spans() if reader is not None else (), planned.catalog.coded)
+    spans = reader.spans() if reader is not None else ()
+    return boxes_of_spans(spans, planned.catalog.coded, planned.io.parts_bytes)
 
 
 def _held_by(shared: SharedReader | None) -> int:

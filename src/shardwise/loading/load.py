@@ -42,7 +42,7 @@ from ..recipe.match import (
     same_names,
 )
 from ..recipe.origin import remember
-from ..recipe.transformers import HubRules, automatic_rules, note_conversions
+from ..recipe.transformers import HubRules, automatic_rules, embedding_names, note_conversions
 from ..sharding.replicated import reduced_parameters
 from ..storage import counting
 from .carry_out import carry_out
@@ -138,11 +138,13 @@ def load(
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             caller_declares=True,
+            embeddings=embedding_names(live.base),
         )
         options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
         if adapter is None:
             return Filling(live, catalog, rules, options)
-        return Filling(live, *combine(live, catalog, rules, open_adapters(model, adapter)), options)
+        adapters = open_adapters(model, adapter)
+        return Filling(live, *combine(live, catalog, rules, adapters, key_mapping=key_mapping), options)
 
     filled = fill(prepare, ranks)
     if hub is not None:

@@ -43,4 +43,6 @@ def _bytes_of(planned: Planned, spans: Iterator[Span]) -> int:
             in_parts.append((path, start, stop))
         else:
             nbytes += stop - start
-    return nbytes + sum(one.bytes_of(box) for one, box in boxes_of_spans(in_parts, coded))
+    return nbytes + sum(
+        one.bytes_of(box) for one, box in boxes_of_spans(in_parts, coded, planned.io.parts_bytes)
+    )

@@ -41,7 +41,7 @@ from ..planning import IOOptions
 from ..quantized.dequantized import dequantized
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
-from ..recipe.transformers import HubRules, hub_rules, note_conversions
+from ..recipe.transformers import HubRules, embedding_names, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
 from ..storage import counting
 from .as_stored import as_stored_in, kept_parts, refuse_policy
@@ -213,6 +213,7 @@ def prepare(
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
+    rules = replace(rules, embeddings=embedding_names(base))
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:
@@ -221,7 +222,7 @@ def prepare(
     model = base
     if request.adapter is not None:
         model, adapters = attach(base, request.adapter)
-        catalog, rules = combine(describe(model), catalog, rules, adapters)
+        catalog, rules = combine(describe(model), catalog, rules, adapters, key_mapping=request.key_mapping)
     if settings is not None and not kept:
         base.config.quantization_config = settings
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)

@@ -127,7 +127,7 @@ def _count(planned: Planned, announced: Iterable[Iterable[Span]]) -> tuple[int, 
                 yield span
             elif not run or run[-1] is not host:  # the reader keeps the results of the last one
                 run.append(host)
-        for one, box in boxes_of_spans(in_parts, coded):
+        for one, box in boxes_of_spans(in_parts, coded, planned.io.parts_bytes):
             yield from spans_of_box(one, box)
 
     asked = [span for spans in announced for span in requests_for(files(spans))]

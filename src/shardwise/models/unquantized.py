@@ -48,11 +48,13 @@ def plain_config(config: Any, catalog: Catalog | None, path: str, *, given: bool
         return _without_quantization(config)
     if given:
         refuse_request(config, "config=")
-    hint = way_out(method)
-    if catalog is not None:
-        hint += "; if its tensors are plain, give config= without quantization_config"
+    if catalog is not None and catalog.tensors:
+        raise UnsupportedConversionError(
+            f"{path}: config.json says that it is quantised ({method}), but its tensors are plain: none has scales. To load them "
+            f"as they are, give a config without that setting: config = AutoConfig.from_pretrained(…); del config.quantization_config"
+        )
     raise UnsupportedConversionError(
-        f"{path}: quantised ({method}, says the config), which can't be loaded yet; {hint}"
+        f"{path}: quantised ({method}, says the config), which can't be loaded yet; {way_out(method)}"
     )
 
 

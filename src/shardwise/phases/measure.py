@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..internals.torch import TorchDispatchMode, fake_device_or_view, fake_tensors, storage_key, tree_leaves
 from ..internals.transformers import one_sequence_a_sample
@@ -87,6 +89,23 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.live
 
 
+class _FusedAttention(TorchFunctionMode):
+    """Attention as a device computes it whose values have fewer features than its keys (DeepSeek-V3: 128 of 192).
+
+    The CPU has no fused kernel for that, and keeps a matrix of tokens x tokens for each head. Kernels of devices keep none: some
+    take such values, others get them padded to the features of keys. Padded ones are an upper bound of both.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention or len(args) < 3:
+            return func(*args, **(kwargs or {}))
+        query, _, value = args[:3]
+        features, keys = value.shape[-1], query.shape[-1]
+        if features < keys:
+            args = (*args[:2], F.pad(value, (0, keys - features)), *args[3:])
+        return func(*args, **(kwargs or {}))[..., :features]
+
+
 def alike(groups: Sequence[StepGroup]) -> dict[int, int]:
     """For each block, the first block of the same class, shapes and settings; itself, if it is the first."""
     first: dict[Any, int] = {}
@@ -135,6 +154,8 @@ def measure(
         stack.enter_context(_as_training(model, training.checkpointing))
         stack.enter_context(fake_tensors())
         stack.enter_context(one_sequence_a_sample())
+        if training.device != "cpu":
+            stack.enter_context(_FusedAttention())
         parameters = stack.enter_context(_fake_parameters(model, skipped, compute))
         outputs: dict[int, Any] = {}
         reached: set[int] = set()

@@ -66,6 +66,14 @@ class IOOptions:
     (shards of dim 1), or on a network file system of which ranks of one host need the same bytes; else ``"own"``. Of object stores
     ``"node"`` on one host, ``"once"`` on several. The report says which, and why."""
 
+    @property
+    def parts_bytes(self) -> int:
+        """Bytes of the parts of quantised tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
+
+        At least 4 MiB: with less, transposed codes would be read in runs too short for any storage.
+        """
+        return min(16 * 1024**2, max(4 * 1024**2, self.staging_bytes * 3 // 16))
+
     def __post_init__(self) -> None:
         if self.staging_bytes < LEAST_STAGING_BYTES:
             raise ValueError(f"staging_bytes must be at least 1 MiB, got {self.staging_bytes}")

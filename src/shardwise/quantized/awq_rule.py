@@ -24,7 +24,7 @@ _LIFT, _LIFT_BITS = 1024, 0x6400
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """``(code − zero) × scale`` of the input's group, in F16. Implements :class:`.Rule`.
+    """``(code − zero) × scale`` of the input's group, in F16. Implements :class:`.ColumnsRule`.
 
     Parts: ``codes`` [inputs, outputs in words], ``zeros`` [groups, outputs in words] and ``scales`` [groups, outputs]. The tensor
     is [outputs, inputs], as a Linear's. Source: ``dequantize_gemm`` of AutoAWQ.
@@ -37,6 +37,11 @@ class Awq:
     @property
     def format(self) -> str:
         return f"AWQ with 4 bits in groups of {self.size}"
+
+    @property
+    def columns_together(self) -> int:
+        """Implements :class:`.ColumnsRule`."""
+        return self.size
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         (row, column), (row_end, column_end) = box.start, box.stop

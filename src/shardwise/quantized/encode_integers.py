@@ -77,7 +77,7 @@ class GptqEncoder:
         zeros = fields(rule.zero_words(kept["zeros"]), rule.bits)
         zeros = zeros.narrow(1, box.start[0] % (32 // rule.bits), rows).t()
         scales, found = kept["scales"].t().float(), values.float()
-        groups = rule.checked(kept["groups"], box)
+        groups = rule.check_groups(kept["groups"], box)
         if rule.size:
             groups = groups - box.start[1] // rule.size
         codes = _rounded(found, scales.index_select(1, groups), zeros.index_select(1, groups), rule.bits)

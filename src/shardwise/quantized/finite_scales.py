@@ -9,6 +9,8 @@ from ..catalog.records import Coded
 from ..layout.boxes import Box
 from .blocks4 import Joined
 from .fourbit import FourBit
+from .gptq_rule import Gptq
+from .grouped import Grouped
 from .scales import finite
 
 if TYPE_CHECKING:
@@ -18,22 +20,28 @@ __all__ = ["check_scales", "scales_in"]
 
 #: Scales that are checked at a time.
 _ELEMENTS = 512 * 1024
-_ROLES = ("scales", "global", "nested", "book")
+_ROLES = ("scales", "global", "nested", "book", "groups")
 
 
 def scales_in(one: Coded, box: Box) -> Mapping[str, Box]:
-    """The boxes of the parts, by role, that scale the elements of a box. None of a plain tensor that is quantised while it is read."""
+    """The boxes of the parts, by role, that say how the codes of a box are scaled: scales, and the group of each input.
+
+    Empty for a plain tensor that is quantised while it is read.
+    """
     return {role: part for role, part in one.rule.boxes(box).items() if role in _ROLES}
 
 
 def check_scales(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> None:
-    """Raises :class:`IntegrityError`, which names the tensor, if a scale of a box's elements is NaN or infinite.
+    """Raises :class:`IntegrityError`, which names the tensor, if a scale is NaN or infinite, or if a group doesn't exist.
 
     ``parts``: the elements of :func:`scales_in`.
     """
     if not box.numel:
         return
     name = one.tensor.name
+    if "groups" in parts:
+        assert isinstance(one.rule, Gptq | Grouped), one.rule
+        one.rule.check_groups(parts["groups"], box)
     if isinstance(one.rule, FourBit | Joined):
         finite(name, one.rule.scales_of(box, parts))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import IntegrityError
 from ..layout.boxes import Box
 from .groups import scaled
-from .scales import finite
+from .scales import finite, groups_within
 from .words import covering, fields
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["Gptq"]
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """``(code − zero) × scale`` of the input's group, in F16. Implements :class:`.Rule`.
+    """``(code − zero) × scale`` of the input's group, in F16. Implements :class:`.ColumnsRule`.
 
     Parts: ``codes`` [inputs in words, outputs], ``zeros`` [groups, outputs in words], ``scales`` [groups, outputs] and ``groups``
     [inputs], the group of each input. The tensor is [outputs, inputs], as a Linear's. Source: ``dequantize_weight`` of GPTQModel's
@@ -40,6 +41,11 @@ class Gptq:
     def format(self) -> str:
         groups = f"in groups of {self.size}" if self.size else "in groups by activation order"
         return f"GPTQ with {self.bits} bits {groups}"
+
+    @property
+    def columns_together(self) -> int:
+        """Implements :class:`.ColumnsRule`."""
+        return math.lcm(32 // self.bits, self.size or 1)
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         (row, column), (row_end, column_end) = box.start, box.stop
@@ -66,7 +72,7 @@ class Gptq:
         (first, first_column), (rows, _) = box.start, box.sizes
         zeros = fields(self.zero_words(parts["zeros"]), self.bits).narrow(1, first % per_word, rows)
         zeros, scales = zeros.t().contiguous(), finite(self.name, parts["scales"].t().contiguous())
-        groups, words = self.checked(parts["groups"], box), parts["codes"].t().contiguous()
+        groups, words = self.check_groups(parts["groups"], box), parts["codes"].t().contiguous()
         one_zero = bool((zeros == zeros[0, 0]).all())  # symmetric codes: nothing to gather
 
         def decode(inner: Box) -> torch.Tensor:
@@ -92,7 +98,7 @@ class Gptq:
         ones = sum(1 << shift for shift in range(0, 32, self.bits))
         return words + ones if self.plus_one else words
 
-    def checked(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
+    def check_groups(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
         """The groups of the box's inputs. Raises :class:`IntegrityError` for any other than those that were read."""
         import torch
 
@@ -103,9 +109,5 @@ class Gptq:
                     f"{self.name}: g_idx is not in order, which config.json says it is: expected desc_act true, or inputs in "
                     f"groups of {self.size}"
                 )
-        elif int(groups.min()) < 0 or int(groups.max()) >= self.groups:
-            raise IntegrityError(
-                f"{self.name}: expected groups from 0 to {self.groups - 1} in g_idx, found {int(groups.min())} "
-                f"to {int(groups.max())}"
-            )
-        return groups
+            return groups
+        return groups_within(self.name, groups, self.groups)

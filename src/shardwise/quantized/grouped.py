@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
 from .codes import Codes
-from .scales import blocks_of, factors, in_step, slabs, widened
+from .scales import blocks_of, factors, groups_within, in_step, slabs, widened
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +66,9 @@ class Grouped:
         if self.zeros is not None:
             zeros = self.zeros.floats(blocks, parts["zeros"]).reshape(blocks.sizes)
         if self.groups is not None:
-            scales = scales.index_select(1, parts["groups"])
-            zeros = zeros if zeros is None else zeros.index_select(1, parts["groups"])
+            groups = self.check_groups(parts["groups"], box)
+            scales = scales.index_select(1, groups)
+            zeros = zeros if zeros is None else zeros.index_select(1, groups)
         found = torch.empty(box.sizes, dtype=torch_dtype(self.dtype), device=scales.device)
         for slab in slabs(box):
             rows = slice(slab.start[0] - box.start[0], slab.stop[0] - box.start[0])
@@ -83,6 +84,10 @@ class Grouped:
             some.mul_(each)
             found[rows] = values
         return found
+
+    def check_groups(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
+        """The groups of the box's columns. Raises :class:`IntegrityError` for a group that doesn't exist."""
+        return groups_within(self.name, groups, self.groups or 0)
 
     def _blocks(self, box: Box) -> Box:
         """The blocks whose scales a box needs."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SLAB_ELEMENTS = 512 * 1024
 
-__all__ = ["blocks_of", "factors", "finite", "in_step", "slabs", "spread", "widened"]
+__all__ = ["blocks_of", "factors", "finite", "in_step", "groups_within", "slabs", "spread", "widened"]
 
 
 def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
@@ -66,6 +66,15 @@ def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
     if not _all_finite(found):
         raise IntegrityError(f"{name}: a scale is NaN or infinite")
     return found
+
+
+def groups_within(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
+    """The group of each input. Raises :class:`IntegrityError` if one is not from 0 to ``count - 1``."""
+    if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise IntegrityError(
+            f"{name}: expected groups from 0 to {count - 1} in g_idx, found {int(groups.min())} to {int(groups.max())}"
+        )
+    return groups
 
 
 def factors(name: str, scales: torch.Tensor, lift: int) -> tuple[torch.Tensor, float]:

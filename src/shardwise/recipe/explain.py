@@ -27,11 +27,17 @@ _FEW_LINES = 40
 
 
 def unmatched(
-    catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str], *, caller_declares: bool
+    catalog: Catalog,
+    missing: Sequence[Wanted],
+    spare: Sequence[str],
+    *,
+    caller_declares: bool,
+    expected_in: Mapping[str, str],
 ) -> list[str]:
     """One problem per line: wanted tensors that are not stored, and stored ones that are not wanted.
 
-    Each line advises a declaration, unless the call takes none (``restore``, ``convert``).
+    Each line advises a declaration, unless the call takes none (``restore``, ``convert``). A tensor that a file must store
+    (``expected_in``) can't be new, so the advice for it is a rename.
     """
     if not missing and not spare:
         return []
@@ -44,13 +50,17 @@ def unmatched(
         targets = set(found.values())
         missing = [w for w in missing if targets.isdisjoint((w.name, *w.aliases))]
         spare = [name for name in spare if name not in found]
-    lines += _missing(catalog, missing, spare, caller_declares)
+    lines += _missing(catalog, missing, spare, caller_declares, expected_in)
     lines += _unused(catalog, missing, spare, caller_declares)
     return lines
 
 
 def _missing(
-    catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str], caller_declares: bool
+    catalog: Catalog,
+    missing: Sequence[Wanted],
+    spare: Sequence[str],
+    caller_declares: bool,
+    expected_in: Mapping[str, str],
 ) -> Iterator[str]:
     pool = list(spare) or list(catalog.tensors)
     for k, w in enumerate(missing):
@@ -58,6 +68,10 @@ def _missing(
         hint = f"; nearest stored name: {near!r}" if near else ""
         also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
         advice = f"; give allow_missing=({w.name!r},) if it is new" if caller_declares else ""
+        if file := expected_in.get(w.name):
+            advice = (
+                f"; expected in {file}: if it has another name there, give key_mapping= (regex → replacement)"
+            )
         if codes := next(
             (c for n in (w.name, *w.aliases) if (c := code_of_weight(n, catalog.tensors))), None
         ):

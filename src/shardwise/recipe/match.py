@@ -29,6 +29,7 @@ __all__ = [
     "match_rules",
     "matches_any",
     "renamed",
+    "renaming",
     "same_names",
     "undeclared",
 ]
@@ -101,6 +102,12 @@ def renamed(rename: Rename) -> Resolve:
 
 def by_key_mapping(key_mapping: Mapping[str, str]) -> Resolve:
     """Stored tensors under other names, as ``from_pretrained(key_mapping=)`` renames: each regex once, in its order."""
+    rename = renaming(key_mapping)
+    return renamed(lambda stored: {name: rename(name) for name in stored})
+
+
+def renaming(key_mapping: Mapping[str, str]) -> Callable[[str], str]:
+    """The function of one name that ``key_mapping`` describes: each regex once, in its order."""
     patterns = [(re.compile(pattern), text) for pattern, text in key_mapping.items()]
 
     def rename(name: str) -> str:
@@ -108,7 +115,7 @@ def by_key_mapping(key_mapping: Mapping[str, str]) -> Resolve:
             name = pattern.sub(text, name, count=1)
         return name
 
-    return renamed(lambda stored: {name: rename(name) for name in stored})
+    return rename
 
 
 def as_stored(tensor: StoredTensor, target: str) -> Made:
@@ -138,6 +145,10 @@ class Rules:
     allow_missing: Callable[[str], str | None] = undeclared
     caller_declares: bool = False
     """Whether the call takes ``allow_unused=``, ``allow_missing=`` and renames. Only then problems advise them."""
+    embeddings: frozenset[str] = frozenset()
+    """Names of wanted tensors with a row for each token, for which a wrong shape means another vocabulary."""
+    expected_in: Mapping[str, str] = field(default_factory=dict)
+    """Wanted tensor → the adapter's file that must store it. One that is missing there is not new."""
 
 
 def match(
@@ -175,7 +186,7 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
     missing = []
     for w in wanted:
         if w.name in made_for:
-            _add_recipe(result, w, made_for[w.name], catalog)
+            _add_recipe(result, w, made_for[w.name], catalog, rules)
         elif who := rules.allow_missing(w.name):
             result.initialized.append(Declaration(w.name, who))
         else:
@@ -189,11 +200,13 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)
-    result.problems += unmatched(catalog, missing, spare, caller_declares=rules.caller_declares)
+    result.problems += unmatched(
+        catalog, missing, spare, caller_declares=rules.caller_declares, expected_in=rules.expected_in
+    )
     return result
 
 
-def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog) -> None:
+def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog, rules: Rules) -> None:
     """Make the recipe from stored tensors; further copies must be names of the same (tied) tensor."""
     if len(found) > 1:
         names = [made.target for made in found]
@@ -206,7 +219,7 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog)
             return
         order = (w.name, *w.aliases)
         found.sort(key=lambda made: order.index(made.target))
-    problems = [problem for made in found if (problem := _misfit(w, made, catalog))]
+    problems = [problem for made in found if (problem := _misfit(w, made, catalog, rules))]
     if problems:
         result.problems += problems
         return
@@ -218,11 +231,12 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog)
             result.conversions[made.tiles[0].source] = made.host
 
 
-def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:
+def _misfit(w: Wanted, made: Made, catalog: Catalog, rules: Rules) -> str | None:
     if made.shape != w.shape:
+        hint = _in_blocks(w, made) + _missing_parts(made, catalog) or _other_vocabulary(w, made, rules)
         return (
             f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {_origin(made, catalog)} "
-            f"has {list(made.shape)}{_in_blocks(w, made)}{_missing_parts(made, catalog)}"
+            f"has {list(made.shape)}{hint}"
         )
     if not castable(made.dtype, w.dtype):
         is_coded = any(is_part(source, catalog.tensors) for source in made.sources)
@@ -237,6 +251,19 @@ def _origin(made: Made, catalog: Catalog) -> str:
     if len(made.sources) == 1:
         return f"{first.name!r} in {_file_of(first)}"
     return f"the result of {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …)"
+
+
+def _other_vocabulary(w: Wanted, made: Made, rules: Rules) -> str:
+    """The way on where a model and its weights have another number of tokens."""
+    if rules.embeddings.isdisjoint((w.name, *w.aliases)) or made.shape[1:] != w.shape[1:]:
+        return ""
+    rows, stored = w.shape[0], made.shape[0]
+    if stored > rows:
+        return f"; it has {stored} tokens, and the model {rows}: give config= with vocab_size={stored}"
+    return (
+        f"; it has {stored} tokens, and the model {rows}: to add tokens, load the stored model on one process, call "
+        f"model.resize_token_embeddings({rows}) and model.save_pretrained(…), and load that"
+    )
 
 
 def _in_blocks(w: Wanted, made: Made) -> str:

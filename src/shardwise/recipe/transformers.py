@@ -32,7 +32,7 @@ from ..internals.transformers import (
     without_initialization,
 )
 from ..layout.spec import TensorSpec
-from ..names import canonical_name, modules_once, unwrap
+from ..names import canonical_name, modules_once, own_tensors, unwrap
 from .match import Made, Resolve, as_stored
 from .tiles import identity
 from .trace import Traced, is_untraceable, stored_tensor
@@ -41,6 +41,7 @@ from .whole import host_conversion
 __all__ = [
     "HubRules",
     "automatic_rules",
+    "embedding_names",
     "hub_rules",
     "is_transformers_model",
     "meta_instance",
@@ -209,6 +210,20 @@ def automatic_rules(model: nn.Module, key_mapping: Mapping[str, str] | None = No
     if not is_transformers_model(model):
         return None
     return hub_rules(bare_tree(model) if _is_as_built(model) else meta_instance(model), key_mapping)
+
+
+def embedding_names(model: nn.Module) -> frozenset[str]:
+    """Names of the tensors of a model's input and output embeddings, as its class says; none for other modules."""
+    model = base_of(model)
+    if not is_transformers_model(model):
+        return frozenset()
+    found = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    return frozenset(
+        canonical_name(f"{path}.{attribute}")
+        for path, module in modules_once(model)
+        if any(module is one for one in found)
+        for attribute, *_ in own_tensors(module)
+    )
 
 
 def _is_as_built(model: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from ..recipe.host_convert import HostConversion
 from .copy import parts_of
 
 __all__ = [
-    "READ_BYTES",
     "ROWS",
     "CheckedScales",
     "boxes_of_conversions",
@@ -26,29 +25,28 @@ __all__ = [
     "inside",
 ]
 
-#: Bytes of parts that are read at a time: each read has its own small plan, and what lies transposed comes in longer runs.
-READ_BYTES = 16 * 1024**2
 #: Rows that are read or decoded at a time are a multiple of it, if there are as many: blocks of scales across rows are then seldom cut.
 ROWS = 32
 #: Elements of which the scales are read at a time, where a transfer takes some of a box.
 _ELEMENTS = 512 * 1024
-#: Scales that a rank keeps from the check to the decoding, so that it reads them once. 1 GiB of MXFP4 has so many.
-_MOST_BYTES = 64 * 2**20
+#: The share of the staging for scales that a rank keeps from the check to the decoding, so that it reads them once.
+_KEPT_SHARE = 3 / 8
 #: Scales of which codes have this many times the bytes are read twice, if there is no room to keep them.
 _FEW = 64
 
 
 class CheckedScales:
-    """Boxes of scales in memory, by the stored tensor that they are of."""
+    """Boxes of scales in memory, by the stored tensor that they are of; a part of ``staging_bytes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging_bytes: int) -> None:
+        self._most_bytes = int(_KEPT_SHARE * staging_bytes)
         self.nbytes = 0
         self._held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
 
     def has_room(self, one: Coded, boxes: Mapping[str, Box]) -> bool | None:
         """Whether the scales of a box can be kept; None if they can't, and are too many to be read twice."""
         nbytes = sum(box.numel * itemsize(one.parts[role].dtype) for role, box in boxes.items())
-        if self.nbytes + nbytes <= _MOST_BYTES:
+        if self.nbytes + nbytes <= self._most_bytes:
             return True
         scales = sum(one.parts[role].nbytes for role in boxes)
         return False if scales * _FEW <= one.stored_bytes - scales else None
@@ -102,13 +100,18 @@ def _boxes(transfer: Transfer, shape: tuple[int, ...]) -> Iterator[Box]:
         yield part.box_in(shape).box
 
 
-def boxes_of_spans(spans: Iterable[Span], coded: Mapping[str, Coded]) -> Iterator[tuple[Coded, Box]]:
-    """The boxes of tensors in parts that :class:`.DecodingReader` reads at a time for spans that come in this order."""
+def boxes_of_spans(
+    spans: Iterable[Span], coded: Mapping[str, Coded], parts_bytes: int
+) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that :class:`.DecodingReader` reads at a time for spans that come in this order.
+
+    ``parts_bytes``: :attr:`.IOOptions.parts_bytes` of the load.
+    """
     for path, start, stop in _joined(spans):
         if (one := coded.get(path)) is not None:
             size = itemsize(one.tensor.dtype)
             for box in boxes_of_range(start // size, -(-stop // size), one.tensor.shape):
-                yield from ((one, part) for part in _in_parts(one, box))
+                yield from ((one, part) for part in _in_parts(one, box, parts_bytes))
 
 
 def _joined(spans: Iterable[Span]) -> Iterator[Span]:
@@ -125,18 +128,18 @@ def _joined(spans: Iterable[Span]) -> Iterator[Span]:
         yield last
 
 
-def elements_at_a_time(one: Coded) -> int:
-    """Elements whose parts have :data:`READ_BYTES`."""
-    return max(1, READ_BYTES * one.tensor.nbytes // (max(1, one.stored_bytes) * itemsize(one.tensor.dtype)))
+def elements_at_a_time(one: Coded, parts_bytes: int) -> int:
+    """Elements whose parts have ``parts_bytes``: each read has its own small plan, and transposed parts come in longer runs."""
+    return max(1, parts_bytes * one.tensor.nbytes // (max(1, one.stored_bytes) * itemsize(one.tensor.dtype)))
 
 
-def _in_parts(one: Coded, box: Box) -> Iterator[Box]:
+def _in_parts(one: Coded, box: Box, parts_bytes: int) -> Iterator[Box]:
     """A contiguous box in rows, of :func:`elements_at_a_time`."""
     dim = next((d for d, n in enumerate(box.sizes) if n > 1), None)
     if dim is None:
         yield box
         return
-    rows = max(1, elements_at_a_time(one) * box.sizes[dim] // box.numel)
+    rows = max(1, elements_at_a_time(one, parts_bytes) * box.sizes[dim] // box.numel)
     rows -= rows % ROWS if rows > ROWS else 0
     for first in range(box.start[dim], box.stop[dim], rows):
         last = min(first + rows, box.stop[dim])

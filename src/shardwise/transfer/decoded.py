@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..catalog.records import Coded, OpeningRule, StoredTensor
+from ..catalog.records import Coded, ColumnsRule, OpeningRule, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..layout.boxes import Box
 from ..layout.wanted import contiguous_strides
@@ -19,7 +19,7 @@ from ..planning.source_box import boxes_of_range
 from ..quantized.finite_scales import check_scales, scales_in
 from ..recipe.tiles import identity
 from .box import read_box, wanted_box
-from .checked import READ_BYTES, ROWS, CheckedScales, elements_at_a_time, inside
+from .checked import ROWS, CheckedScales, elements_at_a_time, inside
 from .converted import Reader
 from .copy import Staging, parts_of, spans_of
 
@@ -28,14 +28,16 @@ __all__ = ["DecodingReader", "spans_of_box"]
 
 #: Elements that are decoded at a time: what comes between stays in a processor's cache, and calls of torch weigh little.
 _ELEMENTS = 1024 * 1024
+#: Bytes of memory that the decoding of an element takes on the way: its code, zero point, scale and result.
+_BYTES_PER_ELEMENT = 16
 Decode = Callable[[Box], torch.Tensor]
 
 
 class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
-    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and ``READ_BYTES`` of parts, twice for an :class:`.OpeningRule`;
-    the parts are recorded in ``peak_bytes``.
+    Rank-local. Memory: within ``IOOptions.staging_bytes``, if that is 22 MiB or more. Kept scales take up to 3/8 of it, parts
+    3/16 (twice for an :class:`.OpeningRule`), decoded elements 1/4. Scales and parts are recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -44,11 +46,12 @@ class DecodingReader:
         self._coded = coded
         self._staging = Staging(io)
         self._rooms: dict[str, Staging] = {}
-        self._checked = CheckedScales()
+        self._checked = CheckedScales(io.staging_bytes)
         self._announced: dict[str, list[Box]] = {}
         self._held: tuple[str, Box, Decode] | None = None
         self._opened_bytes = 0
         self._io = io
+        self._elements_at_a_time = max(ROWS, min(_ELEMENTS, io.staging_bytes // 4 // _BYTES_PER_ELEMENT))
         if coded:
             _let_malloc_keep_memory()
 
@@ -99,7 +102,7 @@ class DecodingReader:
         at = 0
         for box in boxes_of_range(start, start + view.nbytes // size, one.tensor.shape):
             for piece, decode in self._pieces(one, box):
-                for slab in _slabs(piece):
+                for slab in _slabs(piece, self._elements_at_a_time):
                     nbytes = slab.numel * size
                     made = _checked(one, slab, decode(slab)).to(torch_dtype(one.tensor.dtype))
                     found[at : at + nbytes] = made.reshape(-1).view(torch.uint8)
@@ -126,9 +129,10 @@ class DecodingReader:
 
     def _elements(self, one: Coded, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]]:
         transfer = transfer.along_dims(one.tensor.shape)
-        slab_bytes = _slab_bytes(transfer)
-        slabs = elements_at_a_time(one) * itemsize(transfer.source_dtype) // slab_bytes
-        for large in parts_of(transfer, max(1, slabs) * slab_bytes):
+        slab_bytes = _slab_bytes(transfer, self._elements_at_a_time)
+        most = elements_at_a_time(one, self._io.parts_bytes)
+        slabs = most * itemsize(transfer.source_dtype) // slab_bytes
+        for large in _by_columns(one, transfer, most) or parts_of(transfer, max(1, slabs) * slab_bytes):
             decode = self._opened(one, large.box_in(one.tensor.shape).box)
             for part in parts_of(large, slab_bytes):
                 found = part.box_in(one.tensor.shape)
@@ -156,13 +160,40 @@ class DecodingReader:
         return read_box(wanted, (tile,), {stored.name: stored}, self._files, self._staging, self._rooms[role])
 
 
+def _by_columns(one: Coded, transfer: Transfer, most: int) -> list[Transfer]:
+    """A transfer in pieces of whole groups of columns, of at most ``most`` elements; none where rows are read as well.
+
+    ``transfer``: with loops along dims. Each piece of a transposed matrix is then contiguous in the file, and nothing is read twice.
+    """
+    if not isinstance(one.rule, ColumnsRule) or not transfer.loops or transfer.loops[-1].source_stride != 1:
+        return []
+    loop, together = transfer.loops[-1], one.rule.columns_together
+    step = most // max(1, transfer.numel // loop.size) // together * together
+    if not step:
+        return []
+    first = transfer.offset_bytes // itemsize(transfer.source_dtype) % one.tensor.shape[1]
+    found, at = [], 0
+    while at < loop.size:
+        count = min(step - (first + at) % together, loop.size - at)
+        found.append(
+            replace(
+                transfer,
+                offset_bytes=transfer.offset_bytes + at * itemsize(transfer.source_dtype),
+                target_offset=transfer.target_offset + at * loop.target_stride,
+                loops=(*transfer.loops[:-1], replace(loop, size=count)),
+            )
+        )
+        at += count
+    return found
+
+
 def _let_malloc_keep_memory() -> None:
     """Make ``malloc`` reuse what each decoded slab frees; on the machine measured, a third of the time of a decoding load.
 
     glibc gives freed blocks back to the system, so that each slab faults in its pages anew, unless they are smaller than half
     of the largest block that was freed before (``M_MMAP_THRESHOLD``, mallopt(3)). This one is never touched.
     """
-    torch.empty(READ_BYTES, dtype=torch.uint8)
+    torch.empty(16 * 1024**2, dtype=torch.uint8)
 
 
 def _checked(one: Coded, box: Box, made: torch.Tensor) -> torch.Tensor:
@@ -193,25 +224,24 @@ def spans_of_box(one: Coded, box: Box) -> Iterator[Span]:
         yield from spans_of(transfers_of(tile, wanted, {stored.name: stored}))
 
 
-def _slab_bytes(transfer: Transfer) -> int:
-    """Bytes of the slabs that a transfer is decoded in: about ``_ELEMENTS`` elements."""
-    elements = _ELEMENTS
+def _slab_bytes(transfer: Transfer, elements: int) -> int:
+    """Bytes of the slabs that a transfer is decoded in: about ``elements`` elements."""
     row = transfer.numel // transfer.loops[0].size if transfer.loops else 1
     if elements >= ROWS * row:
         elements -= elements % (ROWS * row)
     return elements * itemsize(transfer.source_dtype)
 
 
-def _slabs(box: Box) -> Iterator[Box]:
-    """A contiguous box in contiguous parts of about ``_ELEMENTS`` elements."""
+def _slabs(box: Box, elements: int) -> Iterator[Box]:
+    """A contiguous box in contiguous parts of about ``elements`` elements."""
     dim = next((d for d, n in enumerate(box.sizes) if n > 1), None)
-    if dim is None or box.numel <= _ELEMENTS:
+    if dim is None or box.numel <= elements:
         yield box
         return
-    step = max(1, _ELEMENTS * box.sizes[dim] // box.numel)
+    step = max(1, elements * box.sizes[dim] // box.numel)
     for start in range(box.start[dim], box.stop[dim], step):
         stop = min(start + step, box.stop[dim])
         part = Box(
             (*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :])
         )
-        yield from _slabs(part) if part.numel > _ELEMENTS and stop - start == 1 else (part,)
+        yield from _slabs(part, elements) if part.numel > elements and stop - start == 1 else (part,)
