@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
-from .explain import explained, is_forbidden, is_too_short, is_unexplained, text_of
+from .explain import (
+    explained,
+    has_answered,
+    is_forbidden,
+    is_lost,
+    is_too_short,
+    is_unexplained,
+    is_unknown_upload,
+    text_of,
+)
 from .records import Cut, Held, Listing, Stat
 from .requests import LISTED_AT_ONCE, Requests, note
+from .tries import Tries, again
 
 __all__ = ["ObstoreStore", "is_known"]
 
@@ -20,6 +32,8 @@ _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "h
 _CHUNK_BYTES = 1024**2
 #: An object of more bytes is written in parts of so many, a few at a time. S3 takes at most 10,000.
 _PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 * 1024**2, 3, 9_000
+#: Metadata of an object that was written in parts.
+_MARK = "shardwise"
 #: An object that is written under a condition, and read back whole.
 _MOST_SMALL_BYTES = 256 * 1024**2
 #: Of requests that got no reply, or 429 or 5xx. obstore's own default would go on for 3 minutes.
@@ -142,90 +156,80 @@ class ObstoreStore:
         return _stat(got.meta), self._chunks(got, key)
 
     def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
-        failures: list[BaseException] = []
-        _check_process(f"{self._root}/{key}")
-
-        def given() -> Iterator[memoryview]:
-            """The pieces. obstore wraps what an iterator raises: the caller gets it as it was."""
-            try:
-                yield from pieces
-            except GeneratorExit:  # the upload failed, and takes no more
-                raise
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        part = _part_bytes(nbytes)
-        whole = nbytes <= part
-        note(Requests(puts=1, bytes_written=nbytes) if whole else _in_parts(nbytes, part))
+        file = self.writer(key, nbytes)
         try:
-            if whole:
-                self._obstore.put(self._store, key, b"".join(given()), use_multipart=False)
-            else:
-                self._obstore.put(self._store, key, given(), chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
-        except BaseException as error:
-            if failures:
-                raise failures[0] from None
-            if not isinstance(error, Exception):
-                raise
-            raise _write_failed(f"{self._root}/{key}", error) from None
+            for piece in pieces:
+                file.write(piece)
+            file.close()
+        except BaseException:
+            file.give_up()
+            raise
 
     def writer(self, key: str, nbytes: int) -> _Writer:
-        _check_process(f"{self._root}/{key}")
-        part = _part_bytes(nbytes)
-        file = self._obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=_PARTS_AT_ONCE)
-        return _Writer(file, f"{self._root}/{key}", part)
+        url = f"{self._root}/{key}"
+        _check_process(url)
+        return _Writer(self._obstore, self._store, key, url, _part_bytes(nbytes))
 
     def create(self, key: str, content: bytes) -> bool:
         return self._put_if(key, content, "create")
 
     def replace(self, key: str, content: bytes, held: Held) -> bool:
-        if not self._takes_bare_tags and self._put_if(key, content, held.version):
+        if not self._takes_bare_tags and self._put_if(key, content, held.version, held):
             return True
         found = self.get(key, _MOST_SMALL_BYTES)
         if found is None or found.version != held.version:
             return found is not None and found.content == content
         # The store refuses the tag of the very object that is there: Ceph takes tags without quotes alone, others both.
         self._takes_bare_tags = True
-        return self._put_if(key, content, {name: tag.strip('"') for name, tag in held.version.items()})
+        bare = {name: tag.strip('"') for name, tag in held.version.items()}
+        return self._put_if(key, content, bare, held)
 
-    def _put_if(self, key: str, content: bytes, condition: Any) -> bool:
-        """Write a small object under a condition, in obstore's form; whether it has this content then."""
+    def _put_if(self, key: str, content: bytes, condition: Any, held: Held | None = None) -> bool:
+        """Write a small object under a condition, in obstore's form, where ``held`` is; whether it has this content then."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         _check_process(f"{self._root}/{key}")
-        note(Requests(puts=1, bytes_written=len(content)))
-        try:
-            self._obstore.put(self._store, key, content, mode=condition)
-            return True
-        except (AlreadyExistsError, PreconditionError) as error:
-            failure, is_refused = _write_failed(f"{self._root}/{key}", error), True
-        except (BaseError, OSError) as error:
-            failure, is_refused = _write_failed(f"{self._root}/{key}", error), False
-        # The write may have been carried out, and its reply lost.
-        try:
-            found = self.get(key, _MOST_SMALL_BYTES)
-        except SourceError:
-            raise failure from None
-        if found is not None and found.content == content:
-            return True
-        if is_refused or (found is None and condition != "create"):
-            return False
-        raise failure
+        tries = Tries()
+        while True:
+            note(Requests(puts=1, bytes_written=len(content)))
+            try:
+                self._obstore.put(self._store, key, content, mode=condition)
+                return True
+            except (BaseError, OSError) as error:
+                failure, lost = _write_failed(f"{self._root}/{key}", error), is_lost(error)
+                is_refused = isinstance(error, AlreadyExistsError | PreconditionError)
+            # The write may have been carried out, and its reply lost.
+            try:
+                found = self.get(key, _MOST_SMALL_BYTES)
+            except SourceError:
+                raise failure from None
+            if found is not None and found.content == content:
+                return True
+            if is_refused:
+                return False
+            unchanged = found is None if held is None else found is not None and found.version == held.version
+            if not unchanged and (lost or found is None):
+                return False  # another writer was there
+            if not (lost and unchanged and tries.another()):
+                raise failure
 
     def get(self, key: str, most_bytes: int) -> Held | None:
-        note(Requests(gets=1))
-        try:
-            found = self._ask("reading it", key, lambda s: self._obstore.get(s, key))
+        def whole(store: Any) -> Held:
+            found = self._obstore.get(store, key)
             if found.meta["size"] > most_bytes:
                 raise FormatError(
                     f"has {found.meta['size']} bytes, the limit is {most_bytes}", path=f"{self._root}/{key}"
                 )
-            content = self._ask("reading it", key, lambda s: bytes(found.bytes()))
+            content = bytes(found.bytes())
+            return Held(
+                content, {name: found.meta[name] for name in ("e_tag", "version") if found.meta.get(name)}
+            )
+
+        note(Requests(gets=1))
+        try:
+            return self._ask("reading it", key, whole)
         except FileNotFoundError:
             return None
-        version = {name: found.meta[name] for name in ("e_tag", "version") if found.meta.get(name)}
-        return Held(content, version)
 
     def delete(self, key: str) -> None:
         from obstore.exceptions import BaseError
@@ -233,7 +237,7 @@ class ObstoreStore:
         _check_process(f"{self._root}/{key}")
         note(Requests(deletes=1))
         try:
-            self._obstore.delete(self._store, key)
+            again(lambda: self._obstore.delete(self._store, key), is_lost)
         except FileNotFoundError:
             return
         except (BaseError, OSError) as error:
@@ -254,7 +258,7 @@ class ObstoreStore:
         url = f"{self._root}/{key}" if key else self._root
         _check_process(url)
         try:
-            return call(self._store)
+            return again(lambda: call(self._store), is_lost)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise SourceError(f"{what} failed: no such bucket", path=url) from None
@@ -270,26 +274,77 @@ class _NotThatLong(Exception):
 
 
 class _Writer:
-    """As :class:`.ObjectFile`."""
+    """As :class:`.ObjectFile`. What is less than a part is one request; a part and more are an upload of parts."""
 
-    def __init__(self, file: Any, url: str, part_bytes: int) -> None:
-        self._file, self._url, self._part_bytes = file, url, part_bytes
-        self._nbytes = 0
+    def __init__(self, client: Any, store: Any, key: str, url: str, part_bytes: int) -> None:
+        self._client, self._store, self._key, self._url = client, store, key, url
+        self._part_bytes, self._nbytes = part_bytes, 0
+        self._held: list[bytes] = []
+        """What came before the upload began."""
+        self._file: Any = None
+        self._is_away = False
+        self._mark = secrets.token_hex(16)
+        """Tells this upload's object from any other of that name."""
 
     def write(self, data: memoryview) -> None:
         own = bytes(data)  # obstore keeps what it is given until it is sent, without a copy
         self._nbytes += len(own)
-        self._do(lambda: self._file.write(own))
+        if self._file is not None:
+            self._do(lambda: self._file.write(own))
+            return
+        self._held.append(own)
+        if self._nbytes >= self._part_bytes:
+            self._do(lambda: again(self._begin, is_lost))
+            self._held = []
 
     def close(self) -> None:
-        # obstore puts what is less than a part.
-        whole = self._nbytes < self._part_bytes
-        note(
-            Requests(puts=1, bytes_written=self._nbytes)
-            if whole
-            else _in_parts(self._nbytes, self._part_bytes)
+        if self._file is None:
+            note(Requests(puts=1, bytes_written=self._nbytes))
+            self._do(lambda: again(self._put, is_lost))
+            return
+        note(_in_parts(self._nbytes, self._part_bytes))
+        self._do(self._complete)
+
+    def give_up(self) -> None:
+        """Let the store forget the parts, unless it does not reply."""
+        if self._file is not None and not self._is_away:
+            with contextlib.suppress(Exception):
+                self._file.__exit__(Exception, None, None)
+
+    def _put(self) -> None:
+        self._client.put(self._store, self._key, b"".join(self._held), use_multipart=False)
+
+    def _begin(self) -> None:
+        """Begin an upload, with what was held. One whose reply was lost has no parts: the store's rule for old uploads ends it."""
+        file = self._client.open_writer(
+            self._store,
+            self._key,
+            attributes={_MARK: self._mark},
+            buffer_size=self._part_bytes,
+            max_concurrency=_PARTS_AT_ONCE,
         )
-        self._do(self._file.close)
+        for own in self._held:
+            file.write(own)
+        self._file = file
+
+    def _complete(self) -> None:
+        """Put the parts together. A store that did so, and whose reply was lost, knows no such upload when it is asked again."""
+        try:
+            self._file.close()
+        except Exception as error:
+            if not ((is_lost(error) or is_unknown_upload(error)) and self._is_there()):
+                raise
+
+    def _is_there(self) -> bool:
+        def look() -> bool:
+            note(Requests(gets=1))
+            found = self._client.get(self._store, self._key, options={"range": (0, 1)})
+            return found.meta["size"] == self._nbytes and found.attributes.get(_MARK) == self._mark
+
+        try:
+            return again(look, is_lost)
+        except Exception:  # then the first error stands
+            return False
 
     def _do(self, call: Any) -> None:
         from obstore.exceptions import BaseError
@@ -297,6 +352,7 @@ class _Writer:
         try:
             call()
         except (BaseError, OSError) as error:
+            self._is_away = not has_answered(error)
             raise _write_failed(self._url, error) from None
 
 

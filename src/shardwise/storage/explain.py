@@ -9,14 +9,25 @@ import urllib.request
 
 from .urls import without_queries
 
-__all__ = ["explained", "is_forbidden", "is_too_short", "is_unexplained", "text_of"]
+__all__ = [
+    "explained",
+    "has_answered",
+    "is_forbidden",
+    "is_lost",
+    "is_too_short",
+    "is_unexplained",
+    "is_unknown_upload",
+    "text_of",
+]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _ASKED = re.compile(r"Error performing [A-Z]+ ((https?://[^\s/?]+)[^\s?]*)")
-_RETRIES = re.compile(r"after (\d+) retries")
+_RETRIES = re.compile(r"after (\d+) retries(?:, max_retries: (\d+))?")
+#: What the client's library says where a reply did not come, or not whole.
+_LOST = ("HTTP error", "error sending request", "response body", "Got invalid list", "Got invalid multipart")
 #: Bodies of replies hold tokens, and what was signed.
 _BODY = re.compile(r"<(\?xml|Error)\b.*", re.DOTALL)
 _REDIRECT = "redirect without LOCATION"
@@ -42,6 +53,28 @@ def is_too_short(error: BaseException) -> bool:
 def is_forbidden(error: BaseException) -> bool:
     """Whether a store refused a request, whatever the reason."""
     return _status(str(error)) == "403"
+
+
+def has_answered(error: BaseException) -> bool:
+    """Whether a store replied to the last try of a request."""
+    return _status(str(error)) is not None
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a connection broke before a whole reply came, and the client did not use up its own tries.
+
+    The request may have been carried out.
+    """
+    text = str(error)
+    if _status(text) is not None or not any(sign in text for sign in _LOST):
+        return False
+    tried = _RETRIES.search(text)
+    return tried is None or tried[2] is None or int(tried[1]) < int(tried[2])
+
+
+def is_unknown_upload(error: BaseException) -> bool:
+    """Whether a store does not know an upload in parts: it was completed, or ended by another."""
+    return "NoSuchUpload" in str(error)
 
 
 def is_unexplained(error: BaseException) -> bool:
