@@ -967,8 +967,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/explain.py",
-        '_BODY.sub("", str(error).partition("Debug source")[0])',
-        'str(error).partition("Debug source")[0]',
+        '_BODY.sub("", text.partition("Debug source")[0])',
+        'text.partition("Debug source")[0]',
         ("tests/storage/test_refusals.py::test_a_body_is_not_repeated",),
         "an error repeats the token in a store's reply",
     ),
@@ -981,8 +981,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/explain.py",
-        'return without_queries(" ".join(first.split()))[:500]',
-        'return " ".join(first.split())[:500]',
+        "shown = without_queries(text[:_MOST_CHARS])",
+        "shown = text[:_MOST_CHARS]",
         ("tests/storage/test_reads.py::test_queries_are_not_repeated",),
         "an error repeats the signature in a URL",
     ),

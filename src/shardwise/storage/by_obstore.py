@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
 from .explain import (
+    NOWHERE,
     explained,
     has_answered,
     is_forbidden,
@@ -21,6 +24,7 @@ from .explain import (
     is_unknown_upload,
     text_of,
 )
+from .pages import MOST_IN_FOLDER, pages_below, pages_of_level
 from .records import Cut, Held, Listing, Stat
 from .requests import LISTED_AT_ONCE, Requests, note
 from .tries import Tries, again
@@ -46,6 +50,8 @@ _RETRY = {
     },
     "retry_timeout": timedelta(seconds=60),
 }
+#: Hosts that give AWS's credentials.
+_OF_AWS = ("169.254.0.0/16", "fd00:ec2::/32", "amazonaws.com", "amazonaws.com.cn")
 _CLIENT = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 
 
@@ -71,10 +77,12 @@ class ObstoreStore:
             ) from error
         self._obstore = obstore
         self._takes_bare_tags = False
+        self._lists_in_order = root.startswith(("s3://", "s3a://"))
         given = {**_credentials(root, options), **options}
         given["retry_config"] = {**_RETRY, **(given.get("retry_config") or {})}
         plain = {"allow_http": True} if _is_plain(root, options) else {}
-        given["client_options"] = {**_CLIENT, **plain, **(given.get("client_options") or {})}
+        own = given.get("client_options") or {}
+        given["client_options"] = {**_CLIENT, **plain, **_only_to_endpoint(root, options), **own}
         is_http = root.startswith(
             ("http://", "https://")
         )  # else obstore takes hosts of clouds for their stores
@@ -84,6 +92,8 @@ class ObstoreStore:
             raise SourceError(f"can't be opened as a store: {text_of(error)}", path=root) from None
 
     def list(self, folder: str) -> Listing:
+        if self._lists_in_order:
+            return self._list_in_pages(folder)
         note(Requests(lists=1))
         found = self._ask(
             "listing it", folder, lambda s: self._obstore.list_with_delimiter(s, folder or None)
@@ -97,15 +107,54 @@ class ObstoreStore:
         folders = frozenset(str(path)[start:] for path in found["common_prefixes"])
         return Listing(files, folders - {""})
 
-    def list_below(self, folder: str) -> dict[str, Stat]:
-        def every(store: Any) -> list[Any]:
-            return [one for some in self._obstore.list(store, folder or None) for one in some]
+    def _list_in_pages(self, folder: str) -> Listing:
+        start, files, folders = len(folder) + 1 if folder else 0, dict[str, Stat](), set[str]()
+        for page in self._pages(folder, pages_of_level):
+            for one in page:
+                name, slash, _ = str(one["path"])[start:].partition("/")
+                if slash:
+                    folders.add(name)
+                elif name:
+                    files[name] = _stat(one)
+            if len(files) + len(folders) > MOST_IN_FOLDER:
+                raise SourceError(
+                    f"the store lists more than {MOST_IN_FOLDER} names in one folder, which is the limit",
+                    path=f"{self._root}/{folder}",
+                )
+        for name in [n for n, stat in files.items() if stat.nbytes == 0]:
+            if self._is_marker(f"{folder}/{name}" if folder else name):
+                del files[name]
+                folders.add(name)
+        return Listing(files, frozenset(folders))
 
-        note(Requests(lists=1))
-        found = self._ask("listing it", folder, every)
-        note(Requests(lists=max(0, (len(found) - 1) // LISTED_AT_ONCE)))  # further pages
+    def list_below(self, folder: str) -> Iterator[tuple[str, Stat]]:
         start = len(folder) + 1 if folder else 0
-        return {str(one["path"])[start:]: _stat(one) for one in found}
+        for page in self._pages(folder, pages_below):
+            yield from ((str(one["path"])[start:], _stat(one)) for one in page)
+
+    def _pages(self, folder: str, listing: Any) -> Iterator[list[Any]]:
+        def ask(next_page: Callable[[], list[Any]]) -> list[Any]:
+            note(Requests(lists=1))
+            try:
+                return self._ask("listing it", folder, lambda s: next_page())  # type: ignore[no-any-return]
+            except FileNotFoundError:  # some stores say so of a folder without objects
+                return []
+
+        url = f"{self._root}/{folder}" if folder else self._root
+        return listing(self._obstore, self._store, folder, url, ask)  # type: ignore[no-any-return]
+
+    def _is_marker(self, key: str) -> bool:
+        """Whether what a listing shows as an object is ``key/``, which some programs write where a file system has a directory."""
+        from obstore.exceptions import BaseError
+
+        note(Requests(heads=1))
+        try:
+            again(lambda: self._obstore.head(self._store, key), is_lost)
+        except FileNotFoundError:
+            return True
+        except (BaseError, OSError):
+            return False
+        return False
 
     def stat(self, key: str) -> Stat | None:
         from obstore.exceptions import BaseError
@@ -263,6 +312,10 @@ class ObstoreStore:
             if "NoSuchBucket" in str(error):
                 raise SourceError(f"{what} failed: no such bucket", path=url) from None
             raise FileNotFoundError(url) from None
+        except TimeoutError:
+            raise SourceError(
+                f"{what} failed: the store makes no progress; see the endpoint", path=url
+            ) from None
         except (BaseError, OSError) as error:
             if is_too_short(error):
                 raise _NotThatLong from None
@@ -398,6 +451,31 @@ def _is_plain(root: str, options: Mapping[str, Any]) -> bool:
     if not given and root.startswith("s3"):
         given = [value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT")]
     return root.startswith("http://") or any(str(value).startswith("http://") for value in given)
+
+
+def _only_to_endpoint(root: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a client that follows no redirect from an S3 endpoint to another host, which would get the session token.
+
+    obstore has no option for it: so all other hosts are behind a proxy where nothing can listen. Without an endpoint, the store is AWS.
+    A proxy of the user's own decides about hosts itself.
+    """
+    named = {name.lower(): value for name, value in [*os.environ.items(), *options.items()]}
+    endpoints = [str(value) for name, value in named.items() if re.match(r"(aws_)?endpoint", name) and value]
+    has_proxy = any(named.get(f"{kind}_proxy") for kind in ("http", "https", "all"))
+    is_open = named.get("skip_signature") or named.get("aws_skip_signature")
+    if not root.startswith("s3") or not endpoints or has_proxy or is_open:
+        return {}
+    if "proxy_url" in (options.get("client_options") or {}):
+        return {}
+    others = ("aws_container_credentials_full_uri", "metadata_endpoint", "aws_metadata_endpoint")
+    asked = [*endpoints, *(str(named[name]) for name in others if named.get(name))]
+    hosts = {urlsplit(url).hostname for url in asked}
+    if None in hosts:
+        return {}
+    return {
+        "proxy_url": f"http://{NOWHERE}",
+        "proxy_excludes": ",".join([*sorted(filter(None, hosts)), *_OF_AWS]),
+    }
 
 
 def _credentials(root: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -198,8 +198,10 @@ def bytes_below(path: str) -> tuple[int, int]:
     """
     if is_url(path):
         place = place_of(path)
-        every = store_of(place.root).list_below(place.key)
-        return len(every), sum(stat.nbytes for stat in every.values())
+        objects = nbytes = 0
+        for _, stat in store_of(place.root).list_below(place.key):
+            objects, nbytes = objects + 1, nbytes + stat.nbytes
+        return objects, nbytes
     found = [stat_of(join(path, name)) for name in files_below(path)]
     return len(found), sum(stat.nbytes for stat in found if stat is not None)
 
