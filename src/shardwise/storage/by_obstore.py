@@ -77,7 +77,7 @@ class ObstoreStore:
             ) from error
         self._obstore = obstore
         self._takes_bare_tags = False
-        self._lists_in_order = root.startswith(("s3://", "s3a://"))
+        self._lists_in_order = root.startswith(("s3://", "s3a://")) and not root.endswith("--x-s3")
         given = {**_credentials(root, options), **options}
         given["retry_config"] = {**_RETRY, **(given.get("retry_config") or {})}
         plain = {"allow_http": True} if _is_plain(root, options) else {}
@@ -134,7 +134,6 @@ class ObstoreStore:
 
     def _pages(self, folder: str, listing: Any) -> Iterator[list[Any]]:
         def ask(next_page: Callable[[], list[Any]]) -> list[Any]:
-            note(Requests(lists=1))
             try:
                 return self._ask("listing it", folder, lambda s: next_page())  # type: ignore[no-any-return]
             except FileNotFoundError:  # some stores say so of a folder without objects
@@ -205,7 +204,7 @@ class ObstoreStore:
         return _stat(got.meta), self._chunks(got, key)
 
     def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
-        file = self.writer(key, nbytes)
+        file = self._writer(key, nbytes, most_whole=_part_bytes(nbytes))
         try:
             for piece in pieces:
                 file.write(piece)
@@ -215,9 +214,12 @@ class ObstoreStore:
             raise
 
     def writer(self, key: str, nbytes: int) -> _Writer:
+        return self._writer(key, nbytes, most_whole=_part_bytes(nbytes) - 1)
+
+    def _writer(self, key: str, nbytes: int, *, most_whole: int) -> _Writer:
         url = f"{self._root}/{key}"
         _check_process(url)
-        return _Writer(self._obstore, self._store, key, url, _part_bytes(nbytes))
+        return _Writer(self._obstore, self._store, key, url, _part_bytes(nbytes), most_whole)
 
     def create(self, key: str, content: bytes) -> bool:
         return self._put_if(key, content, "create")
@@ -327,11 +329,11 @@ class _NotThatLong(Exception):
 
 
 class _Writer:
-    """As :class:`.ObjectFile`. What is less than a part is one request; a part and more are an upload of parts."""
+    """As :class:`.ObjectFile`. Up to ``most_whole`` bytes are one request, more are an upload of parts."""
 
-    def __init__(self, client: Any, store: Any, key: str, url: str, part_bytes: int) -> None:
+    def __init__(self, client: Any, store: Any, key: str, url: str, part_bytes: int, most_whole: int) -> None:
         self._client, self._store, self._key, self._url = client, store, key, url
-        self._part_bytes, self._nbytes = part_bytes, 0
+        self._part_bytes, self._most_whole, self._nbytes = part_bytes, most_whole, 0
         self._held: list[bytes] = []
         """What came before the upload began."""
         self._file: Any = None
@@ -346,7 +348,7 @@ class _Writer:
             self._do(lambda: self._file.write(own))
             return
         self._held.append(own)
-        if self._nbytes >= self._part_bytes:
+        if self._nbytes > self._most_whole:
             self._do(lambda: again(self._begin, is_lost))
             self._held = []
 

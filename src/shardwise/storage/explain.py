@@ -32,7 +32,7 @@ _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _ASKED = re.compile(r"Error performing [A-Z]+ ((https?://[^\s/?]+)[^\s?]*)")
 _RETRIES = re.compile(r"after (\d+) retries(?:, max_retries: (\d+))?")
 #: What the client's library says where a reply did not come, or not whole.
-_LOST = ("HTTP error", "error sending request", "response body", "Got invalid list", "Got invalid multipart")
+_LOST = ("HTTP error", "error sending request", "response body")
 #: Bodies of replies hold tokens, and what was signed.
 _BODY = re.compile(r"<(\?xml|Error)\b.*", re.DOTALL)
 _REDIRECT = "redirect without LOCATION"

@@ -180,10 +180,13 @@ def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | Non
             for folder, _, names in os.walk(path)
             for name in names
         }
-    listing = _listed(path)
-    found: dict[str, Stat | None] = dict(listing.files)
-    for folder in listing.folders:
-        found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
+    found: dict[str, Stat | None] = {}
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        listing = _listed(join(path, folder.rstrip("/")) if folder else path)
+        found |= {f"{folder}{name}": stat for name, stat in listing.files.items()}
+        waiting += [f"{folder}{name}/" for name in listing.folders]
     for name in set(expected) - found.keys():
         if (stat := stat_of_expected(join(path, name))) is not None:
             found[name] = stat

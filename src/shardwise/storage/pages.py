@@ -1,4 +1,4 @@
-"""Listings of a store that obstore asks for: a page at a time, with a bound on objects and on the time of a page."""
+"""Listings of a store that obstore asks for: some objects at a time, with a bound on objects and on the time of a page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from ..errors import SourceError
-from .requests import LISTED_AT_ONCE
+from .requests import LISTED_AT_ONCE, Requests, note
 
 __all__ = ["MOST_BELOW", "MOST_IN_FOLDER", "pages_below", "pages_of_level"]
 
@@ -17,7 +17,11 @@ _Ask = Callable[[Callable[[], list[Any]]], list[Any]]
 
 #: Names directly below one folder, and objects below it at any depth, that one listing may have.
 MOST_IN_FOLDER, MOST_BELOW = 2**17, 2**22
-#: So long a store may take for the next 1,000 objects.
+#: A name of an object: S3, Google Cloud Storage and Azure have this limit.
+_MOST_KEY_BYTES = 1024
+#: Objects that are taken from a page at a time.
+_CHUNK = 100
+#: So long a store may take for the next of them.
 _PAGE_S = 120.0
 #: The last character there is: no name sorts behind it.
 _LAST = "\U0010ffff"
@@ -27,33 +31,42 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 class _Listing:
-    """Objects below a folder in the store's order, 1,000 at a time."""
+    """Objects below a folder in the store's order, a few at a time."""
 
     def __init__(self, client: Any, store: Any, folder: str) -> None:
         self._client, self._store, self._folder = client, store, folder
         self._after: str | None = None
         self._stream: Any = None
+        self._given = 0
 
-    def page(self) -> list[Any]:
-        """The next objects; fewer than 1,000 are the last. May be called again after an error: no object is left out."""
+    @property
+    def is_between_pages(self) -> bool:
+        """Whether more objects need another request."""
+        return self._given % LISTED_AT_ONCE == 0
+
+    def more(self) -> list[Any]:
+        """The next objects; fewer than ``_CHUNK`` are the last. May be called again after an error: no object is left out."""
         if self._stream is None:
             self._stream = self._client.list(
-                self._store, self._folder or None, offset=self._after, chunk_size=LISTED_AT_ONCE
+                self._store, self._folder or None, offset=self._after, chunk_size=_CHUNK
             )
         stream, self._stream = self._stream, None
         found: list[Any] = _within(_PAGE_S, lambda: anext(stream, []))
+        if self.is_between_pages and (found or not self._given):
+            note(Requests(lists=1))
+        self._given += len(found)
         if found:
             self._after, self._stream = str(found[-1]["path"]), stream
         return found
 
     def skip_to(self, after: str) -> None:
         """Let the next page begin after this name."""
-        self._after, self._stream = after, None
+        self._after, self._stream, self._given = after, None, 0
 
 
 def pages_below(client: Any, store: Any, folder: str, url: str, ask: _Ask) -> Iterator[list[Any]]:
     """All objects below a folder, at any depth; ``ask`` makes each request. Raises :class:`SourceError` for an endless listing."""
-    return _pages(_Listing(client, store, folder), len(folder) + 1 if folder else 0, url, ask, skips=False)
+    return _pages(_Listing(client, store, folder), f"{folder}/" if folder else "", url, ask, skips=False)
 
 
 def pages_of_level(client: Any, store: Any, folder: str, url: str, ask: _Ask) -> Iterator[list[Any]]:
@@ -62,27 +75,37 @@ def pages_of_level(client: Any, store: Any, folder: str, url: str, ask: _Ask) ->
     obstore's own listing of one level gives nothing before its last page, however many there are. Here what is left of a subfolder at the
     end of a page is skipped. For stores that list in the order of names.
     """
-    return _pages(_Listing(client, store, folder), len(folder) + 1 if folder else 0, url, ask, skips=True)
+    return _pages(_Listing(client, store, folder), f"{folder}/" if folder else "", url, ask, skips=True)
 
 
-def _pages(listing: _Listing, start: int, url: str, ask: _Ask, *, skips: bool) -> Iterator[list[Any]]:
-    listed, first, skipped = 0, "", ""
-    while page := ask(listing.page):
-        paths = [str(one["path"]) for one in page]
+def _pages(listing: _Listing, prefix: str, url: str, ask: _Ask, *, skips: bool) -> Iterator[list[Any]]:
+    listed, skipped, firsts = 0, "", set[str]()
+    while some := ask(listing.more):
+        paths = [str(one["path"]) for one in some]
         if skipped and paths[0] <= skipped:  # the store does not begin where it is told to
             skips = False
-        elif paths[0] == first or 2 * len(set(paths)) < len(paths):
+        elif paths[0] in firsts or 2 * len(set(paths)) < len(paths):
             raise SourceError("the store lists the same objects again and again", path=url)
-        yield page
-        listed, first, skipped = listed + len(paths), paths[0], ""
-        if len(paths) < LISTED_AT_ONCE:
+        _check_lengths(paths, url)
+        yield [one for one in some if str(one["path"]).startswith(prefix)]
+        listed, skipped = listed + len(paths), ""
+        firsts.add(paths[0])
+        if len(paths) < _CHUNK:
             return
         if listed > MOST_BELOW:
             raise SourceError(f"the store lists more than {MOST_BELOW} objects, which is the limit", path=url)
-        name, slash, _ = paths[-1][start:].partition("/")
-        if skips and slash:
-            skipped = f"{paths[-1][:start]}{name}/{_LAST}"
+        name, slash, _ = paths[-1].removeprefix(prefix).partition("/")
+        if skips and slash and listing.is_between_pages and paths[-1].startswith(prefix):
+            skipped = f"{prefix}{name}/{_LAST}"
             listing.skip_to(skipped)
+
+
+def _check_lengths(paths: list[str], url: str) -> None:
+    longest = max(len(path.encode()) for path in paths)
+    if longest > _MOST_KEY_BYTES:
+        raise SourceError(
+            f"the store lists a name of {longest} bytes, the limit is {_MOST_KEY_BYTES}", path=url
+        )
 
 
 def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
