@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import CheckpointError
 from shardwise.format.head import parse_head
-from shardwise.storage import files_below, is_file, read_whole
+from shardwise.storage import bytes_below, files_below, is_file, names_in, read_whole, tries
+from shardwise.store.in_store import ObjectWriter
 from tests.harness import models
-from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy, Reply, S3Server, use_store
 from tests.harness.tiers import long_rows
 from tests.storage.test_saves import small_state
 
@@ -318,3 +321,65 @@ def test_a_single_fault_is_survived(
 ) -> None:
     """At the first request of each kind."""
     assert survived(proxy, things, call, point, last_too=False) == []
+
+
+def test_a_completed_upload_whose_reply_was_lost(proxy: Proxy) -> None:
+    """A store that put the parts together may know no such upload when it is asked again."""
+    unknown = Reply(
+        404, "<Error><Code>NoSuchUpload</Code><Message>The upload does not exist.</Message></Error>"
+    )
+    completions: list[Asked] = []
+
+    def decide(asked: Asked) -> Do | None:
+        if kind_of(asked) != "complete an upload":
+            return None
+        completions.append(asked)
+        return Do(lose_reply=True) if len(completions) == 1 else Do(reply=unknown)
+
+    content = os.urandom(9 * 1024**2)
+    proxy.reset(decide)
+    with ObjectWriter(f"{ROOT}/completed") as file:
+        file.write(content)
+    assert len(completions) == 2
+    assert read_whole(f"{ROOT}/completed", 10**8) == content
+    # Another object of that length is not taken for the one that was written.
+    proxy.reset(lambda asked: Do(reply=unknown) if kind_of(asked) == "complete an upload" else None)
+    file = ObjectWriter(f"{ROOT}/completed")
+    file.write(bytes(len(content)))
+    with pytest.raises(CheckpointError, match=r"the store has ended the upload: 404 \(NoSuchUpload\)"):
+        file.close()
+    assert read_whole(f"{ROOT}/completed", 10**8) == content
+
+
+def test_a_connection_of_a_file_system_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fsspec's: also where its own error hides the broken connection."""
+    monkeypatch.setattr(tries, "_PAUSE_S", 0.0)
+    files = fsspec.filesystem("memory")
+    files.pipe("/single/a/file", b"0123456789")
+    kept = {name: getattr(type(files), name) for name in ("ls", "info", "cat_file", "find")}
+    broken: set[str] = set()
+
+    def once_broken(name: str) -> Callable[..., object]:
+        def call(self: object, *args: object, **options: object) -> object:
+            if name in broken:
+                broken.discard(name)
+                try:
+                    raise ConnectionResetError("reset by peer")
+                except ConnectionResetError as error:
+                    raise RuntimeError("the client's own error") from error
+            return kept[name](self, *args, **options)
+
+        return call
+
+    for name in kept:
+        monkeypatch.setattr(type(files), name, once_broken(name))
+    looks: tuple[tuple[str, Callable[[], object], object], ...] = (
+        ("ls", lambda: names_in("memory://single/a"), ["file"]),
+        ("info", lambda: is_file("memory://single/a/file"), True),
+        ("cat_file", lambda: read_whole("memory://single/a/file", 100), b"0123456789"),
+        ("find", lambda: bytes_below("memory://single/a"), (1, 10)),
+    )
+    for name, look, expected in looks:
+        broken.add(name)
+        assert look() == expected, name
+        assert not broken
