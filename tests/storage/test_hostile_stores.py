@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, IntegrityError, ShardwiseError, SourceError
 from shardwise.storage import by_obstore, bytes_below, folders_in, names_in, pages, tries
-from shardwise.storage.explain import scrubbed, text_of
+from shardwise.storage.explain import explained, is_lost, scrubbed, text_of
 from tests.harness.object_store import BUCKET, Proxy, S3Server
+from tests.harness.tiers import examples
 
 _HEADER = json.dumps({"w": {"dtype": "U8", "shape": [4096], "data_offsets": [0, 4096]}}).encode()
 FILE = struct.pack("<Q", len(_HEADER)) + _HEADER + b"\7" * 4096
@@ -373,6 +376,49 @@ def test_long_texts_cost_little() -> None:
     for text in ("?" * 3_000_000, "<Error>" * 500_000, "a" * 3_000_000, "-" * 3_000_000):
         assert len(text_of(ValueError(text))) <= 500
         assert len(scrubbed(text)) <= 500
+
+
+@examples(300)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "status code: 400 Bad Request: ",
+                "<Error>",
+                "<Code>",
+                "</Code>",
+                "<Message>",
+                "<Region>x",
+                "\x1b[2J",
+            ]
+            + [
+                "X-Amz-Signature=",
+                "?a=",
+                "Authorization: ",
+                "HTTP error",
+                "error sending request",
+                "after 9 retries",
+            ]
+            + [
+                "Error performing GET http://127.0.0.1:9/x ",
+                "\0",
+                "\x9b",
+                "\ud800",
+                "127.0.0.1:0,",
+                "redirect",
+            ]
+        )
+        | st.text(max_size=30),
+        max_size=40,
+    )
+)
+def test_any_text_of_a_store(parts: list[str]) -> None:
+    """Is a line that a terminal shows as it stands."""
+    error = ValueError("".join(parts))
+    for text in (explained(error), text_of(error)):
+        assert text.isprintable()
+        assert len(text) < 4000
+    assert is_lost(error) in (True, False)
 
 
 def test_large_folders_are_listed_whole(server: S3Server) -> None:

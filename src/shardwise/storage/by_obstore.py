@@ -32,6 +32,8 @@ from .tries import Tries, again
 __all__ = ["ObstoreStore", "is_known"]
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")
+#: Some objects of a listing, as obstore gives them.
+_Objects = list[Any]
 #: Bytes that come from a body at a time.
 _CHUNK_BYTES = 1024**2
 #: An object of more bytes is written in parts of so many, a few at a time. S3 takes at most 10,000.
@@ -132,8 +134,8 @@ class ObstoreStore:
         for page in self._pages(folder, pages_below):
             yield from ((str(one["path"])[start:], _stat(one)) for one in page)
 
-    def _pages(self, folder: str, listing: Any) -> Iterator[list[Any]]:
-        def ask(next_page: Callable[[], list[Any]]) -> list[Any]:
+    def _pages(self, folder: str, listing: Any) -> Iterator[_Objects]:
+        def ask(next_page: Callable[[], _Objects]) -> _Objects:
             try:
                 return self._ask("listing it", folder, lambda s: next_page())  # type: ignore[no-any-return]
             except FileNotFoundError:  # some stores say so of a folder without objects
@@ -278,7 +280,8 @@ class ObstoreStore:
 
         note(Requests(gets=1))
         try:
-            return self._ask("reading it", key, whole)
+            found: Held = self._ask("reading it", key, whole)
+            return found
         except FileNotFoundError:
             return None
 
@@ -394,7 +397,8 @@ class _Writer:
         def look() -> bool:
             note(Requests(gets=1))
             found = self._client.get(self._store, self._key, options={"range": (0, 1)})
-            return found.meta["size"] == self._nbytes and found.attributes.get(_MARK) == self._mark
+            is_whole = bool(found.meta["size"] == self._nbytes)
+            return is_whole and found.attributes.get(_MARK) == self._mark
 
         try:
             return again(look, is_lost)
