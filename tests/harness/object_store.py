@@ -6,10 +6,12 @@ The proxy speaks plain HTTP. What it does to a request is decided by a function 
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -154,6 +156,8 @@ class Asked:
     path: str
     first: int | None = None
     """First byte of the range that it asks for."""
+    is_conditional: bool = False
+    """Whether it is carried out only if there is no object, or a certain one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,14 @@ class Do:
     """Close the connection after so many bytes of the body."""
     lose_reply: bool = False
     """Carry it out, then close the connection."""
+    refuse: bool = False
+    """Close the connection instead of asking the server."""
+    cut_headers: bool = False
+    """Carry it out, then close the connection in the middle of the reply's headers."""
+    reset: bool = False
+    """Where the connection is closed, reset it."""
+    status_after: int | None = None
+    """Carry it out, then reply with this."""
     piece_s: float = 0.0
     """Wait before each 64 KiB of the body."""
     header: tuple[str, str] | None = None
@@ -234,9 +246,9 @@ class Proxy:
         with self._lock:
             self.counts, self.log, self.decide = Counts(), [], decide
 
-    def note(self, method: str, path: str, first: int | None) -> Asked:
+    def note(self, method: str, path: str, first: int | None, is_conditional: bool) -> Asked:
         with self._lock:
-            asked = Asked(len(self.log), method, path, first)
+            asked = Asked(len(self.log), method, path, first, is_conditional)
             self.log.append(asked)
             self.counts.requests[method] = self.counts.requests.get(method, 0) + 1
             return asked
@@ -276,17 +288,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         ranged = (self.headers.get("Range") or "").removeprefix("bytes=").partition("-")[0]
-        asked = self.proxy_of.note(self.command, self.path, int(ranged) if ranged.isdigit() else None)
+        first = int(ranged) if ranged.isdigit() else None
+        has_condition = any(name in self.headers for name in ("If-Match", "If-None-Match"))
+        asked = self.proxy_of.note(self.command, self.path, first, has_condition)
         do = self.proxy_of.decide(asked) or Do()
         if do.before is not None:
             do.before()
         time.sleep(do.wait_s)
+        if do.refuse:
+            self._hang_up(do)
+            return
         if do.status is not None:
-            code = {400: "ExpiredToken", 401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}.get(
-                do.status, "InternalError"
-            )
-            body = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>"
-            do = replace(do, reply=Reply(do.status, body))
+            do = replace(do, reply=_refusal(do.status))
         if do.reply is not None:
             self._reply(do.reply)
             return
@@ -321,7 +334,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, reply: http.client.HTTPResponse, do: Do) -> None:
         if do.lose_reply:
             reply.read()
-            self._hang_up()
+            self._hang_up(do)
+            return
+        if do.status_after is not None:
+            reply.read()
+            self._reply(_refusal(do.status_after))
+            return
+        if do.cut_headers:
+            reply.read()
+            self.wfile.write(f"HTTP/1.1 {reply.status} OK\r\nContent-Le".encode())
+            self._hang_up(do)
             return
         self.send_response(reply.status)
         for name, value in reply.getheaders():
@@ -345,10 +367,23 @@ class _Handler(BaseHTTPRequestHandler):
             self.proxy_of.sent(len(some))
             self.wfile.write(some)
             if left is not None and (left := left - len(some)) <= 0:
-                self._hang_up()
+                self._hang_up(do)
                 return
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, do: Do) -> None:
         self.close_connection = True
         self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_RDWR)
+        if do.reset:
+            now = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+            self.rfile.close()
+            self.wfile = io.BytesIO()  # that the server flushes
+            self.connection.close()
+        else:
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _refusal(status: int) -> Reply:
+    codes = {400: "ExpiredToken", 401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}
+    code = codes.get(status, "InternalError")
+    return Reply(status, f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>")

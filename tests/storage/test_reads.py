@@ -27,6 +27,7 @@ from shardwise.storage import (
     names_in,
     stat_of,
     stores,
+    tries,
 )
 from shardwise.storage.explain import text_of
 from shardwise.storage.records import Cut
@@ -55,7 +56,7 @@ def content(server: S3Server) -> bytes:
 
 @pytest.fixture
 def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setattr(stores, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(tries, "_PAUSE_S", 0.001)
     with Proxy(server.port) as found:
         use_store(found.endpoint)
         yield found
@@ -182,7 +183,7 @@ class Scripted:
 def script(monkeypatch: pytest.MonkeyPatch, *replies: tuple[str, list[bytes | Cut]]) -> Scripted:
     found = Scripted(*replies)
     monkeypatch.setattr(stores, "store_of", lambda root: found)
-    monkeypatch.setattr(stores, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(tries, "_PAUSE_S", 0.0)
     return found
 
 

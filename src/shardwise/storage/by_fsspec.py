@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, SourceError
-from .records import Cut, Held, Listing, ObjectFile, Stat
+from .explain import scrubbed
+from .records import Held, Listing, ObjectFile, Stat
 from .requests import Requests, note
-from .urls import without_queries
+from .tries import again
 
 __all__ = ["FsspecStore"]
 
@@ -50,17 +51,16 @@ class FsspecStore:
             frozenset(name for name, one in inside if one["type"] == "directory"),
         )
 
-    def list_below(self, folder: str) -> dict[str, Stat]:
+    def list_below(self, folder: str) -> Iterator[tuple[str, Stat]]:
         note(Requests(lists=1))
         try:
             found = self._ask("listing it", folder, lambda url: self._files.find(url, detail=True))
         except FileNotFoundError:
-            return {}
+            return
         own = self._path_of(self._url(folder))
-        names = {str(name).strip("/"): info for name, info in found.items()}
-        return {
-            name[len(own) + 1 :]: _stat(info) for name, info in names.items() if name.startswith(f"{own}/")
-        }
+        for name, info in found.items():
+            if str(name).strip("/").startswith(f"{own}/"):
+                yield str(name).strip("/")[len(own) + 1 :], _stat(info)
 
     def stat(self, key: str) -> Stat | None:
         note(Requests(heads=1))
@@ -107,16 +107,22 @@ class FsspecStore:
 
     def _ask(self, what: str, key: str, call: Any) -> Any:
         try:
-            return call(self._url(key))
+            return again(lambda: call(self._url(key)), _is_lost)
         except (FileNotFoundError, NotADirectoryError):
             raise
-        except (ConnectionError, TimeoutError) as error:
-            raise Cut(without_queries(str(error))) from error
         except Exception as error:  # each file system has errors of its own
             raise SourceError(
-                f"{what} failed: {type(error).__name__}: {without_queries(str(error))[:300]}",
-                path=self._url(key),
+                f"{what} failed: {type(error).__name__}: {scrubbed(str(error))}", path=self._url(key)
             ) from None
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether a connection broke: an error of the file system's own may say so by its cause."""
+    for _ in range(8):
+        if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        error = None if error is None else error.__cause__ or error.__context__
+    return False
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:

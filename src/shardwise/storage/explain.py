@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import http.client
 import re
+import threading
 import urllib.error
 import urllib.request
 
+from .options import secrets
 from .urls import without_queries
 
-__all__ = ["explained", "is_forbidden", "is_too_short", "is_unexplained", "text_of"]
+__all__ = [
+    "NOWHERE",
+    "explained",
+    "has_answered",
+    "is_forbidden",
+    "is_lost",
+    "is_too_short",
+    "is_unexplained",
+    "is_unknown_upload",
+    "scrubbed",
+    "text_of",
+]
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
+_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,100})</Code>")
+_PHRASE = re.compile(r"status code: (\d{3} [A-Za-z -]{1,40})")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _ASKED = re.compile(r"Error performing [A-Z]+ ((https?://[^\s/?]+)[^\s?]*)")
-_RETRIES = re.compile(r"after (\d+) retries")
+_RETRIES = re.compile(r"after (\d+) retries(?:, max_retries: (\d+))?")
+#: What the client's library says where a reply did not come, or not whole.
+_LOST = ("HTTP error", "error sending request", "response body")
 #: Bodies of replies hold tokens, and what was signed.
 _BODY = re.compile(r"<(\?xml|Error)\b.*", re.DOTALL)
 _REDIRECT = "redirect without LOCATION"
+#: Where a client goes that follows a redirect to another host.
+NOWHERE = "127.0.0.1:0"
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
 _UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed")
@@ -32,27 +50,63 @@ _CONNECTIONS = {
     "InvalidCertificate": "its certificate is not trusted (SSL_CERT_FILE names a file of authorities)",
 }
 _LOOK_S = 5.0
+#: Of an error of the client, which repeats the reply's body, whatever its length.
+_MOST_CHARS = 8192
+#: Of what an error of ours repeats.
+_SHOWN_CHARS = 500
+#: A word that no sentence has: a token, a signature.
+_LONG_WORD = re.compile(r"[A-Za-z0-9+/=_-]{32,}")
+#: Headers, and parts of signed URLs, that a reply repeats.
+_HEADER = re.compile(
+    r"(authorization|credential|signature|secret\w{0,20}|[\w-]{0,20}token|x-(?:amz|goog|ms)-[\w-]{1,40})[\"']?\s{0,3}[:=].*",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def is_too_short(error: BaseException) -> bool:
     """Whether an object ends before the range that was asked for: the store's word, or obstore's where the store says nothing."""
-    return _status(str(error)) == "416" or "Wanted range starting at" in str(error)
+    return _status(_read(error)) == "416" or "Wanted range starting at" in _read(error)
 
 
 def is_forbidden(error: BaseException) -> bool:
     """Whether a store refused a request, whatever the reason."""
-    return _status(str(error)) == "403"
+    return _status(_read(error)) == "403"
+
+
+def has_answered(error: BaseException) -> bool:
+    """Whether a store replied to the last try of a request."""
+    return _status(_read(error)) is not None
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a connection broke before a whole reply came, and the client did not use up its own tries.
+
+    The request may have been carried out.
+    """
+    text = _read(error)
+    if _status(text) is not None or not any(sign in text for sign in _LOST):
+        return False
+    tried = _RETRIES.search(text)
+    return tried is None or tried[2] is None or int(tried[1]) < int(tried[2])
+
+
+def is_unknown_upload(error: BaseException) -> bool:
+    """Whether a store does not know an upload in parts: it was completed, or ended by another."""
+    return "NoSuchUpload" in _read(error)
 
 
 def is_unexplained(error: BaseException) -> bool:
     """Whether a store refused a request in a reply without a body, as every reply to HEAD is."""
-    text = str(error)
+    text = _read(error)
     return _status(text) in ("400", "401", "403") and _CODE.search(text) is None
 
 
 def explained(error: BaseException) -> str:
     """One sentence. May ask the store, without credentials, for the region of a bucket that lies in another one."""
-    text = str(error)
+    return scrubbed(_explained(_read(error)))
+
+
+def _explained(text: str) -> str:
     status, found = _status(text), _CODE.search(text)
     code = found[1] if found else ""
     reply = f"{status} ({code})" if code else f"{status}"
@@ -61,6 +115,8 @@ def explained(error: BaseException) -> str:
             "no credentials were found: set those of the store in the environment, or "
             "shardwise.storage_options(url, skip_signature=True) for a public one"
         )
+    if f"{NOWHERE}," in text:
+        return "the store redirects to another host, which would get the credentials; see the endpoint"
     if "non-partial response" in text:
         return "the store does not serve byte ranges as HTTP says (status 206); copy the files to a local directory"
     region = _REGION.search(text)
@@ -76,18 +132,41 @@ def explained(error: BaseException) -> str:
         return f"the store refused the credentials: {reply}; see the key and its secret"
     if status == "403":
         return f"the store refused it: {reply}; see the credentials and their rights"
+    if code == "NoSuchUpload":
+        return f"the store has ended the upload: {reply}; see its rule for unfinished uploads, and write it again"
     if status == "404":
         return f"not there: {reply}"
     if status and code:
         said = _MESSAGE.search(text)
-        return without_queries(f"the store refused it: {reply}" + (f": {said[1]}" if said else ""))
-    return _no_reply(text) if "error sending request" in text else text_of(error)
+        return f"the store refused it: {reply}" + (f": {_LONG_WORD.sub('…', said[1])}" if said else "")
+    if status:
+        phrase = _PHRASE.search(text)
+        return f"the store refused it: {phrase[1] if phrase else status}"
+    return _no_reply(text) if "error sending request" in text else _shown(text)
 
 
 def text_of(error: BaseException) -> str:
     """The first lines of an error, without queries of URLs and bodies of replies: they may hold a token or a signature."""
-    first = _BODY.sub("", str(error).partition("Debug source")[0])
-    return without_queries(" ".join(first.split()))[:500]
+    return scrubbed(_shown(_read(error)))
+
+
+def scrubbed(text: str) -> str:
+    """A text of a store's client that an error may repeat: cut, without credentials, without characters that a terminal obeys."""
+    shown = without_queries(text[:_MOST_CHARS])
+    for secret in secrets():
+        shown = shown.replace(secret, "…")
+    shown = _HEADER.sub(r"\1: …", shown)[:_SHOWN_CHARS]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def _read(error: BaseException) -> str:
+    """What the client says, up to a length that no body of a reply extends."""
+    return str(error)[:_MOST_CHARS]
+
+
+def _shown(text: str) -> str:
+    first = _BODY.sub("", text.partition("Debug source")[0])
+    return " ".join(first.split())
 
 
 def _status(text: str) -> str | None:
@@ -109,17 +188,24 @@ def _region_of(text: str) -> str | None:
     asked = _ASKED.search(text)
     if asked is None:
         return None
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(asked[1], method="HEAD"), timeout=_LOOK_S
-        ) as reply:
-            headers = reply.headers
-    except urllib.error.HTTPError as error:
-        headers = error.headers
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    found = headers.get("x-amz-bucket-region") or ""
-    return found if re.fullmatch(r"[a-z0-9-]{1,40}", found) else None
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(asked[1], method="HEAD"), timeout=_LOOK_S
+            ) as reply:
+                headers = reply.headers
+        except urllib.error.HTTPError as error:
+            headers = error.headers
+        except (OSError, ValueError, http.client.HTTPException):
+            return
+        found.append(headers.get("x-amz-bucket-region") or "")
+
+    looking = threading.Thread(target=ask, daemon=True)  # a reply may come byte by byte
+    looking.start()
+    looking.join(_LOOK_S)
+    return found[0] if found and re.fullmatch(r"[a-z0-9-]{1,40}", found[0]) else None
 
 
 def _no_reply(text: str) -> str:

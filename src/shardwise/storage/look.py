@@ -180,10 +180,13 @@ def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | Non
             for folder, _, names in os.walk(path)
             for name in names
         }
-    listing = _listed(path)
-    found: dict[str, Stat | None] = dict(listing.files)
-    for folder in listing.folders:
-        found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
+    found: dict[str, Stat | None] = {}
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        listing = _listed(join(path, folder.rstrip("/")) if folder else path)
+        found |= {f"{folder}{name}": stat for name, stat in listing.files.items()}
+        waiting += [f"{folder}{name}/" for name in listing.folders]
     for name in set(expected) - found.keys():
         if (stat := stat_of_expected(join(path, name))) is not None:
             found[name] = stat
@@ -198,8 +201,10 @@ def bytes_below(path: str) -> tuple[int, int]:
     """
     if is_url(path):
         place = place_of(path)
-        every = store_of(place.root).list_below(place.key)
-        return len(every), sum(stat.nbytes for stat in every.values())
+        objects = nbytes = 0
+        for _, stat in store_of(place.root).list_below(place.key):
+            objects, nbytes = objects + 1, nbytes + stat.nbytes
+        return objects, nbytes
     found = [stat_of(join(path, name)) for name in files_below(path)]
     return len(found), sum(stat.nbytes for stat in found if stat is not None)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from .urls import is_url, place_of
 
-__all__ = ["options_of", "storage_options"]
+__all__ = ["options_of", "secrets", "storage_options"]
+
+#: Names of options and of environment variables whose values are credentials.
+_SECRET = re.compile("secret|token|key|sas|password|credential|signature", re.IGNORECASE)
+#: A shorter value is a word that texts have anyway.
+_LEAST_SECRET_CHARS = 8
 
 _BY_ROOT: dict[str, dict[str, Any]] = {}
 
@@ -35,3 +43,19 @@ def storage_options(url: str, **options: Any) -> None:
 def options_of(root: str) -> dict[str, Any]:
     """The options that were set for a root."""
     return dict(_BY_ROOT.get(root, {}))
+
+
+def secrets() -> list[str]:
+    """The values of options and of environment variables whose names say that they are credentials, the longest first."""
+    given = [item for options in _BY_ROOT.values() for item in _texts(options)]
+    given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "AZURE_", "GOOGLE_", "HF_"))]
+    found = {value for name, value in given if _SECRET.search(name) and len(value) >= _LEAST_SECRET_CHARS}
+    return sorted(found, key=len, reverse=True)
+
+
+def _texts(options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _texts(value)
+        elif isinstance(value, str):
+            yield name, value

@@ -63,7 +63,7 @@ class Store(Protocol):
     def list(self, folder: str) -> Listing:
         """The names directly below ``folder`` ('' for the root); empty if there are none."""
 
-    def list_below(self, folder: str) -> dict[str, Stat]:
+    def list_below(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """Every object below ``folder``, by its name from there; a request for each 1,000."""
 
     def stat(self, key: str) -> Stat | None:

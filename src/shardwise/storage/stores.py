@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from collections.abc import Callable
 from threading import Lock
 
@@ -13,14 +10,12 @@ from .by_fsspec import FsspecStore
 from .by_obstore import ObstoreStore, is_known
 from .options import options_of
 from .records import Cut, Moved, Stat, Store
+from .tries import Tries
 from .urls import place_of
 
 __all__ = ["fetch", "store_of"]
 
-#: So often a read that was cut is asked for again, from the byte where it was cut. obstore has tried several times before.
-_RETRIES = 3
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-#: After so many bytes, it may be cut as often again.
+#: After so many bytes, a read may be cut as often again, and take as long.
 _PROGRESS_BYTES = 64 * 1024
 
 _lock = Lock()
@@ -57,7 +52,7 @@ def fetch(
     """
     place = place_of(url)
     store = store_of(place.root)
-    done, cut_at, cuts, pause_s = 0, 0, 0, _PAUSE_S
+    done, cut_at, tries = 0, 0, Tries()
     found: Stat | None = None
     while done < view.nbytes:
         try:
@@ -78,15 +73,13 @@ def fetch(
             raise IntegrityError("lost: no such object", path=url) from error
         except Cut as error:
             if done - cut_at >= _PROGRESS_BYTES:
-                cuts, pause_s = 0, _PAUSE_S
-            cut_at, cuts = done, cuts + 1
-            if cuts > _RETRIES:
+                tries = Tries()
+            cut_at = done
+            if not tries.another():
                 raise SourceError(
-                    f"reading {view.nbytes} bytes at {start} failed {cuts} times, the last time after {done} bytes: {error}",
+                    f"reading {view.nbytes} bytes at {start} failed {tries.failed} times, the last time after {done} bytes: {error}",
                     path=url,
                 ) from None
-            time.sleep(pause_s * random.Random(os.urandom(8)).uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return found
 
 

@@ -10,7 +10,8 @@ from ..errors import SourceError
 
 __all__ = ["Place", "is_url", "join", "place_of", "without_queries"]
 
-_QUERY = re.compile(r"\?[^\s\"'<>]*=[^\s\"'<>]*")
+#: Linear in any text: what follows a question mark is looked at once.
+_QUERY = re.compile(r"\?[^\s\"'<>]*")
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/]*)(?P<path>.*)", re.DOTALL)
 
@@ -50,7 +51,7 @@ def join(url: str, name: str) -> str:
 
 def without_queries(text: str) -> str:
     """A text without the queries of URLs in it, which may hold a token or a signature."""
-    return _QUERY.sub("?…", text)
+    return _QUERY.sub(lambda found: "?…" if "=" in found[0] else found[0], text)
 
 
 def place_of(url: str) -> Place:
