@@ -107,7 +107,9 @@ class SaveReport:
         """This report, which also says that the save of ``step`` before it failed in the background."""
         if self.failure is None:
             return replace(self, failure=failure, failed_step=step)
-        return replace(self, failure=f"{self.failure}; the save of step {step} before it failed, too: {failure}")
+        return replace(
+            self, failure=f"{self.failure}; the save of step {step} before it failed, too: {failure}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

@@ -19,7 +19,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import ParamSpec, TypeVar
 
 from shardwise.errors import ShardwiseError
@@ -135,10 +135,18 @@ def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         count[0] += 1
 
 
-def remove_tree(path: str) -> None:
-    """Delete a directory tree, name by name. Files that can't be deleted stay; links are not followed."""
+def remove_tree(path: str, last: Container[str] = ()) -> None:
+    """Delete a directory tree, name by name. Files that can't be deleted stay. Links are not followed: where ``path`` is one, nothing
+    is deleted.
+
+    ``last``: names at the top that go when all others are gone.
+    """
+    if patiently(os.path.islink, path):
+        return
     for folder, folders, names in os.walk(path, topdown=False):
         for name in names:
+            if folder == path and name in last:
+                continue
             with contextlib.suppress(OSError):
                 patiently(os.unlink, os.path.join(folder, name))
         for name in folders:
@@ -146,7 +154,11 @@ def remove_tree(path: str) -> None:
             with contextlib.suppress(OSError):
                 patiently(os.unlink if os.path.islink(inner) else os.rmdir, inner)
     with contextlib.suppress(OSError):
-        patiently(os.rmdir, path)
+        left = patiently(os.listdir, path)
+        if all(name in last for name in left):
+            for name in left:
+                patiently(os.unlink, os.path.join(path, name))
+            patiently(os.rmdir, path)
 
 
 def write_behind(fd: int) -> None:
