@@ -15,8 +15,8 @@ from ..ranks.patience import patiently
 from ..storage import is_url
 from ..store.line import DirectoryLine, Line, line_of
 from ..store.lock import DirectoryLock
-from ..store.part_target import delete_sealed
 from ..store.marks import is_checkpoint
+from ..store.part_target import delete_sealed
 from ..store.publish import delete_all, sweep_leftovers
 from ..store.write import fsync_directory
 from ._trainer_stand_in import STATE_NAME

@@ -135,17 +135,15 @@ def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         count[0] += 1
 
 
-def remove_tree(path: str, last: Container[str] = ()) -> None:
-    """Delete a directory tree, name by name. Files that can't be deleted stay. Links are not followed: where ``path`` is one, nothing
-    is deleted.
-
-    ``last``: names at the top that go when all others are gone.
+def remove_tree(path: str, *, spared: Container[str] = ()) -> None:
+    """Delete a directory tree, name by name, but for files at its top that are ``spared``. Files that can't be deleted stay. Links are not
+    followed: where ``path`` is one, nothing is deleted.
     """
     if patiently(os.path.islink, path):
         return
     for folder, folders, names in os.walk(path, topdown=False):
         for name in names:
-            if folder == path and name in last:
+            if folder == path and name in spared:
                 continue
             with contextlib.suppress(OSError):
                 patiently(os.unlink, os.path.join(folder, name))
@@ -154,11 +152,7 @@ def remove_tree(path: str, last: Container[str] = ()) -> None:
             with contextlib.suppress(OSError):
                 patiently(os.unlink if os.path.islink(inner) else os.rmdir, inner)
     with contextlib.suppress(OSError):
-        left = patiently(os.listdir, path)
-        if all(name in last for name in left):
-            for name in left:
-                patiently(os.unlink, os.path.join(path, name))
-            patiently(os.rmdir, path)
+        patiently(os.rmdir, path)
 
 
 def write_behind(fd: int) -> None:

@@ -113,9 +113,6 @@ class DirectoryLine:
         return {step: os.path.basename(path) for step, path in publish.published_steps(self.root).items()}
 
     def own_steps(self) -> dict[int, str]:
-        """As :meth:`steps`, without what another run or program has put there: what retention may count and delete."""
-
-    def own_steps(self) -> dict[int, str]:
         steps = self.steps()
         for name in steps.values():
             if name not in self._runs and (run := run_of(os.path.join(self.root, name))) is not None:

@@ -1,9 +1,9 @@
 """Which unfinished files and directories shardwise made, and may delete: a name never proves that.
 
 * A name of ours ends with a nonce, as ``.tmp-step-00000005-0123456789abcdef``.
-* A directory under such a name holds a note with the same nonce from its first moment on, or a manifest that belongs to its name. A
-  directory without either is ours only while it is empty. The note goes when the manifest is on the disk.
-* A file under such a name holds what its kind may hold, or the beginning of it.
+* A directory under such a name holds a note with the same nonce before anything else, or a manifest that belongs to its name. Without
+  either it is ours only while nothing else is in it. The note goes when the manifest is on the disk.
+* A file under such a name holds what its kind may hold, or the beginning of it, or zeros, as a power loss leaves it.
 
 So a deletion takes the note and the manifest last: what it leaves when it is cut can be told again. Links are never ours.
 """
@@ -17,7 +17,7 @@ import re
 import stat
 from collections.abc import Callable
 
-from ..errors import SourceError
+from ..errors import CheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..format.steps import misnamed
 from ..limits import read_small
@@ -27,6 +27,7 @@ from .write import fsync_directory, write_file
 __all__ = ["NOTE_NAME", "has_note", "is_checkpoint", "is_ours", "mark", "remove_ours", "run_of", "unmark"]
 
 NOTE_NAME = ".shardwise"
+_PROOFS = (NOTE_NAME, MANIFEST_NAME)
 _MOST_BYTES = 1000
 _NONCE = "(?P<nonce>[0-9a-f]{16})"
 _FOLDER = re.compile(rf"\.(?:tmp|trash)-(?P<of>.+)-{_NONCE}|\.tmp-(?P<view>[0-9a-f]{{16}})-view")
@@ -91,7 +92,7 @@ def is_ours(path: str) -> bool:
     """Whether shardwise made this unfinished file or directory, so that it may be deleted. Rank-local."""
     name = os.path.basename(path)
     if _FOLDER.fullmatch(name) and _is(stat.S_ISDIR, path):
-        return has_note(path) or is_checkpoint(path) or _is_empty(path)
+        return has_note(path) or is_checkpoint(path) or _has_no_content(path)
     if not _is(stat.S_ISREG, path):
         return False
     if _PROBE.fullmatch(name):
@@ -99,7 +100,7 @@ def is_ours(path: str) -> bool:
     found = _FILE.fullmatch(name)
     try:
         return found is not None and bool(
-            _FILES[found["kind"]].fullmatch(patiently(read_small, path, "file", _MOST_BYTES))
+            _FILES[found["kind"]].fullmatch(patiently(read_small, path, "file", _MOST_BYTES).rstrip(b"\0"))
         )
     except SourceError:
         return False
@@ -107,11 +108,18 @@ def is_ours(path: str) -> bool:
 
 def remove_ours(path: str) -> None:
     """Delete a file or a directory of ours, what proves it to be ours last. What can't be deleted stays; links are not followed."""
-    if _is(stat.S_ISDIR, path):
-        remove_tree(path, last=(NOTE_NAME, MANIFEST_NAME))
+    if not _is(stat.S_ISDIR, path):
+        with contextlib.suppress(OSError):
+            patiently(os.unlink, path)
         return
-    with contextlib.suppress(OSError):
-        patiently(os.unlink, path)
+    remove_tree(path, spared=_PROOFS)
+    with contextlib.suppress(OSError, CheckpointError):
+        if all(name in _PROOFS for name in patiently(os.listdir, path)):
+            fsync_directory(path)  # a power loss must not bring back what they prove without them
+            for name in _PROOFS:
+                with contextlib.suppress(FileNotFoundError):
+                    patiently(os.unlink, os.path.join(path, name))
+            patiently(os.rmdir, path)
 
 
 def _nonce_of(path: str) -> str:
@@ -128,8 +136,9 @@ def _is(kind: Callable[[int], bool], path: str) -> bool:
         return False
 
 
-def _is_empty(path: str) -> bool:
+def _has_no_content(path: str) -> bool:
+    """Whether a directory is empty, but for a note that never came to the disk."""
     try:
-        return not patiently(os.listdir, path)
+        return all(name == NOTE_NAME for name in patiently(os.listdir, path))
     except OSError:
         return False
