@@ -76,7 +76,7 @@ def test_deleting_goes_on_after_one_that_can_not_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("first", "last"):
-        (tmp_path / name / "model").mkdir(parents=True)
+        sw.save(state(), tmp_path / name)
     delete_all(str(tmp_path / name) for name in ("first", "gone", "last"))
     assert not list(tmp_path.iterdir())
     (record,) = caplog.records
