@@ -71,8 +71,9 @@ class Checkpointer(Stopping, Resuming):
             conditional writes: there the run that saved or resumed last holds it, and the run before gets
             :class:`LockedError` at its next save.
         keep_last: number of newest valid steps to keep; None keeps all. A step is valid here if its manifest is intact
-            and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted bytes. A
-            damaged step does not count, and is deleted when enough newer ones are valid.
+            and of this run, and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted
+            bytes. A step that lacks a file does not count, and is deleted when enough newer ones are valid. A directory without such a
+            manifest, or a link, neither counts nor is deleted.
         keep_every: keep steps divisible by this for good.
         mirror: a second directory or URL. A thread of rank 0 copies each published step there and compares the copy with the
             manifest, the newest step first; ``keep_last`` and ``keep_every`` hold there, too. A resume takes a step from the mirror if
