@@ -42,7 +42,12 @@ def names(root: Path) -> list[str]:
 def test_opening_leaves_what_other_programs_made(tmp_path: Path, place: str) -> None:
     root = tmp_path / place
     mine = precious(tmp_path / "mine")
-    folders = [f".tmp-step-00000001-{NONCE}", f".trash-step-00000001-{NONCE}", f".tmp-{NONCE}-view", ".tmp-rsync"]
+    folders = [
+        f".tmp-step-00000001-{NONCE}",
+        f".trash-step-00000001-{NONCE}",
+        f".tmp-{NONCE}-view",
+        ".tmp-rsync",
+    ]
     for name in folders:
         precious(root / name)
     links = [f".tmp-step-00000002-{NONCE}", f".trash-step-00000002-{NONCE}"]

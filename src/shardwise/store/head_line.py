@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from ..errors import CheckpointError, LockedError, SourceError
+from ..errors import CheckpointError, FormatError, IntegrityError, LockedError, SourceError
 from ..format.head import (
     HEAD_NAME,
     MOST_HEAD_BYTES,
@@ -251,14 +251,20 @@ class HeadLine:
                 patiently(self._store.delete, place_of(url).key)
 
     def _may_be_left(self, url: str) -> bool:
-        """Whether a save of this run can have left a directory that no head names: a whole step of another run was copied there."""
+        """Whether a save here can have left a directory that no head names. A later step of another run was copied there.
+
+        A first step may be that of a run which was killed before the head named it; the run after it has another id.
+        """
         if patiently(stat_of, join(url, MANIFEST_NAME)) is None:
             return True
-        newest = next(iter(self.steps().values()), None)
-        if newest is None:
+        try:
+            manifest = patiently(read_manifest, url)
+        except (FormatError, IntegrityError):  # none of ours: a manifest appears whole
             return False
-        runs = [patiently(read_manifest, one).run_id for one in (url, join(self.root, newest))]
-        return runs[0] == runs[1]
+        newest = next(iter(self.steps().values()), None)
+        if manifest.parent_step is None or newest is None:
+            return manifest.parent_step is None
+        return manifest.run_id == patiently(read_manifest, join(self.root, newest)).run_id
 
     def _delete(self, name: str) -> None:
         url = join(self.root, name)

@@ -98,6 +98,7 @@ class DirectoryLine:
         self._lock: DirectoryLock | None = None
         self._runs: dict[str, str] = {}
         """By the name of a step, the run that published it."""
+        self._said: set[str] = set()
 
     def open(self) -> None:
         self._lock = DirectoryLock(self.root)
@@ -155,7 +156,9 @@ class DirectoryLine:
         try:
             publish.write_hint(self.root, newest)
         except (CheckpointError, SourceError) as error:  # the step is published already
-            _log.warning("%s", error)
+            if str(error) not in self._said:  # of what is in the way: once, not after each save
+                self._said.add(str(error))
+                _log.warning("%s", error)
 
     def set_aside(self) -> list[SetAside]:
         return publish.steps_set_aside(self.root)

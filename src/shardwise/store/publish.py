@@ -202,16 +202,16 @@ def _files_in(root: str) -> dict[str, int]:
 
 
 def write_hint(root: str, step: int) -> None:
-    """Point ``latest`` at a step, for people; no code reads it. A link or a file of that name that is no such hint stays as it is.
+    """Point ``latest`` at a step, for people; no code reads it.
 
-    Raises :class:`CheckpointError`, leaving no file; :class:`LockedError` if this process held the directory's lock and has lost it.
+    Raises :class:`CheckpointError`, leaving no file, also if what has that name is a link or no such hint: it stays as it is;
+    :class:`LockedError` if this process held the directory's lock and has lost it.
     """
     check_held(root)
     temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
     hint = os.path.join(root, "latest")
     if not _may_be_replaced(hint):
-        _log.info("%s: is not the hint that shardwise writes, and stays as it is", hint)
-        return
+        raise CheckpointError(f"{hint}: is not the hint that shardwise writes, and stays as it is")
     try:
         write_file(temporary, (step_name(step) + "\n").encode())
         patiently(os.replace, temporary, hint)
