@@ -270,10 +270,10 @@ def delete_all(paths: Iterable[str], are_ours: Callable[[str], bool] = is_checkp
     For retention, which never makes a save fail: the new checkpoint is published, and an extra old one does no harm.
     """
     for path in paths:
-        if os.path.lexists(path) and not are_ours(path):
-            _log.info("%s: is not deleted: no manifest in it proves that it is a step of this run", path)
-            continue
         try:
+            if os.path.lexists(path) and not are_ours(path):
+                _log.info("%s: is not deleted: nothing in it proves that it is a checkpoint of this run", path)
+                continue
             discard(path)
         except (OSError, CheckpointError, SourceError) as error:
             _log.warning("can't delete %s: %s", path, error)
