@@ -49,6 +49,7 @@ def changed_while_saving(root: str, width: int, budget: int | None) -> dict[str,
         assert report is not None
         assert checkpointer.wait() is None
         threads = [t.name for t in threading.enumerate() if t.name.startswith("shardwise")]
+        kept = checkpointer.staging_bytes
     issued = collectives() - before
     state.model.layer.weight.full_tensor()  # type: ignore[union-attr, operator]
     assert collectives() > before + issued or dist.get_world_size() == 1, "an all-gather is not counted"
@@ -65,7 +66,7 @@ def changed_while_saving(root: str, width: int, budget: int | None) -> dict[str,
     return {
         "equal": found,
         "verified": verified,
-        "staging": (prepared, first.staging_bytes, second.staging_bytes, checkpointer.staging_bytes),
+        "staging": (prepared, first.staging_bytes, second.staging_bytes, kept),
         "local": local,
         "published": (first.is_published, second.is_published, report.is_published),
         "threads": threads,

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
+from shardwise.store.marks import mark
 from tests.checkpoint._resume_fns import assert_same_bits, bits, listing
 from tests.harness.logged import warnings_logged
 
@@ -194,9 +195,11 @@ def never_published(root: str) -> list[Any]:
         found.append(checkpoints.resume(state_at(0)))
 
     def leave() -> None:
-        os.makedirs(f"{root}/.tmp-step-00000003-0123/model")
-        Path(root, ".tmp-step-00000003-0123/model/shard").write_text("half")
-        os.makedirs(f"{root}/.trash-step-00000001-77")
+        left = Path(root, f".tmp-step-00000003-{'ab' * 8}")
+        (left / "model").mkdir(parents=True)
+        mark(str(left))
+        (left / "model" / "shard").write_text("half")
+        os.makedirs(f"{root}/.trash-step-00000001-{'cd' * 8}")
 
     on_first(leave)
     with sw.Checkpointer(root) as checkpoints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_staging_is_touched_before_the_first_save(ranks: RankPool, tmp_path: Pat
     assert found["staging"] >= 40 * 400_000 * 3
     assert found["there"] >= found["staging"]
     assert len(set(found["memory"])) == 1, "kept for the next save"
+
+
+def test_a_closed_checkpointer_keeps_no_copy(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    with sw.Checkpointer(tmp_path, mode="async") as checkpointer:
+        checkpointer.save(sw.TrainState(model=model), 1)
+        assert checkpointer._buffer is not None
+        memory = [weakref.ref(block) for block in checkpointer._buffer._blocks]
+        assert checkpointer.staging_bytes >= 64 * 64 * 4
+    assert checkpointer.staging_bytes == 0
+    assert [ref() for ref in memory] == [None]
 
 
 def test_a_budget_that_no_piece_fits_is_refused(ranks: RankPool, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from shardwise.checkpoint.check import quick_check
 from shardwise.errors import CheckpointError
 from shardwise.format.places import rank_of_file
 from shardwise.store.part_target import delete_sealed, sealed_parts
+from shardwise.store.publish import sweep_leftovers
 from tests.checkpoint import _local_fns as fns
 from tests.checkpoint._checkpointer_fns import _flip
 
@@ -81,8 +82,12 @@ def deletion_of_a_part_is_cut(part: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", cut)
         delete_sealed(root)
-    assert len(files(sealed)) > 1
+    assert not sealed.exists()
+    trash = part.parent / sealed.name.replace(".tmp-", ".trash-")
+    assert len(files(trash)) > 1
     assert sealed_parts(root) == []
+    sweep_leftovers(root)
+    assert not trash.exists()
 
 
 @pytest.mark.slow

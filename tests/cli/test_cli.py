@@ -161,13 +161,13 @@ def test_inspect_a_directory_of_steps(steps: Path) -> None:
     truncate(slice_file(steps / "step-00000020"))
     (steps / "step-00000010" / "manifest.json").unlink()
     (steps / "step-00000030.superseded-0a").mkdir()
-    (steps / ".tmp-step-00000040-0b").mkdir()
+    (steps / ".tmp-step-00000040-0b0b0b0b0b0b0b0b").mkdir()
     document = run_json("inspect", steps, status=1)
     assert "truncated" in document["steps"][0]["problem"]
     assert "no manifest.json" in document["steps"][1]["problem"]
     (aside,) = document["set_aside"]
     assert (aside["step"], aside["fate"], aside["ok"]) == (30, "superseded", False)
-    assert document["leftovers"] == [".tmp-step-00000040-0b"]
+    assert document["leftovers"] == [".tmp-step-00000040-0b0b0b0b0b0b0b0b"]
     shown = run("inspect", steps)
     assert shown.exit_code == 1
     assert shown.stdout.count("damaged") == 3

@@ -122,8 +122,8 @@ def _beside() -> Iterator[_Damage]:
 
     beside = "beside the steps"
     for what, work in (
-        ("stale temporary directory", lambda r: _copy_in_part(r, ".tmp-step-00000003-0123456789abcdef")),
-        ("stale trash", lambda r: _copy_in_part(r, ".trash-step-00000001-01234567")),
+        ("stale temporary directory", lambda r: _copy_in_part(r, ".tmp-step-00000002-0123456789abcdef")),
+        ("stale trash", lambda r: _copy_in_part(r, ".trash-step-00000002-0123456789abcdef")),
         ("other names", lambda r: [(r / n).mkdir() for n in ("step-3", "step-00000003.bak", "model")]),
         ("wrong hint", lambda r: (r / "latest").write_text("step-00000009\n")),
         ("no hint", lambda r: (r / "latest").unlink()),

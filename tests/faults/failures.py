@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.store.marks import mark
 from tests.faults.calls import WRITES, Hook, fail_at, phase_of, short_write_at, through, watched
 from tests.faults.mounts import CanNotMount, mount_tmpfs, with_own_mounts
 from tests.faults.rows import Case, Context, Row, agreed, judge, rows_of
@@ -115,9 +116,11 @@ def _untidy(context: Context, world_size: int) -> Path:
     """Steps 1 to 4, the newest of them damaged, and what a killed save left."""
     root = context.fresh(1, 2, 3, 4, world_size=world_size)
     os.truncate(step_path(root, 4) / "state.json", 10)
-    (root / ".tmp-step-00000005-77" / "model").mkdir(parents=True)
-    (root / ".tmp-step-00000005-77" / "model" / "half").write_bytes(b"half")
-    (root / ".tmp-latest-78").write_bytes(b"st")
+    left = root / f".tmp-step-00000005-{'ab' * 8}"
+    (left / "model").mkdir(parents=True)
+    mark(str(left))
+    (left / "model" / "half").write_bytes(b"half")
+    (root / f".tmp-latest-{'ab' * 8}").write_bytes(b"st")
     return root
 
 

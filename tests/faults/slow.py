@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.store.marks import mark
 from tests.faults.calls import phase_of, slow_at, through, watched
 from tests.faults.rows import Context, Row, agreed, judge, rows_of
 from tests.faults.tiny import IO, TIMEOUT_S, Attempt, Found, Tiny, attempt, find, outcome_of
@@ -82,8 +83,10 @@ def _try(trial: _Slow) -> tuple[Attempt, Found]:
 def _go_back(root: Path) -> Attempt:
     """Resume step 1 beside step 2, which is set aside, and what a killed save left, which is deleted."""
     if dist.get_rank() == 0:
-        (root / ".tmp-step-00000003-77" / "model").mkdir(parents=True)
-        (root / ".tmp-step-00000003-77" / "model" / "half").write_bytes(b"half")
+        left = root / f".tmp-step-00000003-{'ab' * 8}"
+        (left / "model").mkdir(parents=True)
+        mark(str(left))
+        (left / "model" / "half").write_bytes(b"half")
     dist.barrier()
     run = Tiny()
 

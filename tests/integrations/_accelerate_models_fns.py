@@ -169,7 +169,7 @@ def limited(root: str) -> dict[str, Any]:
         optimizer: Any = torch.optim.AdamW(model.parameters())
         model, optimizer = accelerator.prepare(model, optimizer)
         swa.save_state(accelerator)
-        with mock.patch("shardwise.store.publish.remove_tree"):  # as if killed there
+        with mock.patch("shardwise.store.publish.remove_ours"):  # as if killed there
             swa.save_state(accelerator)
         dist.barrier()
         names = os.listdir(f"{root}/checkpoints")

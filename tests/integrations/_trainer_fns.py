@@ -79,7 +79,7 @@ def resume(path: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         shutil.copytree(f"{root}/run", f"{root}/copy")
         os.mkdir(f"{root}/run/checkpoint-11")  # what a killed save of another program leaves
-        os.mkdir(f"{root}/run/.tmp-checkpoint-12-0123")  # or ours
+        os.mkdir(f"{root}/run/.tmp-checkpoint-12-{'ab' * 8}")  # or ours
     dist.barrier()
     with arguments(f"{root}/run", seed=7, data_seed=42, **options) as args:
         trainer, found["resumed"] = life(path, args, resume=True)

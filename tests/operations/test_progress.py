@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.operations import operation as operations
+from shardwise.store.marks import mark
 from tests.harness import models
 from tests.harness.pool import RankPool
 from tests.operations import _progress_fns as fns
@@ -281,8 +282,9 @@ def test_a_copy_that_goes_on_never_falls_back(tmp_path: Path) -> None:
     source.mkdir()
     for k in range(6):
         (source / f"{k}.bin").write_bytes(bytes([k]) * 100_000)
-    begun = tmp_path / "copy.copying"
+    begun = tmp_path / f"copy.copying-{'ab' * 8}"
     begun.mkdir()
+    mark(str(begun))
     for k in range(5):
         (begun / f"{k}.bin").write_bytes(bytes([k * (k % 2)]) * 100_000)
     report, (found,) = fns.recorded(lambda: sw.copy(source, tmp_path / "copy"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 import shardwise as sw
 from shardwise.checkpoint.failures import may_pass
+from shardwise.checkpoint.save import SaveReport
 from tests.checkpoint.test_checkpointer import tiny_disk as tiny_disk
 from tests.harness.pool import RankPool
 from tests.preemption import _failing_fns as fns
@@ -25,6 +27,22 @@ def test_training_goes_on(ranks: RankPool, tiny_disk: Path) -> None:
     assert "No space left on device" in text
     assert first["failures"] == 5
     assert first["resumed"] == 4
+    assert [first[f"failed in {step}"] for step in (1, 2, 3, 4)] == [None, 2, 3, None]
+
+
+def test_failures_in_the_background_are_in_the_next_report(ranks: RankPool, tiny_disk: Path) -> None:
+    first, second = ranks.run_ranks(2, fns.train_in_background, str(tiny_disk))
+    assert first == second, "the same words on every rank"
+    assert first["save 1"] == first["save 2"] == first["save 4"] == [None, None]
+    step, text = first["save 3"]
+    assert step == 2, "the report of the save after it"
+    assert os.strerror(28) in text, text
+    assert first["kept"] == 0, "a closed Checkpointer keeps no copy of the state"
+    both = SaveReport.of_failure("run/step-4", 4, "no room").after_failure(step, text)
+    assert (both.failed_step, both.failure) == (
+        4,
+        f"no room; the save of step 2 before it failed, too: {text}",
+    )
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

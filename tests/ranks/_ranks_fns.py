@@ -114,7 +114,15 @@ def calm(notes: Notes, store: Any) -> None:
     inner = on(ranks, last, OSError("inside"))
     step("nested", lambda: agree(ranks, "outer", lambda: agree(ranks, "inner", inner)))
 
-    # A verdict is due at once when rank 0 is there; one who fails later raises it too, from its own error.
+    # Each raises its own error, however late one of them is.
+    def late_alike() -> None:
+        if rank == last:
+            tick_for(ranks, 3.0)
+        raise PlanError("no cover", ("a", "b"))
+
+    step("alike-late", lambda: agree(ranks, "plan", late_alike))
+
+    # A verdict is due at once when rank 0 is well; one who fails later raises it too, from its own error.
     def late() -> None:
         if rank == last:
             tick_for(ranks, 3.0)

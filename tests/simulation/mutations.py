@@ -200,7 +200,7 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether killed saves left something, on a host", parts, "sweep_leftovers", lambda *_: []),
     ("whether a sealed part has its name on the disk", part_target, "seal_part", _sealed_without_name),
     ("whether a newer step has made sealed parts useless", local_directories, "delete_sealed", _nothing),
-    ("whether a directory of links is deleted", local_parts, "remove_tree", _nothing),
+    ("whether a directory of links is deleted", local_parts, "remove_ours", _nothing),
 )
 
 

@@ -22,6 +22,7 @@ import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
 from shardwise.operations import operation as operations
 from shardwise.storage import files_below
+from shardwise.store.marks import mark
 from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import long_but
 
@@ -156,8 +157,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 def test_leftovers_of_another_copy(step: Path, tmp_path: Path) -> None:
     """Files, links and folders in the unfinished directory do not come into the copy."""
-    unfinished = tmp_path / "out.copying"
+    unfinished = tmp_path / f"out.copying-{'ab' * 8}"
     (unfinished / "old" / "deep").mkdir(parents=True)
+    mark(str(unfinished))
     (unfinished / "old" / "file").write_bytes(b"1")
     name = next(n for n in contents(step) if "/" not in n)
     (unfinished / name).symlink_to(step / name)
@@ -167,6 +169,24 @@ def test_leftovers_of_another_copy(step: Path, tmp_path: Path) -> None:
     assert not [p for p in (tmp_path / "out").rglob("*") if p.is_symlink()]
     assert not (tmp_path / "out" / "old").exists()
     assert step.exists()
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_what_another_program_has_left_is_no_unfinished_copy(step: Path, tmp_path: Path) -> None:
+    """Neither taken for one nor written through: a name proves nothing, not even with a nonce."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("precious")
+    links = [tmp_path / "out.copying", tmp_path / f"out.copying-{'ab' * 8}"]
+    for link in links:
+        link.symlink_to(theirs)
+    folder = tmp_path / f"out.copying-{'cd' * 8}"
+    folder.mkdir()
+    (folder / "file").write_text("precious")
+    sw.copy(step, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(step)
+    assert contents(theirs) == contents(folder) == {"file": b"precious"}
+    assert all(link.is_symlink() for link in links)
 
 
 def test_a_source_that_changes(
@@ -279,8 +299,8 @@ def begun(proxy: Proxy, target: str, step: Path) -> bool:
     """Whether at least one file is there."""
     if target.startswith("s3://"):
         return len(proxy.log) >= 14
-    found = contents(Path(f"{target}.copying"))
-    return any(contents(step)[name] == content for name, content in found.items())
+    found = [contents(place) for place in Path(target).parent.glob(f"{Path(target).name}.copying-*")]
+    return any(contents(step).get(name) == content for one in found for name, content in one.items())
 
 
 @pytest.mark.slow

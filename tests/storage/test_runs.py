@@ -401,8 +401,12 @@ def test_leftovers_are_swept_by_age(
 ) -> None:
     prefix = root.removeprefix(f"s3://{BUCKET}/")
     server.put(f"{prefix}/step-00000007.0123456789abcdef/model/a", b"1")
-    server.put(f"{prefix}/step-00000007.0123456789abcdef/manifest.json", b"1")
+    server.put(f"{prefix}/step-00000008.0123456789abcdef/manifest.json", b"of another program")
     server.put(f"{prefix}/.probe-0123456789abcdef", b"1")
+    server.put(f"{prefix}/.probe-of-mine", b"1")
+    saved(f"{root}-other", 1, 2).close()
+    copied = head_of(f"{root}-other").steps[2]
+    sw.copy(f"{root}-other/{copied}", f"{root}/{copied}")
     server.put(f"{prefix}/step-00000007.mine/model/a", b"1")
     server.put(f"{prefix}/notes/step-00000007.0123456789abcdef", b"1")
     with pytest.raises(CheckpointError, match=r"no head\.json"):
@@ -410,7 +414,7 @@ def test_leftovers_are_swept_by_age(
     server.put(f"{prefix}/head.json", parse_head_text())
     with sw.Checkpointer(root) as checkpoints:
         checkpoints.save(small_state(1), 1)
-    assert is_file(f"{root}/step-00000007.0123456789abcdef/manifest.json")
+    assert is_file(f"{root}/step-00000007.0123456789abcdef/model/a")
     monkeypatch.setattr(head_line, "LEFT_AFTER_S", -1.0)
     with sw.Checkpointer(root) as checkpoints:
         assert checkpoints.resume(small_state(99)) is not None
@@ -419,6 +423,9 @@ def test_leftovers_are_swept_by_age(
         *head_of(root).steps.values(),
         "head.json",
         "step-00000007.mine",
+        "step-00000008.0123456789abcdef",
+        copied,
+        ".probe-of-mine",
         "notes",
     }
     assert resumed(root) is not None

@@ -76,12 +76,14 @@ def test_deleting_goes_on_after_one_that_can_not_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("first", "last"):
-        (tmp_path / name / "model").mkdir(parents=True)
+        sw.save(state(), tmp_path / name)
     delete_all(str(tmp_path / name) for name in ("first", "gone", "last"))
     assert not list(tmp_path.iterdir())
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert f"can't delete {tmp_path / 'gone'}: " in record.getMessage()
+    (tmp_path / "file").touch()
+    delete_all([str(tmp_path / "file")], lambda path: bool(os.listdir(path)))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert f"can't delete {tmp_path / 'gone'}: " in caplog.messages[0]
+    assert f"can't delete {tmp_path / 'file'}: " in caplog.messages[1]
 
 
 def test_the_name_of_a_directory_that_was_there_is_made_durable(

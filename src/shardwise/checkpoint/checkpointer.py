@@ -71,8 +71,9 @@ class Checkpointer(Stopping, Resuming):
             conditional writes: there the run that saved or resumed last holds it, and the run before gets
             :class:`LockedError` at its next save.
         keep_last: number of newest valid steps to keep; None keeps all. A step is valid here if its manifest is intact
-            and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted bytes. A
-            damaged step does not count, and is deleted when enough newer ones are valid.
+            and of this run, and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted
+            bytes. A step that lacks a file does not count, and is deleted when enough newer ones are valid. A directory without such a
+            manifest, or a link, neither counts nor is deleted.
         keep_every: keep steps divisible by this for good.
         mirror: a second directory or URL. A thread of rank 0 copies each published step there and compares the copy with the
             manifest, the newest step first; ``keep_last`` and ``keep_every`` hold there, too. A resume takes a step from the mirror if
@@ -86,7 +87,8 @@ class Checkpointer(Stopping, Resuming):
         when_busy: for ``"async"``, while the last save still runs, ``save`` either waits for it (``"wait"``) or
             raises :class:`CheckpointError` on every rank (``"refuse"``).
         on_save_error: ``"warn"``: a save that storage made fail, on whichever rank, is logged, alike on all ranks, and training goes on.
-            The report says why (``failure``), and the next save is tried as ever. :meth:`wait` and :meth:`close` raise in any case.
+            The report says why (``failure``; for ``"async"`` that of the next save), and the next save is tried as ever. :meth:`wait`
+            and :meth:`close` raise in any case.
         max_failures: for ``"warn"``, the number of failed saves in a row at which ``save`` raises.
         fallback: a second directory or URL, for a step that can't be saved in the first. After a failed async save the next
             one goes there. A resume takes a step from there if it is the newest. Give it again at each start.
@@ -211,6 +213,8 @@ class Checkpointer(Stopping, Resuming):
         finally:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
+                if self._buffer is not None:
+                    self._buffer.release()
                 try:
                     self._close_memory()
                 finally:
@@ -220,7 +224,7 @@ class Checkpointer(Stopping, Resuming):
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the staging buffer, kept between saves on this rank; 0 for ``"sync"``.
+        """Host memory of the staging buffer, kept between saves on this rank until :meth:`close`; 0 for ``"sync"``.
 
         Of pinned memory what torch really took for it.
         """
@@ -280,7 +284,8 @@ class Checkpointer(Stopping, Resuming):
     def save(self, state: TrainState, step: int) -> SaveReport:
         """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
 
-        ``"async"``: returns when the state is copied; the next call raises a failure of the background thread.
+        ``"async"``: returns when the state is copied; the next call raises a failure of the background thread, or with
+        ``on_save_error="warn"`` has it in its report (``failure``, ``failed_step``).
 
         On failure earlier steps are untouched, and ``step`` is not published unless the failure came after the rename
         (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
@@ -289,23 +294,26 @@ class Checkpointer(Stopping, Resuming):
         step, ranks = checked_step(step), self._ranks()
         if self._refuses_when_busy:
             self._refuse_if_busy(ranks)
-        self._settle()
+        failed = self._settle()
         first, self._place = self._place, 0
         fallback = self._steps.fallback
         places = [first] if first or fallback is None else [first, fallback]
         ways = {
             self._steps.root_of(place): partial(self._save_at, place, state, step, ranks) for place in places
         }
-        return self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
+        report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
+        return report if failed is None else report.after_failure(*failed)
 
-    def _settle(self) -> None:
-        """Wait for a pending async save. Its failure passes if failures may."""
+    def _settle(self) -> tuple[int, str] | None:
+        """Wait for a pending async save. Its failure passes if failures may: returns its step, and why it failed."""
         pending = self._pending
         try:
             self.wait()
         except Exception as error:
             assert pending is not None
             self._failures.note(error, pending.step, is_first_rank=self._ranks().rank == 0)
+            return pending.step, str(error)
+        return None
 
     def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
         try:

@@ -19,9 +19,10 @@ from ..limits import read_small
 from ..memory.link import Reader, Server, address_towards_store
 from ..memory.units import Unit
 from ..planning import IOOptions
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
+from ..store.marks import remove_ours
 from .check import check_parts
 from .local_places import LocalPlaces
 from .part_view import PartFiles, bring, document_units, make_view, slice_units
@@ -212,7 +213,7 @@ def opened(
     finally:
         if leads and lacking:
             with ranks.patience():
-                remove_tree(view)
+                remove_ours(view)
 
 
 def _text_for_all(path: str, found: Found, at: LocalPlaces, ranks: Ranks) -> bytes:

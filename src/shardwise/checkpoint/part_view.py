@@ -23,6 +23,7 @@ from ..memory.link import Reader
 from ..memory.units import Unit, units_of
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
+from ..store.marks import mark
 from .verify import model_of
 
 __all__ = ["PartFiles", "bring", "document_units", "make_view", "slice_units"]
@@ -52,6 +53,7 @@ def make_view(view: str, path: str, text: bytes, manifest: Manifest, here: froze
     """
     try:
         os.mkdir(view)
+        mark(view)
         with open(os.path.join(view, MANIFEST_NAME), "xb") as file:
             file.write(text)
         for name, entry in manifest.files.items():

@@ -39,13 +39,14 @@ class Retention:
     keep_every: int | None
 
     def excess(self, line: Line, newest: int, on_progress: Callable[[], object]) -> list[int]:
-        """The steps of a line up to ``newest`` that go. Reads manifests, and compares sizes of files with them.
+        """The steps of a line up to ``newest`` that go. Reads manifests, and compares sizes of files with them. What another run or program has
+        put there neither counts nor goes.
 
         Raises :class:`CheckpointError`, :class:`SourceError`.
         """
         if self.keep_last is None:
             return []
-        steps = {s: name for s, name in line.steps().items() if s <= newest}
+        steps = {s: name for s, name in line.own_steps().items() if s <= newest}
         valid, found = 0, []
         for step, name in steps.items() if len(steps) > self.keep_last else ():
             if valid < self.keep_last:
@@ -188,7 +189,7 @@ class RunSteps:
         """The steps up to ``newest`` that one place may count: some more than are kept, because other places may count others."""
         if self._retention.keep_last is None:
             return []
-        steps = [(s, name) for s, name in self._line.steps().items() if s <= newest]
+        steps = [(s, name) for s, name in self._line.own_steps().items() if s <= newest]
         return [
             s
             for s, name in steps[: self._retention.keep_last + _MORE_STEPS]
@@ -203,7 +204,7 @@ class RunSteps:
             oldest = whole[keep_last - 1]
             try:
                 self._line.remove(
-                    s for s in self._line.steps() if s < oldest and (keep_every is None or s % keep_every)
+                    s for s in self._line.own_steps() if s < oldest and (keep_every is None or s % keep_every)
                 )
             except CheckpointError as error:
                 _log.warning("no step is deleted: %s", error)

@@ -67,7 +67,11 @@ class SaveReport:
     """Requests that this rank made to an object store, each part of a large object for one; 0 for a local path, and for an
     async save that is not published."""
     failure: str | None = None
-    """Why the step is not saved, where training goes on in spite of it: ``Checkpointer(on_save_error="warn")``."""
+    """Why a step is not saved, where training goes on in spite of it: ``Checkpointer(on_save_error="warn")``. The same on
+    every rank."""
+    failed_step: int | None = None
+    """The step that ``failure`` is about. With ``mode="async"`` it is mostly the step before: a save in the background
+    fails after its own report was returned, and the next call of ``save`` says so."""
 
     @classmethod
     def of(
@@ -97,7 +101,15 @@ class SaveReport:
     @classmethod
     def of_failure(cls, path: str, step: int, failure: str) -> SaveReport:
         """The report of a save that failed, while training goes on."""
-        return cls(path, step, 0, 0.0, (), is_published=False, failure=failure)
+        return cls(path, step, 0, 0.0, (), is_published=False, failure=failure, failed_step=step)
+
+    def after_failure(self, step: int, failure: str) -> SaveReport:
+        """This report, which also says that the save of ``step`` before it failed in the background."""
+        if self.failure is None:
+            return replace(self, failure=failure, failed_step=step)
+        return replace(
+            self, failure=f"{self.failure}; the save of step {step} before it failed, too: {failure}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

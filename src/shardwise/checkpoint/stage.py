@@ -42,7 +42,7 @@ _DENSE_BYTES = 4 * 1024**2
 class StagingBuffer:
     """A ring of host memory between a thread that copies and the writer.
 
-    ``nbytes`` is its size. :meth:`reserve` allocates and touches it; it is kept for the next save.
+    ``nbytes`` is its size. :meth:`reserve` allocates and touches it; it is kept for the next save, until :meth:`release`.
     """
 
     def __init__(self) -> None:
@@ -83,6 +83,15 @@ class StagingBuffer:
             memory = torch.empty if pinned else torch.zeros
             self._blocks.append(memory(size, dtype=torch.uint8, pin_memory=pinned))
         self._is_pinned, self.nbytes = pinned, sum(sizes)
+
+    def release(self) -> None:
+        """Give the memory back. Not while a save runs; a later :meth:`reserve` allocates it again."""
+        was_pinned = self._is_pinned and self.nbytes > 0
+        self._blocks, self.nbytes, self._is_pinned = [], 0, False
+        self._sides.clear()
+        self._reset()
+        if was_pinned:  # torch's host allocator keeps what is freed
+            empty_host_cache()
 
     def _reset(self) -> None:
         self._stops = list(accumulate(block.numel() for block in self._blocks))

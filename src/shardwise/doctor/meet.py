@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -269,6 +270,8 @@ def _touch(path: str) -> None:
 
 def _remove(path: str) -> None:
     try:
-        os.unlink(path)
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode) and not status.st_size:  # as `_touch` makes it
+            os.unlink(path)
     except OSError:
         return

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from ..errors import CheckpointError
 from ..limits import inside
 from ..operations.operation import Operation
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
-from ..store.publish import temporary_beside
-from ..store.write import fsync_directory, make_directories, write_file
+from ..store.marks import remove_ours, unmark
+from ..store.publish import make_temporary
+from ..store.write import fsync_directory, write_file
 from ..transfer.copy import FileFiller, Staging
 from .files import INDEX_NAME, HubFiles, check_readable
 from .job import Job
@@ -35,16 +36,14 @@ class ToDirectory:
     def _make(self) -> str:
         """The temporary directory, with the files in their final size."""
         _refuse_taken(self._final)
-        path = temporary_beside(self._final)
+        folders = {os.path.dirname(file) for file in self._output.headers}
+        path = make_temporary(self._final, sorted(filter(None, folders)))
         try:
-            make_directories(os.path.dirname(path))
-            patiently(os.mkdir, path)
             for file, header in self._output.headers.items():
-                patiently(os.makedirs, os.path.join(path, os.path.dirname(file)), exist_ok=True)
                 write_file(os.path.join(path, file), header)
                 patiently(os.truncate, os.path.join(path, file), self._output.sizes[file])
         except (OSError, CheckpointError) as error:
-            remove_tree(path)
+            remove_ours(path)
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"{path}: can't be created: {reason}") from error
         return path
@@ -77,6 +76,7 @@ class ToDirectory:
         for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
             fsync_directory(os.path.join(temporary, folder))
         try:
+            unmark(temporary)
             if os.path.isdir(final):
                 patiently(os.rmdir, final)
             patiently(os.rename, temporary, final)
@@ -85,7 +85,7 @@ class ToDirectory:
         fsync_directory(os.path.dirname(final))
 
     def discard(self) -> None:
-        remove_tree(self._temporary)
+        remove_ours(self._temporary)
 
 
 def _refuse_taken(final: str) -> None:

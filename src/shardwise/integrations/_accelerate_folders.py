@@ -15,6 +15,7 @@ from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..ranks.patience import patiently
 from ..storage import absolute, is_directory, is_file, is_url, join, names_in
 from ..store.in_store import refuse_without_conditions
+from ..store.marks import is_checkpoint
 from ..store.publish import delete_all
 from ..store.write import make_directories
 
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+#: Each rank's file in Accelerate's own checkpoints: ``accelerate.utils.RNG_STATE_NAME``, which is not imported for it.
+_RANDOM_STATES = "random_states"
 
 
 def place_at(path: str | os.PathLike[str]) -> str:
@@ -190,7 +193,13 @@ def delete_oldest(folder: str, limit: int) -> None:
     except OSError as error:  # the new checkpoint is published already
         _log.warning("no checkpoint is deleted: %s", error)
         return
-    delete_all(old)
+    delete_all(old, _is_checkpoint)
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Whether Accelerate's own ``total_limit`` would delete a folder, or it is a checkpoint of ours."""
+    is_accelerates = any(name.startswith(f"{_RANDOM_STATES}_") for name in os.listdir(path))
+    return (is_accelerates and not os.path.islink(path)) or is_checkpoint(path)
 
 
 def _root(accelerator: Accelerator) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +17,10 @@ from ..export.hub import export_hf
 from ..internals.peft import adapter_configs, peft_model
 from ..layout.live import describe
 from ..models.assets import TOKENIZER_FILES
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
+from ..store.marks import remove_ours
+from ..store.publish import make_temporary
 
 __all__ = [
     "ADAPTER",
@@ -118,11 +119,10 @@ def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, by
             _log.warning("no copy of the adapters for PEFT lies in the checkpoint: %s", refused)
         return {}
 
-    def name() -> str:
-        patiently(os.makedirs, run_dir, exist_ok=True)
-        return os.path.join(run_dir, f".tmp-adapter-{secrets.token_hex(8)}")
-
-    folder = ranks.on_first("make room for the adapter", name)
+    unfinished = ranks.on_first(
+        "make room for the adapter", lambda: make_temporary(os.path.join(run_dir, "adapter"), ())
+    )
+    folder = os.path.join(unfinished, "files")
     try:
         report = export_hf(model, folder)
         with ranks.agree("read adapter"):
@@ -134,7 +134,7 @@ def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, by
                 return read_all(folder)
     finally:
         if ranks.rank == 0:
-            remove_tree(folder)
+            remove_ours(unfinished)
     return {}
 
 

@@ -28,7 +28,7 @@ from ..format.documents import parse_documents
 from ..format.head import Fate
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..limits import MAX_JSON_BYTES
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..storage import absolute, is_url, join
 from ..store.line import Line
@@ -250,7 +250,7 @@ def keep_only(lines: Sequence[Line], best: str) -> None:
 
 def _steps_to_delete(line: Line) -> dict[int, str]:
     try:
-        return line.steps()
+        return line.own_steps()
     except (OSError, CheckpointError, SourceError) as error:
         _log.warning("no checkpoint is deleted: %s", error)
         return {}
@@ -263,12 +263,19 @@ def _steps_at(line: Line, steps: dict[int, str], path: str | None) -> set[int]:
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:
     """Move everything in ``folder`` into ``target``, and delete other weights there, which would mix with these."""
     new = os.listdir(folder)
-    for name in new:
-        to = os.path.join(target, name)
-        if os.path.isdir(to) and not os.path.islink(to):
-            remove_tree(to)
-        patiently(os.replace, os.path.join(folder, name), to)
+    _merge(folder, target)
     for name in os.listdir(target):
         if weights.fullmatch(name) and name not in new:
             patiently(os.unlink, os.path.join(target, name))
     fsync_directory(target)
+
+
+def _merge(folder: str, target: str) -> None:
+    """Move the files below ``folder`` to their places below ``target``. What else is in a directory there stays."""
+    for name in os.listdir(folder):
+        source, to = os.path.join(folder, name), os.path.join(target, name)
+        if os.path.isdir(source):
+            patiently(os.makedirs, to, exist_ok=True)
+            _merge(source, to)
+        else:
+            patiently(os.replace, source, to)

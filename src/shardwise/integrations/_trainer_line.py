@@ -15,9 +15,11 @@ from ..ranks.patience import patiently
 from ..storage import is_url
 from ..store.line import DirectoryLine, Line, line_of
 from ..store.lock import DirectoryLock
+from ..store.marks import is_checkpoint
 from ..store.part_target import delete_sealed
-from ..store.publish import sweep_leftovers
+from ..store.publish import delete_all, sweep_leftovers
 from ..store.write import fsync_directory
+from ._trainer_stand_in import STATE_NAME
 
 __all__ = ["LOCK_NAME", "CheckpointFolders", "trainer_line_of"]
 
@@ -58,6 +60,18 @@ class CheckpointFolders(DirectoryLine):
         names = os.listdir(self.root) if os.path.isdir(self.root) else []
         found = {int(m[1]): n for n in names if (m := re.fullmatch(r"checkpoint-(\d+)", n))}
         return {s: n for s, n in sorted(found.items(), reverse=True) if os.path.isdir(self._path(n))}
+
+    def own_steps(self) -> dict[int, str]:
+        """Also those of plain Trainer, whose own rotation would delete them."""
+        return {step: name for step, name in self.steps().items() if self._is_own(self._path(name))}
+
+    def remove(self, steps: Iterable[int]) -> None:
+        own = self.own_steps()
+        delete_all([self._path(own[step]) for step in steps if step in own], self._is_own)
+
+    def _is_own(self, path: str) -> bool:
+        is_trainers = os.path.isfile(os.path.join(path, STATE_NAME)) and not os.path.islink(path)
+        return is_trainers or is_checkpoint(path)
 
     def fresh_name(self, step: int) -> str:
         return f"checkpoint-{checked_step(step)}"

@@ -20,12 +20,14 @@ from ..checkpoint.hosts import Hosts
 from ..checkpoint.save import SaveReport, write_checkpoint
 from ..export.hub import export_hf
 from ..internals.peft import peft_model
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.loader_parts import own_states
 from ..state.train_state import TrainState
 from ..storage import absolute, is_url, join
 from ..store.line import Line
+from ..store.marks import remove_ours
+from ..store.publish import make_temporary
 from ._trainer_data import DataPlace
 from ._trainer_files import (
     ADAPTER,
@@ -275,11 +277,10 @@ class Saving(Trainer):
             return
         ranks = Ranks.current()
 
-        def name() -> str:
-            patiently(os.makedirs, target, exist_ok=True)
-            return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}")
-
-        folder = ranks.on_first("make room for the export", name)
+        unfinished = ranks.on_first(
+            "make room for the export", lambda: make_temporary(os.path.join(target, "export"), ())
+        )
+        folder = os.path.join(unfinished, "files")
         try:
             with_adapters = peft_model(self.model) is not None
             export_hf(self.model, folder)
@@ -294,7 +295,7 @@ class Saving(Trainer):
                     move_into(target, folder, ADAPTER if with_adapters else FULL)
         finally:
             if ranks.rank == 0:
-                remove_tree(folder)
+                remove_ours(unfinished)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -19,7 +19,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import ParamSpec, TypeVar
 
 from shardwise.errors import ShardwiseError
@@ -135,10 +135,16 @@ def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         count[0] += 1
 
 
-def remove_tree(path: str) -> None:
-    """Delete a directory tree, name by name. Files that can't be deleted stay; links are not followed."""
+def remove_tree(path: str, *, spared: Container[str] = ()) -> None:
+    """Delete a directory tree, name by name, but for files at its top that are ``spared``. Files that can't be deleted stay. Links are not
+    followed: where ``path`` is one, nothing is deleted.
+    """
+    if patiently(os.path.islink, path):
+        return
     for folder, folders, names in os.walk(path, topdown=False):
         for name in names:
+            if folder == path and name in spared:
+                continue
             with contextlib.suppress(OSError):
                 patiently(os.unlink, os.path.join(folder, name))
         for name in folders:

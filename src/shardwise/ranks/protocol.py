@@ -50,7 +50,6 @@ _STATUSES_PER_GET = 256
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 _LINGER_S = 2.0  # how long rank 0 waits for ranks that have arrived but not yet read the verdict
-_SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the other ranks to fail alike
 _FAILED = 1 << 32  # n/arrived counts arrivals in its low half, failures among them in its high half
 _AGREED = "_shardwise_agreed"  # attribute of an error that all ranks raise: an outer agree() passes it on
 _UNREACHABLE = "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
@@ -204,21 +203,19 @@ class Agreement:
     def _await_arrivals(
         self, request: Request, own_status: Status, own: BaseException | None
     ) -> Verdict | None:
-        """Wait until all ranks have arrived (None), or until the round is known to fail."""
+        """Wait until all ranks have arrived (None), or until the round is known to fail.
+
+        Where every rank so far has failed, the others may fail alike: then each raises its own exception. So the verdict
+        waits for them, as long as they make progress: the type of the error must not depend on how late a rank is.
+        """
         watch = Watch(request.timeout_s)
         pauses = self._pauses()
-        failed_since: float | None = None
         while not self._store.check([self._key("verdict")]):
             arrived, failed = self._arrivals()
             failed += own_status.cause is not None
-            if failed:
-                failed_since = failed_since or time.monotonic()
-                alike = failed == arrived + 1 and (own is None or isinstance(own, Exception))
-                waited_s = time.monotonic() - failed_since
-                if not alike or arrived == self._others or waited_s > _SAME_FAILURE_GRACE_S:
-                    return self._failures(request, own_status)
-            elif arrived == self._others:
-                return None
+            may_be_alike = failed == arrived + 1 and isinstance(own, Exception)
+            if arrived == self._others or (failed and not may_be_alike):
+                return self._failures(request, own_status) if failed else None
             if watch.due():
                 idle = watch.look(self._beats_of_absent())
                 if idle:

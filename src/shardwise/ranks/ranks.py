@@ -77,8 +77,9 @@ class Ranks:
         ``alike`` of the yielded object takes a result that must be the same on all ranks.
 
         Raises `RankError` naming the failing ranks and their causes, chained from this rank's exception if it has
-        one. If all ranks fail with the same type and text, each raises its own exception instead. KeyboardInterrupt
-        and SystemExit are reported to the other ranks and raised unchanged.
+        one. If all ranks fail with the same type and text, each raises its own exception instead, however late one of
+        them is: while only failures are known, the ranks wait for the rest. KeyboardInterrupt and SystemExit are reported
+        to the other ranks and raised unchanged.
         """
         own: BaseException | None = None
         claim = Claim()

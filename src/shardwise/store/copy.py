@@ -7,6 +7,8 @@ none. It goes on where it stopped, because a file that is there already is compa
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import stat as stat_mode
 import threading
 import time
@@ -25,7 +27,6 @@ from ..format.places import refuse_part
 from ..limits import inside, read_small
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
-from ..ranks.patience import remove_tree
 from ..storage import (
     Stat,
     absolute,
@@ -41,6 +42,7 @@ from ..storage import (
 )
 from ..transfer import SourceReader
 from .in_store import discard_in_store
+from .marks import NOTE_NAME, has_note, mark, remove_ours, unmark
 from .write import FileWriter, fsync_directory, make_directories
 
 __all__ = ["LAST", "CopyReport", "copy", "discard_copy"]
@@ -51,7 +53,9 @@ _PIECE_BYTES = 8 * 1024**2
 _AT_ONCE = 4
 #: Written last, in this order: a reader that finds one of them finds all that it names.
 LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
-UNFINISHED = ".copying"
+_UNFINISHED = ".copying-"
+#: A name may have 255 bytes; the rest is for the ending and the nonce.
+_MOST_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
     Of a checkpoint, exactly the files of its manifest are copied, and each is compared with the manifest's checksums while it is
     read. Every file is read back from ``out`` and compared. A local ``out``, which must not exist, appears whole, by a rename; in a
     store the manifest (else the index and the config) is written last. A copy that was stopped goes on: files that are there are
-    compared, and sent if they differ; a place in a store that holds anything else is refused. Two copies to one place at a time are
+    compared, and sent if they differ; a place in a store that holds anything else is refused. Until then a local copy is at
+    ``out.copying-<nonce>``, with a note that says whose it is. Two copies to one place at a time are
     an error of the caller, which the comparison finds if they differ. Links to files are followed.
 
     Call it in one process. :func:`progress` counts each byte twice: when it is sent, and when it is compared.
@@ -102,7 +107,7 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
             raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
-    work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, this_operation(final))
+    work = _Copy(origin, final if is_url(final) else _begun(final), files, this_operation(final))
     last = [name for name in LAST if name in files]
     work.check_target(last)
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
@@ -110,7 +115,7 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
     for name in last:
         work.one(name)
     if not is_url(final):
-        _appear(final + UNFINISHED, final, set(files))
+        _appear(work.place, final, set(files))
     return CopyReport(
         final,
         origin,
@@ -206,7 +211,8 @@ class _Copy:
 
     def __init__(self, origin: str, place: str, files: Mapping[str, _File], counted: Operation) -> None:
         self.files_sent = self.bytes_sent = 0
-        self._origin, self._place, self._files = origin, place, files
+        self.place = place
+        self._origin, self._files = origin, files
         self._there = files_below(place) if is_directory(place) else {}
         self._lock = threading.Lock()
         self._stopped = False
@@ -216,7 +222,7 @@ class _Copy:
 
     def check_target(self, last: Sequence[str]) -> None:
         """Refuse a prefix of a store that holds something else than a part of this copy. Raises :class:`CheckpointError`."""
-        if not is_url(self._place):
+        if not is_url(self.place):
             return
         others = [name for name in self._there if name not in self._files]
         others += [name for name in last if name in self._there and not self._is_there(name)]
@@ -224,7 +230,7 @@ class _Copy:
         if others:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             raise CheckpointError(
-                f"{self._place}: holds something else: {', '.join(sorted(others)[:3])}{more}; give another URL, or delete it"
+                f"{self.place}: holds something else: {', '.join(sorted(others)[:3])}{more}; give another URL, or delete it"
             )
 
     def one(self, name: str) -> None:
@@ -238,7 +244,7 @@ class _Copy:
     def _one(self, name: str) -> None:
         if self._is_there(name):
             return
-        target, nbytes = inside(self._place, name), self._files[name].nbytes
+        target, nbytes = inside(self.place, name), self._files[name].nbytes
         expected = self._send(name, target)
         with self._lock:
             self.files_sent += 1
@@ -257,14 +263,14 @@ class _Copy:
         digest = xxhash.xxh3_128()
         for piece in self._pieces(name):
             digest.update(piece)
-        if self._digest(inside(self._place, name), nbytes) == digest.hexdigest():
+        if self._digest(inside(self.place, name), nbytes) == digest.hexdigest():
             return True
         self._count(-2 * nbytes)  # it is sent and compared now
         return False
 
     def _size_there(self, name: str, *, anew: bool = False) -> int | None:
         """The size of a file of the target; None if there is none, or if it is no regular file."""
-        path = inside(self._place, name)
+        path = inside(self.place, name)
         if is_url(path):
             stat = stat_of(path) if anew else self._there.get(name)
             return None if stat is None else stat.nbytes
@@ -347,7 +353,45 @@ def discard_copy(out: str) -> None:
     if is_url(out):
         discard_in_store(out)
     else:
-        remove_tree(out + UNFINISHED)
+        for place in _unfinished(out):
+            remove_ours(place)
+
+
+def _unfinished(final: str) -> list[str]:
+    """Local directories that copies to ``final`` have begun: with its name and a nonce, and with our note. No other is taken for one."""
+    folder, stem = _stem_of(final)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    pattern = re.compile(re.escape(stem) + "[0-9a-f]{16}")
+    return [path for n in names if pattern.fullmatch(n) and has_note(path := os.path.join(folder, n))]
+
+
+def _stem_of(final: str) -> tuple[str, str]:
+    folder, name = os.path.split(final)
+    if len(os.fsencode(name)) > _MOST_NAME_BYTES:  # two long names that begin alike are told apart by a hash
+        digest = xxhash.xxh3_64_hexdigest(os.fsencode(name))
+        while len(os.fsencode(name)) > _MOST_NAME_BYTES - 17:
+            name = name[:-1]
+        name = f"{name}-{digest}"
+    return folder, name + _UNFINISHED
+
+
+def _begun(final: str) -> str:
+    """The directory in which a local copy is made: that of a copy that was stopped, or a new one. Raises :class:`CheckpointError`."""
+    try:
+        for place in _unfinished(final):
+            for folder, folders, names in os.walk(place):
+                for path in [os.path.join(folder, name) for name in (*folders, *names)]:
+                    if os.path.islink(path):  # a copy makes none, and writes through none
+                        os.unlink(path)
+            return place
+        folder, stem = _stem_of(final)
+        make_directories(folder)
+        place = os.path.join(folder, f"{stem}{secrets.token_hex(8)}")
+        os.mkdir(place)
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be written: {error.strerror}") from error
+    mark(place)
+    return place
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -401,12 +445,15 @@ def _appear(place: str, final: str, names: set[str]) -> None:
         for folder, folders, files in os.walk(place, topdown=False):
             for name in (*files, *folders):  # what an earlier copy of something else left
                 path = os.path.join(folder, name)
+                if name == NOTE_NAME and folder == place:
+                    continue
                 if os.path.islink(path) or (name in files and os.path.relpath(path, place) not in names):
                     os.unlink(path)
             if not os.listdir(folder) and folder != place:
                 os.rmdir(folder)
             else:
                 fsync_directory(folder)
+        unmark(place)
         os.rename(place, final)
     except OSError as error:
         raise CheckpointError(f"{final}: can't be given its name: {error.strerror}") from error

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 
-from ..errors import CheckpointError, LockedError, SourceError
+from ..errors import CheckpointError, FormatError, IntegrityError, LockedError, SourceError
 from ..format.head import (
     HEAD_NAME,
     MOST_HEAD_BYTES,
@@ -22,7 +23,7 @@ from ..format.head import (
     stored_name,
     stored_step,
 )
-from ..format.manifest import Manifest, Place
+from ..format.manifest import MANIFEST_NAME, Manifest, Place, read_manifest
 from ..format.steps import checked_step
 from ..ranks.patience import patiently
 from ..storage import Held, files_below, files_in, folders_in, join, place_of, stat_of, store_of
@@ -34,6 +35,7 @@ __all__ = ["HeadLine"]
 _log = logging.getLogger(__name__)
 #: Objects that no head names are leftovers of a killed save, if the youngest of them is older than this, by the store's clock.
 LEFT_AFTER_S = 24 * 3600.0
+_PROBE = re.compile(re.escape(PROBE) + "[0-9a-f]{16}")
 
 
 class HeadLine:
@@ -60,6 +62,10 @@ class HeadLine:
 
     def steps(self) -> dict[int, str]:
         return _newest_first(self._own()[0])
+
+    def own_steps(self) -> dict[int, str]:
+        """The head names steps of one run alone."""
+        return self.steps()
 
     def seen_steps(self) -> dict[int, str]:
         return _newest_first(self._read()[0])
@@ -135,7 +141,7 @@ class HeadLine:
         folders = [
             n for n in patiently(folders_in, self.root) if stored_step(n) is not None and n not in named
         ]
-        return sorted(folders + [n for n in patiently(files_in, self.root) if n.startswith(PROBE)])
+        return sorted(folders + [n for n in patiently(files_in, self.root) if _PROBE.fullmatch(n)])
 
     def was_ever_published(self) -> bool:
         head, _ = self._read()
@@ -237,10 +243,28 @@ class HeadLine:
             ages = [now_s - one.changed_s for one in found if one and now_s and one.changed_s is not None]
             if not ages or len(ages) < len(found) or min(ages) <= LEFT_AFTER_S:
                 continue
+            if one is None and not self._may_be_left(url):
+                continue
             if one is None:
                 self._delete(name)
             else:
                 patiently(self._store.delete, place_of(url).key)
+
+    def _may_be_left(self, url: str) -> bool:
+        """Whether a save here can have left a directory that no head names. A later step of another run was copied there.
+
+        A first step may be that of a run which was killed before the head named it; the run after it has another id.
+        """
+        if patiently(stat_of, join(url, MANIFEST_NAME)) is None:
+            return True
+        try:
+            manifest = patiently(read_manifest, url)
+        except (FormatError, IntegrityError):  # none of ours: a manifest appears whole
+            return False
+        newest = next(iter(self.steps().values()), None)
+        if manifest.parent_step is None or newest is None:
+            return manifest.parent_step is None
+        return manifest.run_id == patiently(read_manifest, join(self.root, newest)).run_id
 
     def _delete(self, name: str) -> None:
         url = join(self.root, name)

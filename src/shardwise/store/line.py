@@ -13,6 +13,7 @@ from ..storage import is_url
 from . import publish
 from .head_line import HeadLine
 from .lock import DirectoryLock, check_held
+from .marks import run_of
 from .target import DirectoryTarget, Target
 
 __all__ = ["DirectoryLine", "Line", "line_of"]
@@ -36,6 +37,9 @@ class Line(Protocol):
 
     def steps(self) -> dict[int, str]:
         """The published steps and the names of their directories, newest first."""
+
+    def own_steps(self) -> dict[int, str]:
+        """As :meth:`steps`, without what another run or program has put there: what retention may count and delete."""
 
     def seen_steps(self) -> dict[int, str]:
         """As :meth:`steps`; another run may hold the line. From any thread."""
@@ -61,7 +65,8 @@ class Line(Protocol):
         """
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Delete steps, so that a half-deleted one never counts. Logs a warning for one that can't be deleted, and goes on."""
+        """Delete steps, but no others than :meth:`own_steps`, so that a half-deleted one never counts. Logs a warning for one that can't be
+        deleted, and goes on."""
 
     def tidy(self, newest: int) -> None:
         """After a save: write hints for people, delete leftovers of killed saves. Logs what fails."""
@@ -91,6 +96,9 @@ class DirectoryLine:
         self.root = root
         self._sweeps = sweeps
         self._lock: DirectoryLock | None = None
+        self._runs: dict[str, str] = {}
+        """By the name of a step, the run that published it."""
+        self._said: set[str] = set()
 
     def open(self) -> None:
         self._lock = DirectoryLock(self.root)
@@ -104,6 +112,15 @@ class DirectoryLine:
 
     def steps(self) -> dict[int, str]:
         return {step: os.path.basename(path) for step, path in publish.published_steps(self.root).items()}
+
+    def own_steps(self) -> dict[int, str]:
+        steps = self.steps()
+        for name in steps.values():
+            if name not in self._runs and (run := run_of(os.path.join(self.root, name))) is not None:
+                self._runs[name] = run
+        runs = {step: self._runs[name] for step, name in steps.items() if name in self._runs}
+        newest = next(iter(runs.values()), None)  # a run takes no directory whose newest step is not its own
+        return {step: steps[step] for step, run in runs.items() if run == newest}
 
     def seen_steps(self) -> dict[int, str]:
         return self.steps()
@@ -127,14 +144,21 @@ class DirectoryLine:
                 publish.set_aside(os.path.join(self.root, name), aside.get(step, "superseded"))
 
     def remove(self, steps: Iterable[int]) -> None:
-        names = self.steps()
-        publish.delete_all(os.path.join(self.root, names[step]) for step in steps if step in names)
+        own = self.own_steps()
+        names = [own[step] for step in steps if step in own]
+        # Looked at again, because the directory of that name may be another one now.
+        publish.delete_all(
+            [os.path.join(self.root, name) for name in names],
+            lambda path: run_of(path) == self._runs[os.path.basename(path)],
+        )
 
     def tidy(self, newest: int) -> None:
         try:
             publish.write_hint(self.root, newest)
         except (CheckpointError, SourceError) as error:  # the step is published already
-            _log.warning("%s", error)
+            if str(error) not in self._said:  # of what is in the way: once, not after each save
+                self._said.add(str(error))
+                _log.warning("%s", error)
 
     def set_aside(self) -> list[SetAside]:
         return publish.steps_set_aside(self.root)

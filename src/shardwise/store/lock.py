@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -21,6 +22,8 @@ __all__ = ["DirectoryLock", "check_held", "holder_of", "lock_file"]
 #: Locks of this process, by the real path of their directory.
 _HELD: dict[str, DirectoryLock] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+#: How a lock file of ours begins, unless it is empty, or a power loss has left only its size. No other file is written to.
+_NOTE = re.compile(r'\x00*\Z|\{"host": "')
 #: Linux has locks of the open file. Other systems have only locks of the process.
 _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None)
 _closes_in_forks = False
@@ -45,18 +48,27 @@ class DirectoryLock:
             )
         try:
             make_directories(root)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
             self._fd = patiently(os.open, self._path, flags, 0o644)
         except OSError as error:
             if os.path.exists(root) and not os.path.isdir(root):
                 raise CheckpointError(
                     f"{root}: is a file; give the directory that holds a run's steps"
                 ) from error
+            if os.path.islink(self._path):
+                raise CheckpointError(
+                    f"{self._path}: can't be locked, because it is a link, which is not followed; remove it"
+                ) from error
             raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
             raise CheckpointError(
                 f"{self._path}: can't be locked, because it is not a regular file; remove it"
+            )
+        if not _NOTE.match(self._holder()):
+            os.close(self._fd)
+            raise CheckpointError(
+                f"{self._path}: can't be locked, because another program wrote it: it does not name a holder; move it away"
             )
         _HELD[self._root] = self  # before locking: a fork from here on must close the file
         _close_in_forks()

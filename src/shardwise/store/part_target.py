@@ -14,8 +14,9 @@ from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import files_by_place
 from ..limits import read_small
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from .complete import readable_text
+from .marks import mark, remove_ours
 from .publish import appear, leftovers, make_temporary, seal_part
 from .write import fsync_directory
 
@@ -65,7 +66,9 @@ class PartTarget:
         self._refuse_published()
         path = self._temporary = self.beside(first)
         try:
-            for folder in ("", *folders):
+            patiently(os.makedirs, path, exist_ok=True)
+            mark(path)
+            for folder in folders:
                 patiently(os.makedirs, os.path.join(path, folder), exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
@@ -152,16 +155,19 @@ def delete_sealed(root: str, final: str | None = None) -> None:
 
 
 def _delete(path: str) -> None:
-    """Delete a part, durably its manifest first: what a deletion that is cut leaves is no sealed part. What can't be deleted stays."""
+    """Delete a part, which gets a name of trash first, durably: what a deletion that is cut leaves is no sealed part. What can't be deleted
+    stays."""
+    folder, name = os.path.split(path)
+    trash = os.path.join(folder, name.replace(".tmp-", ".trash-", 1))  # the nonce stays that of the note
     try:
-        patiently(os.unlink, os.path.join(path, MANIFEST_NAME))
-        fsync_directory(path)
+        patiently(os.rename, path, trash)
+        fsync_directory(folder)
     except FileNotFoundError:
-        pass
+        return
     except (OSError, CheckpointError) as error:
         _log.warning("%s: can't be deleted: %s", path, error)
         return
-    remove_tree(path)
+    remove_ours(trash)
 
 
 def _sealed_part(root: str, name: str) -> SealedPart | None:

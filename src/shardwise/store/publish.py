@@ -12,17 +12,19 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Container, Iterable, Mapping
+import stat
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from ..catalog.dcp import METADATA_NAME
 from ..errors import CheckpointError, SourceError
 from ..format.head import Fate, SetAside
 from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from ..format.steps import STEP_NAME, checked_step
-from ..limits import inside
-from ..ranks.patience import patiently, remove_tree
+from ..limits import inside, read_small
+from ..ranks.patience import patiently
 from .complete import check_written, readable_text
 from .lock import check_held
+from .marks import NOTE_NAME, is_checkpoint, is_ours, mark, remove_ours, unmark
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
@@ -51,6 +53,7 @@ _WHY: dict[str, Fate] = {"superseded": "superseded", "damaged": "damaged"}
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 #: A name may have 255 bytes; the rest is for the prefix and the nonce.
 _MOST_NAME_BYTES = 200
+_HINT = re.compile(rb"(step-\d+)?\s*")
 
 
 def step_name(step: int) -> str:
@@ -71,13 +74,15 @@ def steps_set_aside(root: str) -> list[SetAside]:
 
 
 def leftovers(root: str) -> list[str]:
-    """Names of what killed saves and deletions left."""
-    return sorted(name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH)))
+    """Names of what killed saves and deletions left, and of saves that are under way. What another program made is not among them, whatever
+    its name."""
+    names = sorted(name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH)))
+    return [name for name in names if is_ours(os.path.join(root, name))]
 
 
 def was_ever_published(root: str) -> bool:
     """Whether a directory holds any step, including those set aside."""
-    return any(name.startswith("step-") and not name.endswith(".copying") for name in _names_in(root))
+    return any(name.startswith("step-") and ".copying" not in name for name in _names_in(root))
 
 
 def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
@@ -117,11 +122,16 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
     try:
         make_directories(os.path.dirname(path))
         patiently(os.mkdir, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+    try:
+        mark(path)
         for folder in folders:
             patiently(os.makedirs, inside(path, folder), exist_ok=True)
-    except OSError as error:
-        remove_tree(path)
-        raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+    except (OSError, CheckpointError) as error:
+        remove_ours(path)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: can't be created: {reason}") from error
     return path
 
 
@@ -157,10 +167,14 @@ def seal_part(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> No
 
 
 def _seal(temporary: str, text: bytes, files: Iterable[str]) -> None:
-    """Write the manifest's text, and make all names durable."""
+    """Write the manifest's text, and make all names durable. From then on the manifest says whose the directory is, not the note."""
     write_file(os.path.join(temporary, MANIFEST_NAME), text)
     for folder in sorted({os.path.dirname(n) for n in files} | {""}, reverse=True):
         fsync_directory(os.path.join(temporary, folder))
+    try:
+        unmark(temporary)
+    except OSError as error:
+        raise CheckpointError(f"{temporary}: can't be completed: {error.strerror}") from error
 
 
 def appear(temporary: str, final: str) -> None:
@@ -176,21 +190,28 @@ def appear(temporary: str, final: str) -> None:
 
 
 def _files_in(root: str) -> dict[str, int]:
-    """Every file below a directory and its size."""
+    """Every file below a directory and its size, but for the note."""
     found = {}
     for folder, _, names in patiently(lambda: list(os.walk(root))):
         for name in names:
+            if name == NOTE_NAME and folder == root:
+                continue
             path = os.path.join(folder, name)
             found[os.path.relpath(path, root).replace(os.sep, "/")] = patiently(os.lstat, path).st_size
     return found
 
 
 def write_hint(root: str, step: int) -> None:
-    """Point ``latest`` at a step, for people; no code reads it. Raises :class:`CheckpointError`, leaving no file;
-    :class:`LockedError` if this process held the directory's lock and has lost it."""
+    """Point ``latest`` at a step, for people; no code reads it.
+
+    Raises :class:`CheckpointError`, leaving no file, also if what has that name is a link or no such hint: it stays as it is;
+    :class:`LockedError` if this process held the directory's lock and has lost it.
+    """
     check_held(root)
     temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
     hint = os.path.join(root, "latest")
+    if not _may_be_replaced(hint):
+        raise CheckpointError(f"{hint}: is not the hint that shardwise writes, and stays as it is")
     try:
         write_file(temporary, (step_name(step) + "\n").encode())
         patiently(os.replace, temporary, hint)
@@ -198,6 +219,18 @@ def write_hint(root: str, step: int) -> None:
         with contextlib.suppress(OSError):
             patiently(os.unlink, temporary)
         raise CheckpointError(f"{hint}: can't be written: {error}") from error
+
+
+def _may_be_replaced(hint: str) -> bool:
+    """Whether there is no such name, or a hint of ours under it."""
+    try:
+        status = patiently(os.lstat, hint)
+        is_file = stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_NAME_BYTES
+        return is_file and bool(_HINT.fullmatch(patiently(read_small, hint, "hint", _MOST_NAME_BYTES)))
+    except FileNotFoundError:
+        return True
+    except (OSError, SourceError):
+        return False
 
 
 def set_aside(path: str, why: str) -> str:
@@ -216,42 +249,42 @@ def set_aside(path: str, why: str) -> str:
 
 
 def discard(path: str) -> None:
-    """Rename a directory, then delete it: a half-deleted step never counts as a step.
+    """Rename a checkpoint's directory, then delete it: a half-deleted step never counts as a step. The caller has made sure that it is ours.
 
-    Raises ``OSError``; :class:`LockedError` if this process held the lock of the directory above and has lost it.
+    Raises ``OSError``; :class:`CheckpointError` for a link; :class:`LockedError` if this process held the lock of the directory above and has
+    lost it.
     """
     check_held(os.path.dirname(path))
+    if os.path.islink(path):
+        raise CheckpointError(f"{path}: is a link, which is neither followed nor deleted")
     trash = temporary_beside(path, _TRASH)
     patiently(os.rename, path, trash)
-    if os.path.islink(trash):  # delete the link, keep its target
-        patiently(os.unlink, trash)
-    else:
-        remove_tree(trash)
+    with contextlib.suppress(CheckpointError):  # on a full disk the manifest tells that it is ours
+        mark(trash)
+    remove_ours(trash)
 
 
-def delete_all(paths: Iterable[str]) -> None:
-    """Delete old checkpoints, as :func:`discard`. Logs a warning for each that can't be deleted, and goes on.
+def delete_all(paths: Iterable[str], are_ours: Callable[[str], bool] = is_checkpoint) -> None:
+    """Delete old checkpoints, as :func:`discard`, but none that ``are_ours`` denies. Logs a warning for each that can't be deleted, and goes on.
 
     For retention, which never makes a save fail: the new checkpoint is published, and an extra old one does no harm.
     """
     for path in paths:
         try:
+            if os.path.lexists(path) and not are_ours(path):
+                _log.info("%s: is not deleted: nothing in it proves that it is a checkpoint of this run", path)
+                continue
             discard(path)
         except (OSError, CheckpointError, SourceError) as error:
             _log.warning("can't delete %s: %s", path, error)
 
 
 def sweep_leftovers(root: str, spared: Container[str] = ()) -> list[str]:
-    """Delete leftovers of killed saves and deletions, but for the names ``spared``. Call it only while holding the directory's lock.
+    """Delete leftovers of killed saves and deletions of ours, but for the names ``spared``. Call it only while holding the directory's lock.
 
     Leftovers that can't be deleted stay: they never count as steps. Returns the names that were tried.
     """
     swept = [name for name in leftovers(root) if name not in spared]
     for name in swept:
-        path = os.path.join(root, name)
-        with contextlib.suppress(OSError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                remove_tree(path)
-            else:
-                patiently(os.unlink, path)
+        remove_ours(os.path.join(root, name))
     return swept

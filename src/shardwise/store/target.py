@@ -8,9 +8,9 @@ from typing import Protocol
 
 from ..errors import CheckpointError
 from ..format.manifest import Manifest, Place
-from ..ranks.patience import remove_tree
 from ..storage import is_url
 from .in_store import claim, commit_in_store, discard_in_store, release
+from .marks import remove_ours
 from .publish import commit, make_temporary
 
 __all__ = ["DirectoryTarget", "ObjectTarget", "Target", "target_of"]
@@ -71,7 +71,7 @@ class DirectoryTarget:
 
     def discard(self) -> None:
         if self._temporary is not None:
-            remove_tree(self._temporary)
+            remove_ours(self._temporary)
 
 
 class ObjectTarget:

@@ -1,0 +1,223 @@
+"""Each call that deletes, truncates, renames or overwrites says why its target is shardwise's own; read from the source."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
+
+#: Functions of ``os`` and ``shutil``, called or handed to another function.
+_OF_SYSTEM = {
+    "os": {
+        "unlink",
+        "remove",
+        "rmdir",
+        "removedirs",
+        "truncate",
+        "ftruncate",
+        "rename",
+        "renames",
+        "replace",
+    },
+    "shutil": {"rmtree", "move"},
+}
+#: Flags with which a file is opened to be written.
+_FLAGS = {"O_TRUNC", "O_CREAT", "O_WRONLY", "O_RDWR", "O_APPEND"}
+#: Our own functions that delete what they are given.
+_OWN = {"remove_tree", "remove_ours", "delete_all", "delete_below", "discard_in_store"}
+#: Methods of paths, files and object stores.
+_METHODS = {"unlink", "rmdir", "truncate", "rename", "write_text", "write_bytes", "delete"}
+
+#: By file, function and call: why the target is ours, or why the caller wants just that.
+REASONS = {
+    "checkpoint/at_top.py::_link_weights os.unlink": "hard links that this call made in its own temporary directory",
+    "checkpoint/local_parts.py::opened remove_ours": "the view that this call made, under a fresh name",
+    "checkpoint/local_places.py::LocalPlaces.__init__ os.open": "a new file (O_EXCL), with a nonce in its name",
+    "checkpoint/local_places.py::LocalPlaces.__init__.remove os.unlink": "the probe that this rank has just made, with a nonce in its name",
+    "checkpoint/local_places.py::id_of_place os.rename": "a file with a fresh name gets the name .place, which was not there; the directory is locked",
+    "checkpoint/memory_view.py::MemoryView._make .truncate": "a file that the line above made (x)",
+    "checkpoint/memory_view.py::MemoryView._make open": "a new file (x)",
+    "checkpoint/memory_view.py::MemoryView.remove remove_tree": "the view that this object made, under a name that the ring drew",
+    "checkpoint/part_view.py::make_view .truncate": "a file that the line above made (x)",
+    "checkpoint/part_view.py::make_view open x2": "new files (x) in a new directory",
+    "cli/program.py::_stop_writing os.open": "/dev/null",
+    "demo/planned.py::plan_starts .write_text": "a file of the demo, in a directory with its marker",
+    "demo/prepare.py::clear_output .unlink": "names of the demo, in a directory with its marker",
+    "demo/prepare.py::clear_output .write_text": "the marker, in a directory that was empty or has it",
+    "demo/prepare.py::clear_output shutil.rmtree": "names of the demo, in a directory with its marker; links are unlinked",
+    "demo/processes.py::torchrun open": "a file of the demo, to which it appends",
+    "demo/run.py::_finish .write_text": "a file of the demo, in a directory with its marker",
+    "demo/run.py::_write_pairs .write_text": "a file of the demo, in a directory with its marker",
+    "demo/train.py::Record.digests .write_text": "a file of the demo, in a directory with its marker",
+    "demo/train.py::Record.loss open": "a file of the demo, to which it appends",
+    "demo/train.py::Record.write .write_text": "a file of the demo, in a directory with its marker",
+    "doctor/bucket.py::look_at_bucket .delete": "objects that this call wrote, below a prefix with a nonce",
+    "doctor/meet.py::_remove os.unlink": "an empty file under the name that doctor alone makes for a rank",
+    "doctor/meet.py::_touch os.open": "O_CREAT alone: nothing is truncated or written",
+    "doctor/probe.py::_lock os.open": "in the folder that mkdtemp made",
+    "doctor/probe.py::_measure os.open": "in the folder that mkdtemp made",
+    "doctor/probe.py::_rename os.open": "in the folder that mkdtemp made",
+    "doctor/probe.py::_rename os.rename": "in the folder that mkdtemp made",
+    "doctor/probe.py::_rename os.replace": "in the folder that mkdtemp made",
+    "doctor/probe.py::_time_of_sync os.open": "in the folder that mkdtemp made",
+    "doctor/probe.py::_write_direct os.open": "in the folder that mkdtemp made",
+    "doctor/probe.py::look_at_place shutil.rmtree": "the folder that mkdtemp made for this call",
+    "export/to_directory.py::ToDirectory._make os.truncate": "a file that was just written in this export's own temporary directory",
+    "export/to_directory.py::ToDirectory._make remove_ours": "the temporary directory that this call made",
+    "export/to_directory.py::ToDirectory.discard remove_ours": "the temporary directory that this export made",
+    "export/to_directory.py::ToDirectory.publish os.rename": "the temporary directory that this export made; rename replaces no directory with content",
+    "export/to_directory.py::ToDirectory.publish os.rmdir": "the empty directory that the caller gave to export into",
+    "export/to_store.py::ToStore.discard discard_in_store": "below a prefix that was empty when this export claimed it",
+    "integrations/_accelerate_folders.py::_in_the_way os.rmdir": "the empty directory that the caller gave to save into",
+    "integrations/_accelerate_folders.py::_set_aside os.rename": "a checkpoint with a manifest that only some hosts hold; it keeps its content under a name with a nonce",
+    "integrations/_accelerate_folders.py::delete_oldest delete_all": "checkpoints of ours by their manifest, or such as Accelerate's own total_limit deletes",
+    "integrations/_trainer_files.py::adapter_files remove_ours": "the temporary directory that this call made",
+    "integrations/_trainer_files.py::add_beside open": "in the temporary directory of an export",
+    "integrations/_trainer_files.py::drop_empty_weights os.unlink": "in the folder that mkdtemp made, or that of an unfinished checkpoint",
+    "integrations/_trainer_files.py::into_model os.replace": "within the folder of an unfinished checkpoint",
+    "integrations/_trainer_folder.py::_merge os.replace": "save_model of Trainer replaces the files of its export in the caller's output_dir",
+    "integrations/_trainer_folder.py::move_into os.unlink": "weights of an earlier export, which save_model of Trainer replaces in the caller's output_dir",
+    "integrations/_trainer_line.py::CheckpointFolders.close os.unlink": "the lock that this process holds, which has its name still",
+    "integrations/_trainer_line.py::CheckpointFolders.remove delete_all": "checkpoints of ours by their manifest, or such as Trainer's own save_total_limit deletes",
+    "integrations/_trainer_line.py::CheckpointFolders.take os.rename": "a checkpoint-N of the locked output_dir; it keeps its content under a name with a nonce",
+    "integrations/_trainer_saving.py::Saving.save_model remove_ours": "the temporary directory that this call made",
+    "integrations/_trainer_stand_in.py::_fetch open": "in the folder that mkdtemp made",
+    "ledgers/file.py::LedgerFile.__init__ os.open": "a new file (O_EXCL)",
+    "memory/copies.py::copy_units os.open": "a file of a view or a slot, no link (O_NOFOLLOW); units of ours are written into it",
+    "memory/maps.py::Maps.of os.open": "a file of a slot, whose directory the ring drew by lot and made for this user alone",
+    "memory/record.py::write_record os.replace": "the record of the memory tier, which only this run writes, in the directory that it holds",
+    "memory/ring.py::Ring.remove remove_tree": "slots of a ring, whose directory was drawn by lot and made for this user alone",
+    "memory/ring.py::Ring.sweep_views remove_tree": "views below a ring, whose directory was drawn by lot and made for this user alone",
+    "memory/ring.py::Slot.clear os.unlink": "the manifest of a slot of the ring",
+    "memory/ring.py::Slot.keep_only os.unlink": "files of a slot of the ring that its manifest does not name",
+    "memory/ring.py::Slot.remove remove_tree": "a slot of the ring",
+    "memory/ring.py::Slot.room_for os.ftruncate": "a file of a slot of the ring, no link (O_NOFOLLOW)",
+    "memory/ring.py::Slot.room_for os.open": "a file of a slot of the ring, no link (O_NOFOLLOW)",
+    "memory/ring.py::write_whole open": "a new file (x)",
+    "memory/ring.py::write_whole os.replace": "a file of a slot or of a view, by one that was just made",
+    "memory/ring.py::write_whole os.unlink": "the file that this call made",
+    "models/lend.py::_written .write_bytes": "in the folder that mkdtemp made",
+    "models/lend.py::_written shutil.rmtree": "the folder that mkdtemp made for this process",
+    "ranks/patience.py::remove_tree os.rmdir x2": "below the directory that a caller gives, each of which is listed here",
+    "ranks/patience.py::remove_tree os.unlink x2": "below the directory that a caller gives, each of which is listed here; links are unlinked",
+    "ranks/protocol.py::Agreement._payloads .delete": "keys in the process group's store, not files",
+    "report/write.py::write_report .write_text": "the file that the caller names to write the report to",
+    "storage/by_obstore.py::ObstoreStore.delete .delete": "the object that a caller gives, each of which is listed here",
+    "store/copy.py::_Copy._send os.unlink": "in the directory of an unfinished copy, which has our note",
+    "store/copy.py::_appear os.rename": "the directory of an unfinished copy, which has our note; rename replaces no directory with content",
+    "store/copy.py::_appear os.rmdir": "an empty folder in the directory of an unfinished copy, which has our note",
+    "store/copy.py::_appear os.unlink": "what an earlier copy left in the directory of an unfinished copy, which has our note",
+    "store/copy.py::_begun os.unlink": "links in the directory of an unfinished copy, which has our note",
+    "store/copy.py::discard_copy discard_in_store": "the prefix of a step in the mirror, with a name that the line drew for this copy",
+    "store/copy.py::discard_copy remove_ours": "directories of unfinished copies, which have our note",
+    "store/head_line.py::HeadLine._delete delete_below": "a step that the head of this run named, or a directory with a nonce that no head names and no other run's manifest is in",
+    "store/head_line.py::HeadLine._sweep .delete": "a probe with a nonce in its name, a day old",
+    "store/head_line.py::_HeadTarget.discard discard_in_store": "a directory with a nonce that this save drew",
+    "store/in_store.py::delete_below .delete": "below the prefix that a caller gives, each of which is listed here",
+    "store/in_store.py::discard_in_store delete_below": "below the prefix that a caller gives, each of which is listed here",
+    "store/in_store.py::refuse_without_conditions .delete": "the probe that this call made, with a nonce in its name",
+    "store/in_store.py::release .delete": "the claim that this save made (only if there was none)",
+    "store/line.py::DirectoryLine.remove delete_all": "steps of the run that holds the directory, by the run in their manifests",
+    "store/lock.py::DirectoryLock.__init__ os.open": "no link is followed, nothing truncated",
+    "store/lock.py::DirectoryLock._note_holder os.ftruncate": "a locked regular file that was empty, or begins as a lock file of ours",
+    "store/marks.py::remove_ours os.rmdir": "what a caller gives, each of which is listed here",
+    "store/marks.py::remove_ours os.unlink x2": "what a caller gives, each of which is listed here",
+    "store/marks.py::remove_ours remove_tree": "what a caller gives, each of which is listed here",
+    "store/marks.py::unmark os.unlink": "our note",
+    "store/part_target.py::_delete os.rename": "a temporary directory of this save, or a sealed part under a name with a nonce and with our manifest",
+    "store/part_target.py::_delete remove_ours": "the same, under its name of trash",
+    "store/publish.py::appear os.rename": "the temporary directory of a save; the final name was not there, and rename replaces no directory with content",
+    "store/publish.py::discard os.rename": "a directory, no link, that delete_all has found to be a checkpoint of ours",
+    "store/publish.py::discard remove_ours": "the same, under its name of trash",
+    "store/publish.py::make_temporary remove_ours": "the directory that this call made",
+    "store/publish.py::set_aside os.rename": "a step-N of the run that holds the directory; it keeps its content under a name with a nonce",
+    "store/publish.py::sweep_leftovers remove_ours": "names with a nonce whose directory has our note or manifest, or whose file is of our making (is_ours)",
+    "store/publish.py::write_hint os.replace": "the hint latest, if it is none of another program's",
+    "store/publish.py::write_hint os.unlink": "the file that this call made",
+    "store/target.py::DirectoryTarget.discard remove_ours": "the temporary directory that this save made",
+    "store/target.py::ObjectTarget.discard discard_in_store": "below a prefix that was empty when this save claimed it",
+    "store/write.py::FileWriter.__enter__ os.open": "a new file (O_EXCL)",
+    "transfer/copy.py::FileFiller.write_at os.open": "a file of this export's own temporary directory; nothing is truncated",
+    "transfer/shared.py::NodeReader._map os.open": "memory that a rank of this load shares",
+    "transfer/shared.py::NodeReader._share os.ftruncate": "memory that this load made (memfd)",
+}
+
+
+def _operations(node: ast.AST) -> Iterator[str]:
+    """What a node of the syntax tree does, if it is one of these."""
+    match node:
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if name in _OF_SYSTEM.get(module, ()):
+            yield f"{module}.{name}"
+        case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in _FLAGS:
+            yield "os.open"
+        case ast.Call(func=ast.Name(id="open") | ast.Attribute(attr="open")):
+            words = [
+                a.value
+                for a in (*node.args, *(k.value for k in node.keywords))
+                if isinstance(a, ast.Constant)
+            ]
+            if any(isinstance(w, str) and len(w) < 4 and set(w) & set("wax+") for w in words):
+                yield "open"
+        case ast.Call(func=ast.Attribute(attr="replace"), args=[_], keywords=[]):
+            yield ".replace"
+        case ast.Attribute(attr=name) if name in _METHODS:
+            yield f".{name}"
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _OWN and isinstance(node.ctx, ast.Load):
+            yield name
+
+
+def _found_in(tree: ast.AST, where: str) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        inner = where
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inner = f"{where}{'' if where.endswith('::') else '.'}{node.name}"
+        for operation in _operations(node):
+            yield f"{inner} {operation}"
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("os", "shutil")
+        ):
+            continue
+        yield from _found_in(node, inner)
+
+
+def _all_found() -> set[str]:
+    """By file, function and call, as in ``REASONS``: of several equal calls in a function how many there are."""
+    found = Counter[str]()
+    for path in sorted(SOURCE.rglob("*.py")):
+        found += Counter(_found_in(ast.parse(path.read_text()), f"{path.relative_to(SOURCE).as_posix()}::"))
+    return {
+        key if count == 1 or key.endswith(" os.open") else f"{key} x{count}" for key, count in found.items()
+    }
+
+
+def test_every_deletion_says_why_its_target_is_ours() -> None:
+    found = _all_found()
+    assert found - REASONS.keys() == set(), (
+        "new: give a reason, or delete nothing that may be another program's"
+    )
+    assert REASONS.keys() - found == set(), "gone: take it out of the list"
+
+
+def test_deletions_are_seen_however_they_are_written() -> None:
+    source = """
+class Place:
+    def tidy(self, path, store):
+        patiently(os.unlink, path)
+        os.unlink(path)
+        shutil.rmtree(path)
+        path.unlink()
+        path.replace(path)
+        store.delete(path)
+        with open(path, "w") as file:
+            file.truncate(3)
+        os.open(path, os.O_WRONLY | os.O_TRUNC)
+        text.replace("a", "b"), names.remove(path), open(path, "rb")
+"""
+    found = Counter(_found_in(ast.parse(source), "x.py::"))
+    ways = "os.unlink os.unlink shutil.rmtree .unlink .replace .delete open .truncate os.open os.open"
+    assert found == Counter(f"x.py::Place.tidy {way}" for way in ways.split())
