@@ -42,6 +42,8 @@ MAX_PICKLED_TEXT_BYTES, MAX_PICKLED_INT_BYTES = 1024**2, 32
 MAX_PICKLE_DEPTH = 32
 #: Values that a walk through a pickle meets, for each of its bytes: a shared part is met once per reference.
 MAX_VISITS_PER_BYTE = 16
+#: Values and characters that calls in a pickle take as arguments, for each byte read: a call copies a shared argument.
+MAX_ARGUMENTS_PER_BYTE = 4
 #: The list of members of a zip file, at about 100 bytes a tensor.
 MAX_ZIP_DIRECTORY_BYTES = 64 * 1024**2
 #: A value that is not a weight and is read whole: a setting, a scheduler's state, a step.
