@@ -17,7 +17,16 @@ from typing import Any
 from ..dtypes import itemsize
 from ..errors import FormatError
 from ..layout.boxes import whole
-from ..limits import MAX_BYTES_PER_BYTE, MAX_NAME_CHARS, MAX_VISITS_PER_BYTE, brief, check_name, inside, is_count, numel_of
+from ..limits import (
+    MAX_BYTES_PER_BYTE,
+    MAX_NAME_CHARS,
+    MAX_VISITS_PER_BYTE,
+    brief,
+    check_name,
+    inside,
+    is_count,
+    numel_of,
+)
 from ..storage import is_file, is_url
 from .index import read_weight_map
 from .pickles import Name, Names, check_key, unpickled
