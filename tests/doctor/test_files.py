@@ -262,10 +262,27 @@ def test_a_long_log_is_read_at_both_ends(tmp_path: Path) -> None:
 _KEY = '"optimizer.state.model.layers.7.self_attn.q_proj.weight.exp_avg", '
 #: Lines that programs write, and such that no program writes; each is repeated up to 4 MiB.
 REPEATED = {
-    **{text: text for text in ("Missing key", "optim.state.x", "optimizer.state.", "Missing key optim", "shared memor")},
-    **{text: text for text in ("No space", "No space left on devic", "No space left on device shared memory", "exitcode ")},
-    **{text: text for text in ("onnect", "onnect refused", "onnectrefused remote=[", "remote=[127.", "h.", "layers.")},
-    **{text: text for text in ("h.| MISSIN", "| MISSING", "wte.a", "exitcode", "exitcode\t \t", "loss=1", "loss 1")},
+    **{
+        text: text
+        for text in ("Missing key", "optim.state.x", "optimizer.state.", "Missing key optim", "shared memor")
+    },
+    **{
+        text: text
+        for text in (
+            "No space",
+            "No space left on devic",
+            "No space left on device shared memory",
+            "exitcode ",
+        )
+    },
+    **{
+        text: text
+        for text in ("onnect", "onnect refused", "onnectrefused remote=[", "remote=[127.", "h.", "layers.")
+    },
+    **{
+        text: text
+        for text in ("h.| MISSIN", "| MISSING", "wte.a", "exitcode", "exitcode\t \t", "loss=1", "loss 1")
+    },
     **{text: text for text in ("loss='1", "loss \t", "loss=1.", " ", "1", "a")},
     "keys that are unexpected": f"Unexpected key(s) in state_dict: {_KEY * 1000}",
 }
