@@ -131,6 +131,8 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _is_pointer(file: str) -> bool:
+    if not os.path.isfile(file):
+        return False  # a pipe would be waited for
     try:
         with open(file, "rb") as opened:
             return opened.read(len(_POINTER)) == _POINTER
