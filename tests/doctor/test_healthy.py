@@ -134,6 +134,12 @@ _ODD: dict[str, str] = {
     "itself.yaml": "distributed_type: FSDP\nx: &a {y: *a}\n",
     "brackets.yaml": "[" * 2**16,
     "deep.yaml": "output_dir: " + "{a: " * 150 + "1" + "}" * 150,
+    "merges.yaml": "b: &b {"
+    + ", ".join(f"k{k}: 1" for k in range(4000))
+    + "}\n"
+    + "".join(f"c{k}: {{<<: *b}}\n" for k in range(100)),
+    "nested-merges.yaml": "a0: &a0 {x: 1}\n"
+    + "".join(f"a{k}: &a{k} {{<<: [{', '.join([f'*a{k - 1}'] * 9)}]}}\n" for k in range(1, 9)),
     **{
         f"deep-{n}.json": '{"output_dir":' + '{"a":' * n + "1" + "}" * n + "}"
         for n in (40, 300, 480, 600, 900)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .commands import main
-from .options import common
+from .options import AnyPath, common
 from .program import FINE, WRONG_DATA, print_json
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 @main.command()
-@click.argument("path", nargs=-1, type=click.Path(path_type=str))
+@click.argument("path", nargs=-1, type=AnyPath(path_type=str))
 @click.option(
     "--ranks",
     type=click.IntRange(1, 16_384),

@@ -13,7 +13,47 @@ _MOST_BYTES, _MOST_VALUES = 1024**2, 100_000
 #: Settings whose values the facts, which ``--json`` prints, repeat: those that rules read, without their prefixes. Any
 #: other text or number may be a secret: under a name of its author's, within a URL or an argument.
 _READ = frozenset(
-    ["activation_checkpointing", "auto_wrap_policy", "backward_prefetch", "bf16", "compute_environment", "cp_size", "cpu_ram_efficient_loading", "distributed_type", "dynamo_backend", "dynamo_mode", "forward_prefetch", "fp16", "fsdp", "gradient_accumulation_steps", "gradient_checkpointing", "ignore_data_skip", "load_best_model_at_end", "main_process_ip", "min_num_params", "mixed_precision", "num_machines", "num_processes", "offload_params", "optim", "rdzv_backend", "reshard_after_forward", "same_network", "save_only_model", "save_strategy", "sharding_strategy", "sp_size", "state_dict_type", "sync_module_states", "tf32", "tp_size", "transformer_layer_cls_to_wrap", "use_cpu", "use_orig_params", "version"]
+    [
+        "activation_checkpointing",
+        "auto_wrap_policy",
+        "backward_prefetch",
+        "bf16",
+        "compute_environment",
+        "cp_size",
+        "cpu_ram_efficient_loading",
+        "distributed_type",
+        "dynamo_backend",
+        "dynamo_mode",
+        "forward_prefetch",
+        "fp16",
+        "fsdp",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "ignore_data_skip",
+        "load_best_model_at_end",
+        "main_process_ip",
+        "min_num_params",
+        "mixed_precision",
+        "num_machines",
+        "num_processes",
+        "offload_params",
+        "optim",
+        "rdzv_backend",
+        "reshard_after_forward",
+        "same_network",
+        "save_only_model",
+        "save_strategy",
+        "sharding_strategy",
+        "sp_size",
+        "state_dict_type",
+        "sync_module_states",
+        "tf32",
+        "tp_size",
+        "transformer_layer_cls_to_wrap",
+        "use_cpu",
+        "use_orig_params",
+        "version",
+    ]
 )
 _HIDDEN = "…"
 
@@ -66,8 +106,19 @@ def _shown(name: Any, value: Any) -> Any:
 def _yaml(raw: bytes, path: str) -> Any:
     import yaml  # transformers and huggingface_hub require it
 
+    class Loader(yaml.SafeLoader):
+        """Counts what merge keys ("<<") copy: a few lines of them stand for billions of values."""
+
+        copied = 0
+
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            self.copied += len(node.value)
+            if self.copied > _MOST_VALUES:
+                raise ValueError(f"its merge keys copy more than {_MOST_VALUES} values")
+
     try:
-        return yaml.safe_load(raw)
+        return yaml.load(raw, Loader)
     except (
         Exception
     ) as error:  # PyYAML's constructors raise what Python does for "!!bool maybe" or "!!int ''"
