@@ -106,7 +106,7 @@ def _shown(name: Any, value: Any) -> Any:
 def _yaml(raw: bytes, path: str) -> Any:
     import yaml  # transformers and huggingface_hub require it
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """Counts what merge keys ("<<") copy: a few lines of them stand for billions of values."""
 
         copied = 0

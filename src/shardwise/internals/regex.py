@@ -120,7 +120,7 @@ class _Counter:
         if operation == "ATOMIC_GROUP":
             return self._through(argument, ways, flags)
         if operation in ("ASSERT", "ASSERT_NOT"):
-            self._asserted(*argument, ways, flags)
+            self._asserted(argument[0], argument[1], ways, flags)
             return ways
         if operation == "GROUPREF_EXISTS":
             _, yes, no = argument
