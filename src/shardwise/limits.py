@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from re import _parser as _regex  # type: ignore[attr-defined]  # no public one says what an expression repeats
 from reprlib import Repr
 from typing import Any, TypeGuard
 
@@ -42,6 +41,8 @@ MAX_PICKLED_TEXT_BYTES, MAX_PICKLED_INT_BYTES = 1024**2, 32
 MAX_PICKLE_DEPTH = 32
 #: Values that a walk through a pickle meets, for each of its bytes: a shared part is met once per reference.
 MAX_VISITS_PER_BYTE = 16
+#: Values and characters that calls in a pickle take as arguments, for each byte read: a call copies a shared argument.
+MAX_ARGUMENTS_PER_BYTE = 4
 #: The list of members of a zip file, at about 100 bytes a tensor.
 MAX_ZIP_DIRECTORY_BYTES = 64 * 1024**2
 #: A value that is not a weight and is read whole: a setting, a scheduler's state, a step.
@@ -60,8 +61,8 @@ MAX_CONFIG_DEPTH = 32
 MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
 #: Bytes of one tensor that a config may build: a multiple of the stored bytes, or the minimum if that is more.
 MAX_BYTES_PER_STORED, MIN_TENSOR_BYTES = 8, 256 * 1024**2
-#: Unbounded repeats in a regular expression of an adapter's config, and how often a bounded one may repeat.
-MAX_REPEATS, MAX_BOUND = 4, 16
+#: Steps that the regular expressions of one setting may take, over the names of all modules: a second or two.
+MAX_PATTERN_STEPS = 2**28
 #: Rank of an adapter: PEFT allocates two tensors of it for each module.
 MAX_ADAPTER_RANK = 2**16
 
@@ -215,47 +216,3 @@ def check_name(name: object, what: str, path: str | None = None) -> str:
     if not is_text(name):
         raise FormatError(f"{what} {brief(name)} is no Unicode text", path=path)
     return name
-
-
-def check_pattern(pattern: str, what: str, path: str) -> None:
-    """Refuse a regular expression from a file that could take for ever, with :class:`FormatError`.
-
-    Refused: invalid expressions, an unbounded repeat within another, more than :data:`MAX_REPEATS` unbounded ones.
-    """
-    try:
-        found = _repeats(_regex.parse(pattern))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise FormatError(
-            f"{what} {brief(pattern)} is not a regular expression ({error})", path=path
-        ) from error
-    if found is None or found > MAX_REPEATS:
-        why = "a repeat within a repeat" if found is None else f"{found} repeats, the limit is {MAX_REPEATS}"
-        raise FormatError(f"{what} {brief(pattern)} has {why}: matching it may take for ever", path=path)
-
-
-def _repeats(parsed: Any) -> int | None:
-    """How many unbounded repeats a parsed expression has; None where one is within another."""
-    total = 0
-    for operation, argument in parsed:
-        inner = [_repeats(part) for part in _parts(argument)]
-        if None in inner:
-            return None
-        below = sum(n for n in inner if n is not None)
-        if (
-            str(operation) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
-            and int(argument[1]) > MAX_BOUND
-        ):
-            if below:
-                return None
-            below = 1
-        total += below
-    return total
-
-
-def _parts(argument: Any) -> list[Any]:
-    """The expressions within an operation's argument."""
-    if isinstance(argument, _regex.SubPattern):
-        return [argument]
-    if isinstance(argument, tuple | list):
-        return [part for one in argument for part in _parts(one)]
-    return []

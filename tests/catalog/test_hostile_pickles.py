@@ -93,7 +93,44 @@ def tensor_with_metadata(body: bytes) -> bytes:
     return b"}" + short("w") + b"ctorch._utils\n_rebuild_tensor_v2\n(" + args + b"tRs"
 
 
-#: Bodies of pickles, from a few bytes to a few KB.
+def calls(name: bytes, shared: bytes, more: bytes = b"", *, count: int) -> bytes:
+    """A list of ``count`` results of a function, all called with one shared argument, and ``more`` after it."""
+    arguments = b"(" + get(0) + more + b"t"
+    return shared + b"\x940" + name + b"\x940](" + (get(1) + arguments + b"R") * count + b"e"
+
+
+def long_text(size: int = 2**20 - 1) -> bytes:
+    return b"X" + struct.pack("<I", size) + b"a" * size
+
+
+def list_of_numbers(count: int) -> bytes:
+    return b"](" + b"".join(b"J" + struct.pack("<i", k) for k in range(count)) + b"e"
+
+
+def dict_of_numbers(count: int) -> bytes:
+    return b"}(" + b"".join(b"J" + struct.pack("<i", k) + b"N" for k in range(count)) + b"u"
+
+
+_STORAGE = b"(" + short("storage") + b"ctorch\nFloatStorage\n" + short("0") + short("cpu") + b"K\x02tQ"
+_REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+
+
+def tensors_of_shared_dims(count: int) -> bytes:
+    """Tensors of 64 dims, of which the pickle has one shape."""
+    known = _STORAGE + b"\x940(" + b"K\x01" * 64 + b"t\x940" + _REBUILD + b"\x940"
+    one = get(2) + b"(" + get(0) + b"K\x00" + get(1) * 2 + b"\x89NtR"
+    return known + b"}(" + b"".join(short(str(k)) + one for k in range(count)) + b"u"
+
+
+def tensors_of_shared_names(count: int, most: int) -> bytes:
+    """A list that repeats a dict of tensors with long names."""
+    known = _STORAGE + b"\x940" + _REBUILD + b"\x940"
+    one = get(1) + b"(" + get(0) + b"K\x00K\x01\x85K\x01\x85\x89NtR"
+    names = b"".join(b"X" + struct.pack("<I", 900) + f"{k:0900}".encode() + one for k in range(count))
+    return known + b"}(" + names + b"u\x940](" + get(2) * most + b"e"
+
+
+#: Bodies of pickles, from a few bytes to a MiB.
 BOMBS: dict[str, bytes] = {
     "hash of nested tuples": nested_tuple_key(60),
     "index of the memo": b"}\x94r\xff\xff\xff\x7f",
@@ -110,6 +147,16 @@ BOMBS: dict[str, bytes] = {
     "length of a frame": b"\x95" + struct.pack("<Q", 2**63),
     "length of bytes": b"\x8e" + struct.pack("<Q", 2**40),
     "room for bytes": b"c__builtin__\nbytearray\n" + b"\x8a\x06" + (2**40).to_bytes(6, "little") + b"\x85R",
+    "a text encoded again and again": calls(b"c_codecs\nencode\n", long_text(), short("latin1"), count=4000),
+    "a list as torch.Size": calls(b"ctorch\nSize\n", list_of_numbers(60_000), count=6000),
+    "a list as a set": calls(b"c__builtin__\nset\n", list_of_numbers(60_000), count=6000),
+    "a text as a set": calls(b"c__builtin__\nset\n", long_text(), count=20_000),
+    "a dict as a Counter": calls(b"ccollections\nCounter\n", dict_of_numbers(50_000), count=3000),
+    "a text as a storage": long_text() + b"\x940" + _REBUILD + b"\x940](" + (get(1) + b"(" + get(0) + b"NNNtR") * 999 + b"e",
+    "a text as a path": calls(b"cpathlib\nPosixPath\n", long_text(), count=9999) + b"0N",
+    "many arguments": calls(b"ctorch.serialization\n_get_layout\n", b"(" + b"N" * 60_000 + b"t", count=1).replace(b"](", b"](" + (get(1) + get(0) + b"R") * 6000),
+    "one shape for many tensors": tensors_of_shared_dims(4000),
+    "long names met again": tensors_of_shared_names(500, 500),
     "a large number": b"\x8b" + struct.pack("<I", 2**30),
     "keys that collide": b"}(" + b"".join(b"\x8a\x0a" + ((2**61 - 1) * k).to_bytes(10, "little") + b"N" for k in range(1, 20_000)) + b"u",
     "many dims": tensor_with_metadata(b"N").replace(b"K\x02\x85", b"(" + b"\x8a\x08" + b"\xff" * 7 + b"\x1f" + b"h\x00" * 0 + b"K\x02" * 60_000 + b"t"),

@@ -94,6 +94,11 @@ def _model(**changes: Any) -> Facts:
     return replace(HEALTHY, models=(replace(MODEL, **changes),))
 
 
+def _wraps(classes: str) -> Facts:
+    known = ("LlamaAttention", "LlamaDecoderLayer", "LlamaModel")
+    return replace(_yaml(fsdp_transformer_layer_cls_to_wrap=classes), models=(replace(MODEL, classes=known),))
+
+
 def _checkpoint(**changes: Any) -> Facts:
     return replace(HEALTHY, checkpoints=(replace(CHECKPOINT, **changes),))
 
@@ -289,6 +294,16 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "main_process_ip is not set",
         replace(_yaml({"num_machines": 2, "num_processes": 16}), environment={}),
     ),
+    Pathology(
+        "accelerate.wrap-class",
+        "LlamaDecoderLayr",
+        _wraps("LlamaDecoderLayr"),
+    ),
+    Pathology(
+        "accelerate.wrap-class",
+        "names LamaLayer",
+        _wraps("LlamaDecoderLayer,LamaLayer"),
+    ),
     Pathology("trainer.fsdp-config-ignored", "Each GPU holds the whole model", _arguments(fsdp="")),
     Pathology("trainer.save-only-model", "can't be resumed", _arguments(save_only_model=True)),
     Pathology(
@@ -309,6 +324,8 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("model.lfs-pointer", "holds no weights", _model(pointers=("model.safetensors",))),
     Pathology("model.pickle", "can run any code", _model(pickles=("pytorch_model.bin",))),
     Pathology("model.index", "tensor 'a' is stored twice", _model(problem="tensor 'a' is stored twice")),
+    Pathology("model.two-formats", "lacks 2 tensors", _model(only_pickled=("a", "b"))),
+    Pathology("model.lost-base", "its base /models/llama is not there", _model(base="/models/llama")),
     Pathology(
         "model.internal-names", "_orig_mod.lm_head.weight", _model(wrapped=("_orig_mod.lm_head.weight",))
     ),

@@ -23,7 +23,7 @@ def found(*paths: Path, ranks: int = 1) -> list[Finding]:
 FSDP2 = {
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_state_dict_type": "FULL_STATE_DICT",
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
+    "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
     "fsdp_version": 2,
 }
 NOISE = """\

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import yaml
+from accelerate.utils import dataclasses as accelerate_utils
+from safetensors.torch import load_file, save_file
 
 from shardwise.doctor.collect import collect
-from shardwise.doctor.logs import KNOWN
+from shardwise.doctor.logs import KNOWN, read_log
 from shardwise.doctor.mounts import mount_of
 from shardwise.doctor.probe import look_at_place
+from shardwise.doctor.software import classes_of
 from shardwise.doctor.table import findings_of
 from shardwise.models.host_budget import host_budget
 from shardwise.store.publish import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
+from tests.harness.bombs import run_apart
 from tests.harness.models import sparse_file
 
 # ----------------------------------------------------------------------------------------------------
@@ -136,6 +141,26 @@ def four_bits(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
 
 
+def pickle_half(folder: Path) -> None:
+    """The second file as torch.save writes it, and no index."""
+    second = folder / "model-00002-of-00002.safetensors"
+    torch.save(load_file(second), folder / "pytorch_model-00002-of-00002.bin")
+    second.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def lose_base(folder: Path) -> None:
+    """An adapter of PEFT, trained on a model of another machine."""
+    for file in folder.iterdir():
+        file.unlink()
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], base_model_name_or_path="/home/me/models/llama", task_type="CAUSAL_LM"
+    )
+    config.save_pretrained(str(folder))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(2, 8)}, folder / "adapter_model.safetensors")
+
+
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "model.lost-file": (
         lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
@@ -145,6 +170,8 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "model.outside": (lead_outside, "../../etc/passwd"),
     "model.lfs-pointer": (leave_pointer, "pointer of Git LFS"),
     "model.pickle": (pickle_it, "pytorch_model.bin"),
+    "model.two-formats": (pickle_half, "which are in pickles alone"),
+    "model.lost-base": (lose_base, "its base /home/me/models/llama is not there"),
     "model.index": (store_twice, "can't be loaded"),
     "model.few-experts": (few_experts, "2 experts over 4 ranks"),
     "model.quant-storage": (four_bits, "uint8"),
@@ -156,6 +183,57 @@ def test_a_model(rule: str, copy: Path, here: set[str]) -> None:
     spoil, words = MODELS[rule]
     spoil(copy)
     check(found(copy, ranks=4), here | {"machine.cores"}, rule, words=words)
+
+
+def test_a_model_in_both_formats_has_no_finding(copy: Path, here: set[str]) -> None:
+    """Whole as pickles and as safetensors, also under the names of a model without its head."""
+    tensors = {n: t for file in copy.glob("*.safetensors") for n, t in load_file(file).items()}
+    for prefix in ("", "model."):
+        torch.save({n.removeprefix(prefix): t for n, t in tensors.items()}, copy / "pytorch_model.bin")
+        check(found(copy), here)
+
+
+@pytest.mark.parametrize(
+    "wrapped", ["Qwen3DecoderLayr", "LlamaDecoderLayer", "Qwen3DecoderLayer,Qwen3Vision"]
+)
+def test_a_class_to_wrap_that_the_model_lacks(
+    wrapped: str, model: Path, tmp_path: Path, here: set[str]
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    own = wrapped.split(",")
+    assert not all(accelerate_utils.get_module_class_from_name(built, name) for name in own)
+    base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        yaml.safe_dump({**base, "fsdp_config": {**FSDP2, "fsdp_transformer_layer_cls_to_wrap": wrapped}})
+    )
+    check(found(path, model), here, "accelerate.wrap-class", words=f"names {own[-1]}")
+    said = {"version": 2, "transformer_layer_cls_to_wrap": own}
+    check(
+        found(arguments(tmp_path / "args.json", fsdp_config=said), model),
+        here,
+        "accelerate.wrap-class",
+        words=f"names {own[-1]}",
+    )
+
+
+def test_classes_of_an_architecture() -> None:
+    """Every class of which a model has modules, but torch's own; also of the parts of a model of several."""
+    for config in (
+        transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8),
+        transformers.LlavaConfig(vision_config={"model_type": "clip_vision_model", "num_hidden_layers": 1}),
+    ):
+        known = classes_of(json.loads(config.to_json_string(use_diff=False)))
+        with torch.device("meta"):
+            built = transformers.AutoModelForImageTextToText.from_config(config) if config.model_type == "llava" else transformers.AutoModelForCausalLM.from_config(config)  # fmt: skip
+        modules = {type(m) for m in built.modules()}
+        assert known
+        assert {m.__name__ for m in modules if m.__module__.startswith("transformers.models.")} <= {*known}
+    assert classes_of({"model_type": "llama", "auto_map": {"AutoModel": "own.Own"}}) == ()
+    assert classes_of({"model_type": "../llama"}) == ()
+    assert classes_of({}) == ()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -249,16 +327,54 @@ def test_a_log(known: Any, tmp_path: Path, here: set[str]) -> None:
     check(findings, here, f"log.{known.name}", words=LINES[known.name][:60])
 
 
-def test_a_long_log_is_read_at_both_ends(tmp_path: Path, here: set[str]) -> None:
+def test_a_long_log_is_read_at_both_ends(tmp_path: Path) -> None:
     path = tmp_path / "run.out"
     with path.open("w") as file:
         file.write(f"{LINES['oom-kill']}\n")
         for _ in range(40):
             file.write("x" * 1024**2 + "\n")
         file.write(f"{LINES['no-space']}\n")
-    began = time.monotonic()
-    check(found(path), here, "log.oom-kill", "log.no-space")
-    assert time.monotonic() - began < 20
+    assert read_log(str(path)).lines.keys() == {"oom-kill", "no-space"}
+
+
+_KEY = '"optimizer.state.model.layers.7.self_attn.q_proj.weight.exp_avg", '
+#: Lines that programs write, and such that no program writes; each is repeated up to 4 MiB.
+REPEATED = {
+    **{
+        text: text
+        for text in ("Missing key", "optim.state.x", "optimizer.state.", "Missing key optim", "shared memor")
+    },
+    **{
+        text: text
+        for text in (
+            "No space",
+            "No space left on devic",
+            "No space left on device shared memory",
+            "exitcode ",
+        )
+    },
+    **{
+        text: text
+        for text in ("onnect", "onnect refused", "onnectrefused remote=[", "remote=[127.", "h.", "layers.")
+    },
+    **{
+        text: text
+        for text in ("h.| MISSIN", "| MISSING", "wte.a", "exitcode", "exitcode\t \t", "loss=1", "loss 1")
+    },
+    **{text: text for text in ("loss='1", "loss \t", "loss=1.", " ", "1", "a")},
+    "keys that are unexpected": f"Unexpected key(s) in state_dict: {_KEY * 1000}",
+}
+
+
+@pytest.mark.parametrize("text", REPEATED.values(), ids=REPEATED)
+@pytest.mark.processes
+def test_a_line_of_many_mib(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(text * (4 * 1024**2 // len(text)))
+    outcome = run_apart(lambda: read_log(str(path)), seconds=2)
+    assert outcome.kind == "done", outcome
+    assert outcome.seconds < 2
+    assert outcome.mbytes < 200
 
 
 # ----------------------------------------------------------------------------------------------------

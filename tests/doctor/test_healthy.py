@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.doctor.collect import collect
+from shardwise.cli import main
+from shardwise.doctor.settings import read_settings
 from tests.doctor.real import FSDP2, NOISE, ROOT, WHERE, arguments, check, found
 
 # ----------------------------------------------------------------------------------------------------
@@ -47,9 +54,6 @@ def test_healthy_files_have_no_finding(model: Path, steps: Path, tmp_path: Path,
 
 
 def test_the_command(tmp_path: Path, here: set[str]) -> None:
-    from click.testing import CliRunner
-
-    from shardwise.cli import main
 
     yaml_of_case_1 = str(ROOT / "examples/accelerate_fsdp.yaml")
     shown = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1"])
@@ -78,9 +82,6 @@ def test_the_command(tmp_path: Path, here: set[str]) -> None:
 
 
 def test_hostile_text_does_not_move_the_cursor(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from shardwise.cli import main
 
     path = tmp_path / "run.log"
     path.write_text("\x1b[2JOSError: [Errno 24] Too many open files \x1b]0;title\x07 [bold]x[/bold]\n")
@@ -89,14 +90,103 @@ def test_hostile_text_does_not_move_the_cursor(tmp_path: Path) -> None:
     assert "[bold]x[/bold]" in shown
 
 
-def test_secrets_are_not_repeated(tmp_path: Path) -> None:
-    path = arguments(
-        tmp_path / "args.json", hub_token="hf_abcdef", fsdp_config={"version": 2, "api_key": "k-123"}
-    )
-    facts = collect([str(path)])
-    assert "hf_abcdef" not in repr(facts)
-    assert "k-123" not in repr(facts)
-    assert facts.arguments[0].values["hub_token"] == "…"
+_SECRETS = {
+    "output_dir": "x",
+    "hub_token": "SENT1",
+    "env": [{"HF_TOKEN": "SENT2"}],
+    "api_keys": ["SENT3"],
+    "wandb": {"password": {"v": "SENT4"}},
+    "auth": "SENT5",
+    "args": ["--token=SENT6"],
+    "url": "https://user:SENT7@host/",
+    "tokens": {"a": "SENT8"},
+    "password": 77123456,
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2, "auth": "SENT9", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+
+
+@pytest.mark.parametrize("name", ["args.json", "args.yaml"])
+def test_secrets_are_not_repeated(tmp_path: Path, name: str) -> None:
+    """What rules read is shown, and no other text: a name does not say whether a text is a secret."""
+    path = tmp_path / name
+    path.write_text(json.dumps(_SECRETS))  # which is YAML, too
+    outcome = CliRunner().invoke(main, ["doctor", str(path), "--ranks", "1", "--json"])
+    document = json.loads(outcome.stdout)
+    assert "SENT" not in outcome.output
+    assert "77123456" not in outcome.output
+    (shown,) = document["facts"]["arguments"]
+    assert shown["values"]["fsdp"] == "full_shard"
+    assert shown["values"]["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
+    assert shown["values"]["hub_token"] == "…"
+
+
+_ODD: dict[str, str] = {
+    "bool.yaml": "distributed_type: FSDP\nx: !!bool maybe\n",
+    "int.yaml": "x: !!int ''\n",
+    "float.yaml": "x: !!float ''\n",
+    "time.yaml": "x: !!timestamp soon\n",
+    "binary.yaml": "x: !!binary 1\n",
+    "hex.yaml": "distributed_type: FSDP\nnum_processes: 0x" + "f" * 4000 + "\n",
+    "digits.yaml": "distributed_type: FSDP\nnum_processes: " + "9" * 4000 + "\n",
+    "sexagesimal.yaml": "num_machines: 1:" + ":".join(["59"] * 3000) + "\n",
+    "python.yaml": "!!python/object/apply:os.system ['true']",
+    "itself.yaml": "distributed_type: FSDP\nx: &a {y: *a}\n",
+    "brackets.yaml": "[" * 2**16,
+    "deep.yaml": "output_dir: " + "{a: " * 150 + "1" + "}" * 150,
+    "merges.yaml": "b: &b {"
+    + ", ".join(f"k{k}: 1" for k in range(4000))
+    + "}\n"
+    + "".join(f"c{k}: {{<<: *b}}\n" for k in range(100)),
+    "nested-merges.yaml": "a0: &a0 {x: 1}\n"
+    + "".join(f"a{k}: &a{k} {{<<: [{', '.join([f'*a{k - 1}'] * 9)}]}}\n" for k in range(1, 9)),
+    **{
+        f"deep-{n}.json": '{"output_dir":' + '{"a":' * n + "1" + "}" * n + "}"
+        for n in (40, 300, 480, 600, 900)
+    },
+    "digits.json": '{"output_dir": ' + "9" * 4000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", _ODD)
+def test_an_odd_configuration_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(_ODD[name])
+    with pytest.raises(sw.errors.FormatError, match=re.escape(name)):
+        read_settings(str(path))
+
+
+def test_a_name_with_nul_is_refused() -> None:
+    outcome = CliRunner().invoke(main, ["doctor", "a\0b", "--json"])
+    assert "NUL" in json.loads(outcome.stdout)["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.processes
+def test_an_interrupted_probe_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
+    """The signal comes while the probe's folder is there."""
+    begun, release = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Thread(target=_tell, args=(tmp_path, release), daemon=True).start()
+            CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"])
+        finally:
+            os._exit(0)
+    os.close(release)
+    assert os.read(begun, 1) == b"x"
+    os.kill(child, sent)
+    os.waitpid(child, 0)
+    os.close(begun)
+    assert os.listdir(tmp_path) == []
+
+
+def _tell(folder: Path, pipe: int) -> None:
+    while not os.listdir(folder):
+        time.sleep(0.001)
+    os.write(pipe, b"x")
 
 
 def test_a_yaml_of_aliases_is_refused(tmp_path: Path) -> None:

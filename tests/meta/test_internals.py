@@ -27,10 +27,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "the one walk over a model's modules, which comes before internals in the order of imports; torch 2.12-2.14. "
         "torch's own iterators leave out what stands at a second place, and do not say what is persistent",
     ),
-    "limits.py": {
-        "re._parser": "says what an expression repeats, before anything is matched; Python 3.11-3.13. limits.py comes "
-        "before internals in the order of imports"
-    },
     "recipe/trace.py": dict.fromkeys(
         ("_to_copy", "_unsafe_view", "_reshape_alias"),
         "names of ATen operators, as torch hands them to __torch_dispatch__; torch 2.12-2.14",

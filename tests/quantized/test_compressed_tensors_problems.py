@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise.errors import FormatError
+from shardwise.internals.regex import check_patterns
+from shardwise.quantized.compressed_settings import read_settings
 from shardwise.quantized.compressed_tensors import find as compressed_tensors
 from shardwise.quantized.families import Source
+from tests.harness.bombs import refused_within
 from tests.quantized.boxes import with_part, without
 from tests.quantized.compressed_cases import Checkpoint
 
@@ -260,3 +265,70 @@ def test_packed_codes_without_settings(written: Written) -> None:
         f"{UP}.weight_packed is packed as by compressed-tensors, and the config has no quantization_config"
         in "\n".join(found.problems)
     )
+
+
+#: Expressions that Python matches for minutes or far longer: with module names of the model, or with one of 900 letters.
+ENDLESS = {
+    "a repeat within a repeat": "(.+)+X",
+    "alternatives that mean the same": "(.|.)" * 40 + "X",
+    "stars": ".*" * 9 + "X",
+    "optional letters": ".?" * 31 + "." * 21 + "X",
+    "nested bounds": "((.{0,16}){0,16}){0,16}X",
+    "no expression": "(mlp",
+}
+
+
+@pytest.mark.parametrize("place", ["ignore", "targets"])
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.processes
+def test_expressions_that_never_end_are_a_problem(written: Written, name: str, place: str) -> None:
+    made = written("int8-channel")
+    settings, expression = deepcopy(made.settings), f"re:{ENDLESS[name]}"
+    if place == "ignore":
+        settings["ignore"] = ["lm_head", expression]
+    else:
+        next(iter(settings["config_groups"].values()))["targets"] = [expression]
+    source = replace(made.source, settings=settings)
+
+    def say() -> None:
+        raise FormatError("\n".join(compressed_tensors(source).problems))
+
+    text = refused_within(say, seconds=3)
+    assert "an expression in quantization_config" in text
+    assert text.count("\n") < 5
+
+
+def test_a_long_name_of_a_file_counts(written: Written) -> None:
+    """Names of stored tensors come from a file, too."""
+    made = written("int8-channel")
+    tensors = dict(made.source.tensors)
+    for end in ("weight", "weight_scale"):
+        name = f"{'a' * 900}.{end}"
+        tensors[name] = replace(tensors[f"{UP}.{end}"], name=name)
+    source = replace(made.source, tensors=tensors, settings={**made.settings, "ignore": ["re:.*.*.*.*X"]})
+    assert "may take for ever" in "\n".join(compressed_tensors(source).problems)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        ".*mlp.*", r".*layers\.(0|1)\.mlp.*", r"model\.layers\.\d{1,2}\.(self_attn|mlp)\.(q|up)_proj$", "(.*)(up|down)_proj",
+        ".*lm_head", "mlp", r"(?:model|language_model)(\.\w+)*\.up_proj", r"^(?!.*mlp).*$", ".*.*.*.*_proj", "(.|.)up", "$", "",
+    ],
+)  # fmt: skip
+def test_expressions_match_as_in_the_library(expression: str) -> None:
+    from compressed_tensors.utils.match import match_name
+
+    names = [
+        UP,
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.11.mlp.down_proj",
+        "lm_head",
+        "mlp",
+        "a" * 90,
+        "",
+    ]
+    settings = read_settings({"config_groups": {}, "ignore": [f"re:{expression}"]})
+    check_patterns(settings.expressions, names[:5], "ignore", None)
+    for name in names:
+        assert settings.ignored(name) == match_name(name, f"re:{expression}")

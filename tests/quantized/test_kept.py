@@ -11,7 +11,9 @@ import transformers
 
 import shardwise as sw
 from shardwise.errors import PlanError, ShardError, UnsupportedConversionError
+from shardwise.models.kept import put_into
 from tests.harness import models
+from tests.harness.bombs import refused_within
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but
 
@@ -244,3 +246,21 @@ def test_sources_that_no_layer_can_hold_are_named(
     ):
         with pytest.raises(PlanError, match=text):
             sw.load_pretrained(_altered(source, tmp_path / str(k), **tensors), quantized="keep")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "(.|.)" * 40 + "X"]},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["re:(.+)+X"]},
+        transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["(a|a)*X"]),
+        {"quant_method": "fp8", "modules_to_not_convert": ["(lm_head"]},
+    ],
+    ids=["fp8", "compressed-tensors", "bitsandbytes", "no expression"],
+)
+@pytest.mark.processes
+def test_expressions_that_a_quantizer_would_match_for_ever(settings: Any) -> None:
+    """They are refused before transformers or the library matches them with the model's modules."""
+    model = torch.nn.ModuleDict({"a" * 60: torch.nn.Linear(2, 2)})
+    text = refused_within(lambda: put_into(model, settings, torch.bfloat16), seconds=2)
+    assert "in quantization_config" in text or "quantization_config." in text

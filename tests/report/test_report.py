@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from shardwise.report.ledger_files import read_process, starts_of
 from shardwise.report.material import find_material
 from shardwise.report.sections import marks_of
 from shardwise.report.write import write_report
+from tests.harness.bombs import run_apart
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -197,14 +200,16 @@ def test_the_phases_of_a_plan_beside_the_measured_ones(finished: Path, tmp_path:
     ended = [(r["name"], r["peak_anonymous_bytes"]) for r in records if r["kind"] == "phase-end"]
     saved, resumed = (max(nbytes for name, nbytes in ended if name == of) for of in ("save", "resume"))
     phases = {"save, sync": (saved // 2, saved), "resume": (resumed // 2, resumed - 1)}
-    phases |= {"first step": (2**20, 2**21), "steady step": (2**22, 2**40), "export": (1, 1)}
+    phases |= {"first step": (2**20, 2**21), "steady step": (2**39, 2**40), "export": (1, 1)}
     plan = plan_of(tmp_path / "plan.json", phases)
     text = Page(write_report([finished], tmp_path / "a.html", plan=str(plan)).read_text()).text
     assert "Plan of Linear on 1 rank" in text
     half, whole = size(saved // 2), size(saved)
     assert re.search(rf"save, sync {half} {whole} {whole} \+100\.0% within the bar \d 0 ", text), text
     assert re.search(rf"resume {size(resumed // 2)} .* \+100\.0% above the bar 2 0 ", text)
-    assert "steps 4.00 MiB 1.00 TiB " in text, "the larger of both"
+    steps = re.search(r"steps 512 GiB 1.00 TiB [\d.]+ MiB -100.0% (\w+) the bar", text)  # the larger of both
+    assert steps is not None, text
+    assert steps[1] == "below"
     assert "Planned, and not measured: export." in text
     assert f"In each phase {half}, at most {whole}, are planned for the process itself" in text
     # Beside the run it needs no option; what is no plan is passed by.
@@ -368,6 +373,105 @@ def test_no_input_writes_html_into_it(tmp_path: Path) -> None:
     process = read_process(root / "ledger" / "rank-00000.jsonl")
     assert process is not None
     assert process.skipped_lines == 8
+
+
+def _pipe(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+
+
+def _link_to_zeros(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def _lines(path: Path, lines: Iterable[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+_DEEP = "[" * 900 + "]" * 900
+_BEGIN = '{"kind":"begin","rank":0,"world_size":1,"time_s":1,"anonymous_bytes":1}'
+_FIELDS = (
+    "step",
+    "rank",
+    "bytes_read",
+    "seconds_read",
+    "local_bytes",
+    "model_bytes",
+    "exact",
+    "digest",
+    "is_published",
+)
+
+
+def _notes(value: str) -> Iterator[str]:
+    """Reports with ``value`` in all fields, or in all but one."""
+    for other in (None, *_FIELDS):
+        report = ",".join(f'"{name}":{1 if name == other else value}' for name in _FIELDS)
+        for name in ("load", "resume", "restore", "save"):
+            yield f'{{"kind":"note","name":"{name}","t":1,"report":{{{report}}}}}'
+
+
+#: What no run wrote: where in a run's directory, what makes it, and whether it is refused.
+ODD: dict[str, tuple[str, Callable[[Path], None], bool]] = {
+    "a pipe for a ledger": ("ledger/rank-00000.jsonl", _pipe, True),
+    "zeros without end for a ledger": ("ledger/rank-00000.jsonl", _link_to_zeros, True),
+    "a pipe for a plan": ("plan.json", _pipe, False),
+    "zeros without end for a plan": ("plan.json", _link_to_zeros, False),
+    "a directory for a plan": ("plan.json", Path.mkdir, False),
+    "a deep plan": ("plan.json", lambda p: _lines(p, ['{"per_rank": [], "ranks": 1, "model_class": ' + _DEEP + "}"]), False),
+    "ranks of a plan that are lists": ("plan.json", lambda p: _lines(p, ['{"per_rank": [{"rank": [1]}, {"rank": {}}], "ranks": 1}']), False),
+    "deep records": ("ledger/rank-00001.jsonl", lambda p: _lines(p, ['{"kind":"begin","host":' + _DEEP + "}"]), False),
+    **{
+        f"{value[:9]} in all fields": ("ledger/rank-00001.jsonl", lambda p, value=value: _lines(p, [_BEGIN, *_notes(value)]), False)  # type: ignore[misc]
+        for value in ("[1]", "{}", "9" * 4000, "1e308", "NaN", '"x"')
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+@pytest.mark.processes
+def test_odd_input_is_read_or_refused(case: str, tmp_path: Path) -> None:
+    where, make, is_refused = ODD[case]
+    root = tmp_path / "run"
+    _lines(root / "loss.jsonl", [])
+    _lines(root / "ledger" / "rank-00002.jsonl", [_BEGIN, '{"kind":"note","name":"load","t":1,"report":{}}'])
+    make(root / where)
+    outcome = run_apart(lambda: write_report([root], tmp_path / "a.html"), seconds=10)
+    assert outcome.kind == ("SourceError" if is_refused else "done"), outcome
+    if is_refused:
+        assert where in outcome.text
+
+
+@pytest.mark.processes
+def test_many_samples_take_little_memory(tmp_path: Path) -> None:
+    """Peaks, the last time and sums stay what they were."""
+    path = tmp_path / "rank-00000.jsonl"
+    most = 400_000
+    _lines(
+        path,
+        [
+            _BEGIN,
+            *(
+                f'{{"kind":"sample","t":{k},"read_bytes":{k},"anonymous_bytes":{k ^ 4096}}}'
+                for k in range(most)
+            ),
+        ],
+    )
+
+    def read() -> None:
+        process = read_process(path)
+        assert process is not None
+        assert process.last_t == most - 1
+        assert process.peak("anonymous") == max(k ^ 4096 for k in range(most))
+        assert process.samples[-1].get("read_bytes") == most - 1
+        times = [sample.t for sample in process.samples]
+        assert times == sorted(times)
+
+    outcome = run_apart(read, seconds=30)
+    assert outcome.kind == "done", outcome
+    assert outcome.mbytes < 100, outcome
 
 
 def test_a_large_run_stays_small(tmp_path: Path) -> None:

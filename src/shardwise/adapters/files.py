@@ -13,9 +13,10 @@ from torch import nn
 from ..catalog import Catalog
 from ..catalog.safetensors import catalog_of_safetensors
 from ..errors import FormatError, PlanError, SourceError
-from ..internals.peft import adapter_configs, base_of, peft_model
+from ..internals.peft import adapter_configs, base_of, expressions_in, peft_model
+from ..internals.regex import check_patterns
 from ..layout.live import LiveModel
-from ..limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_shallow_json
+from ..limits import MAX_ADAPTER_RANK, brief, cause, read_shallow_json
 from ..models.kept import has_blocks, kept_in
 from ..models.meta_init import meta_init
 from ..recipe.match import Made, Rules, renaming
@@ -100,12 +101,8 @@ def read_adapter_config(root: str) -> Any:
         ) from error
 
 
-#: Settings that PEFT matches with names of modules: expressions, or mappings with expressions as keys.
-_PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
-
-
 def _check_config(document: Any, file: str) -> None:
-    """Raise :class:`FormatError` for settings that would cost PEFT endless time, or more memory than a model."""
+    """Raise :class:`FormatError` for settings that would cost PEFT more memory than a model."""
     if not isinstance(document, dict):
         raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
     patterns, ranks = document.get("rank_pattern"), [document.get("r", 1)]
@@ -113,10 +110,6 @@ def _check_config(document: Any, file: str) -> None:
     for rank in ranks:
         if type(rank) is not int or not 0 < rank <= MAX_ADAPTER_RANK:
             raise FormatError(f"rank {brief(rank)} is not a number from 1 to {MAX_ADAPTER_RANK}", path=file)
-    for setting in _PATTERNS:
-        value = document.get(setting)
-        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
-            check_pattern(pattern, setting, file)
 
 
 def _import_peft() -> Any:
@@ -159,6 +152,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
     _refuse(base, configs, files)
     model: Any = None
     for name, config in configs.items():
+        _check_patterns(base, config, files[name].directory if name in files else None)
         trained_on = config.base_model_name_or_path
         config.base_model_name_or_path = None  # PEFT then takes the base's without a warning
         try:
@@ -178,6 +172,14 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
         if trained_on is not None:
             model.peft_config[name].base_model_name_or_path = trained_on
     return model, Adapters(files, frozenset(own))
+
+
+def _check_patterns(base: nn.Module, config: Any, directory: str | None) -> None:
+    """Raise :class:`FormatError` for expressions of a config that PEFT would match for ever with the base's modules."""
+    names = [name for name, _ in base.named_modules()]
+    file = None if directory is None else os.path.join(directory, CONFIG_NAME)
+    for setting, form, patterns in expressions_in(config):
+        check_patterns(patterns, names, setting, file, form)
 
 
 def _opened(given: Mapping[str, Any]) -> tuple[dict[str, AdapterFiles], dict[str, Any]]:

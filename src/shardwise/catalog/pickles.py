@@ -3,7 +3,7 @@
 Interprets only the opcodes that ``torch.save`` (protocol 2) and torch's DCP (protocols 4 and 5) write. Python's own
 ``pickle.Unpickler`` can restrict names, but not cost: it hashes keys of any type (nested tuples that share parts: for
 ever), allocates a memo up to any index (64 GB from 20 bytes), and allocates a text before it reads it. This reader
-takes text, small numbers or records as keys and keeps the memo in a dict. Its results can be walked through: no
+takes text, small numbers or records as keys, keeps the memo in a dict, and counts what calls copy. Its results can be walked through: no
 cycles, at most :data:`~shardwise.limits.MAX_PICKLE_DEPTH` levels, shared parts met a bounded number of times.
 
 It takes two to four times as long as the C unpickler with the same records (``.metadata`` of 20,000 tensors: 6 MB in
@@ -13,12 +13,14 @@ one chunk each, 26 MB in eight). Locating each chunk in its file, the next step,
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
 from ..limits import (
+    MAX_ARGUMENTS_PER_BYTE,
     MAX_PICKLE_BYTES,
     MAX_PICKLED_INT_BYTES,
     MAX_PICKLED_TEXT_BYTES,
@@ -55,11 +57,16 @@ def unpickled(read: Callable[[int], bytes], nbytes: int, names: Names, file: str
     if nbytes > MAX_PICKLE_BYTES:
         raise FormatError(f"its pickle has {nbytes} bytes, the limit is {MAX_PICKLE_BYTES}", path=file)
     try:
-        value = _Machine(read, names).run()
-        check_walk(value, nbytes * MAX_VISITS_PER_BYTE)
+        machine = _Machine(read, names)
+        value = machine.run()
+        check_walk(value, machine.taken * MAX_VISITS_PER_BYTE)
         return value
     except FormatError as error:
         raise FormatError(str(error), path=file) from None
+    except MemoryError as error:
+        raise FormatError(
+            f"its pickle of {nbytes} bytes needs more memory than this process can get", path=file
+        ) from error
     except _DAMAGE as error:
         raise FormatError(f"can't be read ({type(error).__name__}: {error}): damaged", path=file) from error
 
@@ -98,6 +105,12 @@ class _Machine:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
+        self._copied = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the pickle so far. Every cost is bounded by them: the file may be sparse, and its length a claim."""
+        return self._before + self._at
 
     def run(self) -> Any:
         steps = _STEPS
@@ -112,7 +125,7 @@ class _Machine:
             elif code == _STOP:
                 return self._stack.pop()
             else:
-                at = self._before + self._at - 1
+                at = self.taken - 1
                 raise FormatError(
                     f"refused: opcode {code:#04x} at byte {at} of its pickle is none of torch's"
                 )
@@ -264,6 +277,11 @@ class _Machine:
         args, name = self._stack.pop(), self._stack.pop()
         if type(name) is not Name or type(args) is not tuple:
             raise TypeError(f"a call of a {type(name).__name__}")
+        self._copied += len(args) + sum(len(one) for one in args if type(one) in _SIZED)
+        if self._copied > self.taken * MAX_ARGUMENTS_PER_BYTE:
+            raise FormatError(
+                f"refused: calls in its pickle copy shared arguments, more than {MAX_ARGUMENTS_PER_BYTE} values for each byte"
+            )
         self._stack.append(name.make(*args))
 
     def build(self) -> None:
@@ -274,6 +292,9 @@ class _Machine:
         elif type(target) is not dict:  # a state dict's attributes (``_metadata``) are dropped
             raise ValueError(f"state for a {type(target).__name__}")
 
+
+#: What a function of :data:`Names` may copy or walk through.
+_SIZED = frozenset((str, bytes, tuple, list, dict, set, Counter))
 
 _STOP = 0x2E
 _U8, _U16, _U32, _U64 = (struct.Struct(f"<{code}") for code in "BHIQ")

@@ -17,7 +17,16 @@ from typing import Any
 from ..dtypes import itemsize
 from ..errors import FormatError
 from ..layout.boxes import whole
-from ..limits import MAX_BYTES_PER_BYTE, MAX_NAME_CHARS, brief, check_name, inside, is_count, numel_of
+from ..limits import (
+    MAX_BYTES_PER_BYTE,
+    MAX_NAME_CHARS,
+    MAX_VISITS_PER_BYTE,
+    brief,
+    check_name,
+    inside,
+    is_count,
+    numel_of,
+)
 from ..storage import is_file, is_url
 from .index import read_weight_map
 from .pickles import Name, Names, check_key, unpickled
@@ -221,8 +230,20 @@ class Archive:
         reader = MemberReader(self._zip, described)
         self.content = unpickled(reader, described.nbytes, TENSOR_NAMES, self._path)
         reader.finish()
+        self._name_chars_left = described.nbytes * MAX_VISITS_PER_BYTE
         order = self._zip.members.get("byteorder")
         self._is_little = order is None or MemberReader(self._zip, order)(16) == b"little"
+
+    def name_of(self, path: Iterable[Any]) -> str:
+        """The name of a tensor at ``path``. Raises :class:`FormatError` if it is too long, or all names together are."""
+        name = check_name(".".join(map(str, path)), "the place of a tensor", self._path)
+        self._name_chars_left -= len(name)
+        if self._name_chars_left < 0:
+            raise FormatError(
+                "refused: its pickle repeats shared parts, and the names of their tensors are far longer than it",
+                path=self._path,
+            )
+        return name
 
     def look_ahead(self, saved: Iterable[Saved]) -> None:
         """Look up where the storages of tensors lie: several at a time in a store, before :meth:`payload` is asked for each."""
@@ -351,7 +372,7 @@ def _saved_in(value: Any, depth: int = 0) -> Iterator[Saved]:
 def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ()) -> Any:
     """``value``, with the place of each tensor in the file instead of its description."""
     if isinstance(value, Saved):
-        name = check_name(".".join(map(str, path)), "the place of a tensor", file)
+        name = archive.name_of(path)
         if value.code is None:
             raise FormatError(f"{name!r} has a dtype that can't be read", path=file)
         chunks: tuple[Chunk, ...] = ()

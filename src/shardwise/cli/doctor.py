@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from .commands import main
-from .options import common
+from .options import AnyPath, common
 from .program import FINE, WRONG_DATA, print_json
 
 if TYPE_CHECKING:
@@ -19,7 +24,7 @@ __all__: list[str] = []
 
 
 @main.command()
-@click.argument("path", nargs=-1, type=click.Path(path_type=str))
+@click.argument("path", nargs=-1, type=AnyPath(path_type=str))
 @click.option(
     "--ranks",
     type=click.IntRange(1, 16_384),
@@ -39,7 +44,8 @@ def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
     from ..doctor.examine import examine
     from .terminal import console
 
-    diagnosis = examine(path, ranks=ranks)
+    with _terminated_as_interrupted():
+        diagnosis = examine(path, ranks=ranks)
     if not diagnosis.speaks:
         return FINE  # a launcher ends all ranks when one fails: rank 0 must speak first
     if as_json:
@@ -47,6 +53,22 @@ def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
     else:
         _show(console(), diagnosis)
     return WRONG_DATA if diagnosis.bites else FINE
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise, so that a probe deletes what it wrote. Leaves a handler that is not Python's default alone."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:

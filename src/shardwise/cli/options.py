@@ -12,6 +12,7 @@ import click
 
 __all__ = [
     "DTYPES",
+    "AnyPath",
     "as_load_pretrained",
     "byte_count",
     "check_axes",
@@ -25,6 +26,16 @@ __all__ = [
     "source_path",
     "trust_remote_code",
 ]
+
+
+class AnyPath(click.Path):
+    """A path or URL, which need not exist; click's own fails with a traceback where it has a NUL character."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "\0" in str(value):
+            self.fail("a path has no NUL character", param, ctx)
+        return super().convert(value, param, ctx)
+
 
 #: The dtypes in which a model can be built or exported.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -77,13 +88,13 @@ def debug(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
     """The argument PATH, unchecked: the readers raise better errors."""
-    return click.argument("path", type=click.Path(path_type=str))(command)
+    return click.argument("path", type=AnyPath(path_type=str))(command)
 
 
 def config(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--config``, for sources that have none of their own."""
     help = "Directory with config.json, tokenizer and own code, if PATH has none."
-    return click.option("--config", type=click.Path(path_type=str), default=None, metavar="DIR", help=help)(
+    return click.option("--config", type=AnyPath(path_type=str), default=None, metavar="DIR", help=help)(
         command
     )
 

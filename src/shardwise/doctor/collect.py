@@ -10,13 +10,14 @@ from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 
 from ..errors import SourceError
+from ..limits import brief
 from ..storage import absolute, is_directory, is_file, is_url, names_in
 from .bucket import look_at_bucket
 from .checkpoints import holds_checkpoint, look_at_checkpoint
 from .facts import Bucket, Checkpoint, Facts, Log, Model, Place, Settings
 from .logs import read_log
 from .machine import look_at_machine
-from .probe import PREFIX, look_at_place
+from .probe import PREFIX, delete_probes, look_at_place
 from .rule import number
 from .settings import is_accelerate, is_arguments, read_settings
 from .software import launch_variables, requirements, versions
@@ -61,6 +62,8 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
     found = _Found()
     end = time.monotonic() + _ALL_S
     for path in paths:
+        if "\0" in path:
+            raise SourceError("no path has a NUL character", path=brief(path))
         _look_with_limit(absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
     environment = launch_variables()
     machine = look_at_machine()
@@ -106,7 +109,13 @@ def _look_with_limit(path: str, found: _Found, limit_s: float) -> None:
 
     thread = threading.Thread(target=copy_context().run, args=(look,), daemon=True, name="shardwise-doctor")
     thread.start()
-    thread.join(limit_s)
+    try:
+        thread.join(limit_s)
+    except (
+        BaseException
+    ):  # Ctrl-C, or a signal that the command turned into an exit: the thread ends with the process
+        delete_probes()
+        raise
     if thread.is_alive():
         found.silent[path] = limit_s
         return

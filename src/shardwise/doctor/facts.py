@@ -189,6 +189,12 @@ class Model:
     """Tensors under names that a wrapper gave them."""
     slices: tuple[str, ...] = ()
     """Matrices of an adapter that have not the rank of its config, and both."""
+    only_pickled: tuple[str, ...] = ()
+    """Tensors in pickles beside safetensors files that hold other tensors."""
+    base: str | None = None
+    """The base of an adapter, where it is not there."""
+    classes: tuple[str, ...] = ()
+    """Classes in transformers' code of the architecture; empty for any other code."""
 
     @property
     def text_config(self) -> Mapping[str, Any]:

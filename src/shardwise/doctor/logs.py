@@ -15,7 +15,7 @@ __all__ = ["KNOWN", "Known", "read_log"]
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
 _LINE_CHARS = 400
 #: ``{'loss': 2.31, …``, ``loss=2.31``, ``loss: 2.31``; not ``eval_loss``.
-_LOSS = re.compile(r"(?<![\w-])loss['\"]?\s*[:=]\s*['\"]?(\d+\.\d+)")
+_LOSS = re.compile(r"loss(?<![\w-]loss)['\"]?\s*[:=]\s*['\"]?(\d{1,9}\.\d{1,16})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,12 @@ class Known:
     """A line that says what happened, and the three sentences for it."""
 
     name: str
-    pattern: str
-    """Must not look far from where it begins: a log may have lines of many MiB."""
+    lines: tuple[str, ...]
+    """Texts, of which the line has one."""
+    also: tuple[str, ...] = ()
+    """Expressions that the same line matches, too. Each takes time in proportion to the line, which may have many MiB."""
+    unless: str | None = None
+    """A text that the line doesn't have."""
     source: str
     bites: str
     why: str
@@ -34,7 +38,7 @@ class Known:
 KNOWN = (
     Known(
         name="device-mesh",
-        pattern=r"'Tensor' object has no attribute 'device_mesh'",
+        lines=("'Tensor' object has no attribute 'device_mesh'",),
         source="case 1; accelerate#3898",
         bites="Accelerate's RAM-efficient loader met a tensor that is not sharded.",
         why="It takes each entry of the state dict for a DTensor; a persistent buffer and an ignored parameter are none.",
@@ -42,7 +46,11 @@ KNOWN = (
     ),
     Known(
         name="nccl-timeout",
-        pattern=r"Watchdog caught collective operation timeout|NCCL operations have failed or timed out|watchdog got stuck for",
+        lines=(
+            "Watchdog caught collective operation timeout",
+            "NCCL operations have failed or timed out",
+            "watchdog got stuck for",
+        ),
         source="transformers#48239; case 19",
         bites="A rank waited in a collective until NCCL's timeout.",
         why="Another rank died, raised or was still loading: look for the rank whose log ends first.",
@@ -50,7 +58,12 @@ KNOWN = (
     ),
     Known(
         name="cuda-oom",
-        pattern=r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|HIP out of memory",
+        lines=(
+            "CUDA out of memory",
+            "torch.OutOfMemoryError",
+            "torch.cuda.OutOfMemoryError",
+            "HIP out of memory",
+        ),
         source="docs/howto/does-it-fit.md",
         bites="The device's memory did not suffice.",
         why="Shards, gradients, optimizer state, the gathered module and activations share it.",
@@ -58,7 +71,8 @@ KNOWN = (
     ),
     Known(
         name="optimizer-key",
-        pattern=r"Missing key.*(optimizer|optim)|(optimizer|optim)\.state\.\S+.*(missing|not found)",
+        lines=("Missing key", "optimizer.state.", "optim.state."),
+        also=("optim", "Missing key|missing|not found"),
         source="case 13; accelerate#3971",
         bites="The optimizer's state lacks a parameter.",
         why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, and DCP asks for it.",
@@ -66,7 +80,8 @@ KNOWN = (
     ),
     Known(
         name="no-space",
-        pattern=r"(?m)^(?!.*shared memory).*No space left on device|Errno 28|Disk quota exceeded|Errno 122",
+        lines=("No space left on device", "Errno 28", "Disk quota exceeded", "Errno 122"),
+        unless="shared memory",
         source="case 15",
         bites="The file system or a quota was full.",
         why="torch's FileSystemWriter may report success although its writer thread failed.",
@@ -74,7 +89,16 @@ KNOWN = (
     ),
     Known(
         name="oom-kill",
-        pattern=r"oom-kill|Out of memory: Killed process|exitcode\s*:\s*-9|Signal 9 \(SIGKILL\)|Memory cgroup out of memory",
+        lines=(
+            "oom-kill",
+            "Out of memory: Killed process",
+            "exitcode",
+            "Signal 9 (SIGKILL)",
+            "Memory cgroup out of memory",
+        ),
+        also=(
+            r"oom-kill|Out of memory: Killed|exitcode\s{0,9}:\s{0,9}-9(?!\d)|Signal 9|Memory cgroup out of memory",
+        ),
         source="case 2, 3; ms-swift#9980",
         bites="The system killed a process, which is what it does when the host's memory runs out.",
         why="Most often every rank of a host loaded the whole model.",
@@ -82,7 +106,7 @@ KNOWN = (
     ),
     Known(
         name="hf-initialized",
-        pattern=r"unexpected keyword argument '_is_hf_initialized'",
+        lines=("unexpected keyword argument '_is_hf_initialized'",),
         source="case 4",
         bites="A parameter class refuses what transformers passes on meta.",
         why="device_map='meta' and init_empty_weights build each parameter anew, with keywords of their own.",
@@ -90,7 +114,7 @@ KNOWN = (
     ),
     Known(
         name="meta-copy",
-        pattern=r"Cannot copy out of meta tensor",
+        lines=("Cannot copy out of meta tensor",),
         source="case 3",
         bites="A model without memory was moved to a device.",
         why="It was built on meta, and prepare or .to() ran before it got its weights.",
@@ -98,7 +122,7 @@ KNOWN = (
     ),
     Known(
         name="mixed-dtensor",
-        pattern=r"got mixed torch\.Tensor and DTensor",
+        lines=("got mixed torch.Tensor and DTensor",),
         source="case 1",
         bites="An operator met a DTensor beside a plain tensor.",
         why="One module was left out of the sharding, or a hook touches parameters outside of FSDP2's forward.",
@@ -106,7 +130,8 @@ KNOWN = (
     ),
     Known(
         name="missing-weights",
-        pattern=r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.[^|\n]{1,300}\| MISSING",
+        lines=("| MISSING",),
+        also=(r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.",),
         source="case 10; case 12",
         bites="from_pretrained found no weights for a part of the model, and left it random.",
         why="The names do not fit: the base of an adapter was renamed by PEFT, or a file is not the model's.",
@@ -114,7 +139,7 @@ KNOWN = (
     ),
     Known(
         name="initial-lr",
-        pattern=r"param 'initial_lr' is not specified",
+        lines=("param 'initial_lr' is not specified",),
         source="case 14",
         bites="The scheduler's place was lost with the optimizer's groups.",
         why="The optimizer was restored without initial_lr, or was built anew after the scheduler.",
@@ -122,7 +147,12 @@ KNOWN = (
     ),
     Known(
         name="shared-memory",
-        pattern=r"Unexpected bus error encountered in worker|killed by signal: Bus error|workers are out of shared memory|unable to allocate shared memory",
+        lines=(
+            "Unexpected bus error encountered in worker",
+            "killed by signal: Bus error",
+            "workers are out of shared memory",
+            "unable to allocate shared memory",
+        ),
         source="pytorch#5040",
         bites="Workers of a data loader ran out of shared memory.",
         why="Their batches lie in /dev/shm, which has 64 MiB in a container by default.",
@@ -130,7 +160,7 @@ KNOWN = (
     ),
     Known(
         name="open-files",
-        pattern=r"Too many open files|Errno 24\]",
+        lines=("Too many open files", "Errno 24]"),
         source="getrlimit(2)",
         bites="A process had as many open files as its limit allows.",
         why="Files of shards, sockets and tensors that data loaders share each take one.",
@@ -138,7 +168,8 @@ KNOWN = (
     ),
     Known(
         name="gloo-loopback",
-        pattern=r"onnect\w*.{0,120}refused.{0,60}remote=\[(127\.|::1)|Using the loopback address as fallback",
+        lines=("Using the loopback address as fallback", "remote=[127.", "remote=[::1"),
+        also=("onnect|Using the loopback", "refused|Using the loopback"),
         source="gloo#223; aws-do-eks#50",
         bites="Ranks of different hosts tried to meet at 127.0.0.1.",
         why="The host's name resolves to the loopback address, and gloo tells it to the other ranks.",
@@ -146,7 +177,7 @@ KNOWN = (
     ),
     Known(
         name="duplicate-gpu",
-        pattern=r"Duplicate GPU detected",
+        lines=("Duplicate GPU detected",),
         source="prismatic-vlms#39",
         bites="Two ranks use one GPU.",
         why="srun started torchrun once for each task, or LOCAL_RANK was not used to choose the device.",
@@ -154,7 +185,13 @@ KNOWN = (
     ),
     Known(
         name="damaged-safetensors",
-        pattern=r"Error while deserializing header|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|InvalidHeaderLength",
+        lines=(
+            "Error while deserializing header",
+            "MetadataIncompleteBuffer",
+            "HeaderTooLarge",
+            "InvalidHeaderDeserialization",
+            "InvalidHeaderLength",
+        ),
         source="case 20",
         bites="A safetensors file is truncated, or no safetensors file.",
         why="A download or a copy ended early, or a Git LFS pointer stands in its place.",
@@ -162,7 +199,7 @@ KNOWN = (
     ),
     Known(
         name="nms",
-        pattern=r"operator torchvision::nms does not exist",
+        lines=("operator torchvision::nms does not exist",),
         source="pytorch#157648",
         bites="torchvision does not fit torch.",
         why="It registers operators with the torch that it was built against.",
@@ -183,12 +220,30 @@ def read_log(path: str) -> Log:
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     text = raw.decode(errors="replace")
-    lines = {}
-    for known in KNOWN:
-        if found := re.search(known.pattern, text):
-            start = text.rfind("\n", 0, found.start()) + 1
-            end = text.find("\n", found.end())
-            line = text[max(start, found.start() - 200) : None if end < 0 else end]
-            lines[known.name] = " ".join(line.split())[:_LINE_CHARS]
+    lines = {known.name: line for known in KNOWN if (line := _first_line(known, text))}
     loss = _LOSS.search(text)
     return Log(path=path, lines=lines, first_loss=float(loss[1]) if loss else None)
+
+
+def _first_line(known: Known, text: str) -> str | None:
+    """The first line of a kind, cut. Looks at each line once for each of the kind's texts."""
+    found = [place for sign in known.lines if (place := _first_place(known, sign, text)) is not None]
+    if not found:
+        return None
+    place = min(found)
+    start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
+    line = text[max(start, place - 200) : len(text) if end < 0 else min(end, place + 10 * _LINE_CHARS)]
+    return " ".join(line.split())[:_LINE_CHARS]
+
+
+def _first_place(known: Known, sign: str, text: str) -> int | None:
+    at = text.find(sign)
+    while at >= 0:
+        start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+        end = len(text) if end < 0 else end
+        if (known.unless is None or text.find(known.unless, start, end) < 0) and all(
+            re.compile(one).search(text, start, end) for one in known.also
+        ):
+            return at
+        at = text.find(sign, end)
+    return None

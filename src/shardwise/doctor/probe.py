@@ -16,13 +16,15 @@ from ..store.lock import lock_file
 from .facts import Place, Speeds
 from .mounts import mount_of
 
-__all__ = ["PREFIX", "look_at_place"]
+__all__ = ["PREFIX", "delete_probes", "look_at_place"]
 
-#: Names of what the probe makes begin so. It deletes them; a probe that was killed leaves one such folder.
+#: Names of what the probe makes begin so. It deletes them, also when it is interrupted; SIGKILL leaves one such folder.
 PREFIX = ".shardwise-doctor-"
 _BYTES, _PIECE_BYTES, _READ_BYTES = 64 * 1024**2, 4 * 1024**2, 8 * 1024**2
 #: Each of the three measurements ends after so long.
 _EACH_S = 1.5
+#: Folders of probes that run.
+_running: set[str] = set()
 
 
 def look_at_place(path: str) -> Place:
@@ -36,6 +38,7 @@ def look_at_place(path: str) -> Place:
     except OSError as error:
         failures["write"] = error.strerror or str(error)
     else:
+        _running.add(folder)
         try:
             speeds, ahead_s = _measure(
                 folder, _BYTES if free_bytes is None else min(_BYTES, free_bytes // 4), failures
@@ -45,6 +48,7 @@ def look_at_place(path: str) -> Place:
             _try(failures, "direct", lambda: _write_direct(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            _running.discard(folder)
     return Place(
         path=path,
         mount=mount_of(path),
@@ -54,6 +58,13 @@ def look_at_place(path: str) -> Place:
         speeds=speeds,
         clock_ahead_s=ahead_s,
     )
+
+
+def delete_probes() -> None:
+    """Delete the folders of probes that other threads run, before the process ends and those threads with it."""
+    for folder in list(_running):
+        for _ in range(3):  # the probe may make a file meanwhile
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try(failures: dict[str, str], what: str, work: Callable[[], None]) -> None:

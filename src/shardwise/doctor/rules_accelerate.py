@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,32 @@ def _tied_groups(facts: Facts) -> Iterator[Bite]:
                     f"The model ties its head to its embedding, and they come into groups of their own: {why}.",
                     "Name only the block's class in fsdp_transformer_layer_cls_to_wrap: the root then holds both.",
                 )
+
+
+def _wrapped_classes(one: _Fsdp) -> list[str]:
+    """The classes that a policy by class is to wrap; empty for another policy, or for the model's own."""
+    if one.policy != "TRANSFORMER_BASED_WRAP" and (one.is_yaml or one.policy != "NO_WRAP"):
+        return []
+    found = one.get("transformer_layer_cls_to_wrap") or ""
+    names = found if isinstance(found, list) else str(found).split(",")
+    return [text for name in names if (text := str(name).strip())]
+
+
+def _unknown_class(facts: Facts) -> Iterator[Bite]:
+    for one in _fsdp(facts):
+        for model in facts.models:
+            known = (*model.classes, "Embedding", "Linear", "LayerNorm", "Conv2d", "Conv3d")
+            for name in _wrapped_classes(one) if model.classes else ():
+                if name not in known:
+                    near = difflib.get_close_matches(name, model.classes, 1, 0.4)
+                    yield Bite(
+                        one.path,
+                        f"prepare() raises a ValueError: fsdp_transformer_layer_cls_to_wrap names {name}, and {model.path} has no "
+                        "module of that class.",
+                        f"transformers' code of {model.config.get('model_type')} has none: it is misspelt, or of another architecture.",
+                        f"Name the class of the model's block{f', such as {near[0]}' if near else ''}, or leave it out: the model's "
+                        "own is taken.",
+                    )
 
 
 def _sizes(settings: Settings) -> dict[str, int]:
@@ -269,6 +296,12 @@ ACCELERATE = (
         "case 8; FSDP2 of torch 2.13",
         _tied_groups,
         applies={"torch": ">=2.13"},
+    ),
+    Rule(
+        "accelerate.wrap-class",
+        "a class to wrap that a given model does not have",
+        "accelerate 1.10: FullyShardedDataParallelPlugin.set_auto_wrap_policy",
+        _unknown_class,
     ),
     each(
         _accelerate,

@@ -170,6 +170,28 @@ MODELS = (
     each(
         _models,
         (
+            "model.two-formats",
+            "a model of which a part is pickled, and a part is not",
+            "from_pretrained of transformers 5.23",
+        ),
+        when=lambda m: m.only_pickled,
+        bites=lambda m: (
+            f"A load lacks {len(m.only_pickled)} tensors, which are in pickles alone: {some(m.only_pickled)}."
+        ),
+        why="from_pretrained reads files of one format: safetensors where there are any. The pickles hold other tensors than those.",
+        do="Fetch the directory again, or put all tensors into files of one format.",
+    ),
+    each(
+        _models,
+        ("model.lost-base", "an adapter whose base is not there", "PeftModel of peft 0.21"),
+        when=lambda m: m.base,
+        bites=lambda m: f"The adapter can't be loaded by its config: its base {m.base} is not there.",
+        why="adapter_config.json names it as base_model_name_or_path: the base was moved, or trained on another machine.",
+        do="Load the base from where it is, and give the adapter to sw.load_pretrained(BASE, adapter=PATH).",
+    ),
+    each(
+        _models,
+        (
             "model.internal-names",
             "tensors under names of a wrapper (_orig_mod, base_model.model, …)",
             "case 16; case 10",

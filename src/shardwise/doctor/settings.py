@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ..errors import FormatError
-from ..limits import parse_json, read_small
+from ..limits import MAX_CONFIG_DEPTH, MAX_COUNT, parse_json, read_small
 from .facts import Settings
 
 #: Real ones have a few KiB, and a few hundred values.
 _MOST_BYTES, _MOST_VALUES = 1024**2, 100_000
-#: What the facts, which ``--json`` prints, must not repeat.
-_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
+#: Settings whose values the facts, which ``--json`` prints, repeat: those that rules read, without their prefixes. Any
+#: other text or number may be a secret: under a name of its author's, within a URL or an argument.
+_READ = frozenset(
+    [
+        "activation_checkpointing",
+        "auto_wrap_policy",
+        "backward_prefetch",
+        "bf16",
+        "compute_environment",
+        "cp_size",
+        "cpu_ram_efficient_loading",
+        "distributed_type",
+        "dynamo_backend",
+        "dynamo_mode",
+        "forward_prefetch",
+        "fp16",
+        "fsdp",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "ignore_data_skip",
+        "load_best_model_at_end",
+        "main_process_ip",
+        "min_num_params",
+        "mixed_precision",
+        "num_machines",
+        "num_processes",
+        "offload_params",
+        "optim",
+        "rdzv_backend",
+        "reshard_after_forward",
+        "same_network",
+        "save_only_model",
+        "save_strategy",
+        "sharding_strategy",
+        "sp_size",
+        "state_dict_type",
+        "sync_module_states",
+        "tf32",
+        "tp_size",
+        "transformer_layer_cls_to_wrap",
+        "use_cpu",
+        "use_orig_params",
+        "version",
+    ]
+)
+_HIDDEN = "…"
 
 __all__ = ["is_accelerate", "is_arguments", "read_settings"]
 
@@ -26,42 +69,61 @@ def read_settings(path: str) -> Settings:
     found = parse_json(raw, path, "configuration") if path.endswith(".json") else _yaml(raw, path)
     if not isinstance(found, dict):
         raise FormatError("holds no settings: expected names and values", path=path)
-    if not _is_small(found):
-        raise FormatError(f"holds more than {_MOST_VALUES} values: no configuration", path=path)
-    return Settings(path=path, values=_without_secrets(found))
+    _check_size(found, path)
+    return Settings(path=path, values={name: _shown(name, value) for name, value in found.items()})
 
 
-def _is_small(found: Any) -> bool:
-    """Whether a walk meets few values: aliases of YAML let one stand for billions."""
-    waiting, count = [found], 0
+def _check_size(found: Any, path: str) -> None:
+    """Refuse many values (aliases of YAML let one stand for billions), deep ones, and endless numbers."""
+    waiting, count = [(found, 1)], 0
     while waiting:
-        value = waiting.pop()
+        value, depth = waiting.pop()
         count += 1
         if count + len(waiting) > _MOST_VALUES:
-            return False
+            raise FormatError(f"holds more than {_MOST_VALUES} values: no configuration", path=path)
+        if depth > MAX_CONFIG_DEPTH:
+            raise FormatError(
+                f"has values nested deeper than {MAX_CONFIG_DEPTH}: no configuration", path=path
+            )
+        if isinstance(value, int) and abs(value) > MAX_COUNT:
+            raise FormatError(f"has a number above {MAX_COUNT}: no configuration", path=path)
         if isinstance(value, dict | list):
-            waiting += value.values() if isinstance(value, dict) else value
-    return True
+            waiting += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
 
 
-def _without_secrets(found: dict[Any, Any]) -> dict[Any, Any]:
-    """Values whose names say that they are secrets, as an ellipsis."""
-    return {
-        name: ("…" if value and _SECRET.search(str(name)) and isinstance(value, str) else value)
-        if not isinstance(value, dict)
-        else _without_secrets(value)
-        for name, value in found.items()
-    }
+def _shown(name: Any, value: Any) -> Any:
+    """A value for rules and facts: switches, and the settings that rules read."""
+    if isinstance(value, dict):
+        return {inner: _shown(inner, one) for inner, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(name, one) for one in value]
+    if isinstance(value, bool) or not value:
+        return value
+    is_read = str(name).removeprefix("fsdp_").removeprefix("parallelism_config_") in _READ
+    return value if is_read and isinstance(value, str | int | float) else _HIDDEN
 
 
 def _yaml(raw: bytes, path: str) -> Any:
     import yaml  # transformers and huggingface_hub require it
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        """Counts what merge keys ("<<") copy: a few lines of them stand for billions of values."""
+
+        copied = 0
+
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            self.copied += len(node.value)
+            if self.copied > _MOST_VALUES:
+                raise ValueError(f"its merge keys copy more than {_MOST_VALUES} values")
+
     try:
-        return yaml.safe_load(raw)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        return yaml.load(raw, Loader)
+    except (
+        Exception
+    ) as error:  # PyYAML's constructors raise what Python does for "!!bool maybe" or "!!int ''"
         text = " ".join(str(error).split())[:200]
-        raise FormatError(f"is not YAML: {text}", path=path) from None
+        raise FormatError(f"is not YAML: {type(error).__name__}: {text}", path=path) from None
 
 
 def is_accelerate(settings: Settings) -> bool:

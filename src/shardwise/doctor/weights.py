@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..catalog.safetensors import INDEX_NAME, catalog_of_safetensors
+from ..catalog.torchfile import catalog_of_torch_file
 from ..errors import ShardwiseError
 from ..format.header import read_header
-from ..limits import brief, is_inside, read_json, read_shallow_json
+from ..limits import brief, is_inside, is_text, read_json, read_shallow_json
 from ..storage import is_url, join
 from .facts import Model
+from .software import classes_of
 
 __all__ = ["PICKLES", "holds_weights", "look_at_model", "look_at_stored_model"]
 
@@ -21,6 +23,7 @@ _ADAPTER = "adapter_config.json"
 #: Names that torch.compile, DDP, FSDP1 and PEFT put before a model's own.
 _WRAPPED = re.compile(r"_orig_mod\.|module\.|_fsdp_wrapped_module\.|base_model\.model\.")
 _LORA = re.compile(r"\.lora_(A|B)\b")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _POINTER = b"version https://git-lfs"
 
 
@@ -51,9 +54,10 @@ def look_at_model(path: str) -> Model:
     pickles = [n for n in names if n.endswith(PICKLES) and n.startswith(("pytorch_model", "model"))]
     if files and not (problem or outside or lost or damaged or pointers):
         problem = _problem(path)
+    config = _config(os.path.join(path, "config.json")) if "config.json" in names else {}
     return Model(
         path=path,
-        config=_config(os.path.join(path, "config.json")) if "config.json" in names else {},
+        config=config,
         nbytes=sum(os.path.getsize(os.path.join(path, n)) for n in files or pickles),
         lost=lost,
         damaged=damaged,
@@ -65,7 +69,41 @@ def look_at_model(path: str) -> Model:
         if "config.json" in names and _ADAPTER not in names
         else (),
         slices=_slices(_config(os.path.join(path, _ADAPTER)), shapes) if _ADAPTER in names else (),
+        only_pickled=_only_pickled(path, pickles, shapes) if shapes else (),
+        base=_lost_base(_config(os.path.join(path, _ADAPTER))) if _ADAPTER in names else None,
+        classes=classes_of(config),
     )
+
+
+def _only_pickled(path: str, pickles: Iterable[str], shapes: Mapping[str, object]) -> tuple[str, ...]:
+    """Tensors of pickles, if those and the safetensors files hold parts of one model: no name is in both.
+
+    The same model in both formats, also under names of an earlier release, has names in common, or one is the end of
+    another. Reads what the pickles say with :mod:`..catalog.pickles`, which runs nothing.
+    """
+    found = set[str]()
+    for name in pickles:
+        try:
+            found |= catalog_of_torch_file(os.path.join(path, name)).tensors.keys()
+        except ShardwiseError:
+            return ()
+    ends = {name.partition(".")[2] for name in (*found, *shapes)} - {""}
+    is_apart = found.isdisjoint(shapes) and ends.isdisjoint(found) and ends.isdisjoint(shapes)
+    return tuple(sorted(found)) if is_apart else ()
+
+
+def _lost_base(config: Mapping[str, Any]) -> str | None:
+    """The base that an adapter names, if it is a path that is not there, or one of the hub that is not here and can't be fetched."""
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not is_text(name) or "\0" in name or os.path.isdir(name):
+        return None
+    if not _HUB_ID.fullmatch(name):
+        return name or None
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        return None
+    return None if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str) else name
 
 
 def _slices(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
@@ -131,6 +169,8 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _is_pointer(file: str) -> bool:
+    if not os.path.isfile(file):
+        return False  # a pipe would be waited for
     try:
         with open(file, "rb") as opened:
             return opened.read(len(_POINTER)) == _POINTER

@@ -25,6 +25,7 @@ __all__ = [
     "base_of",
     "convert_adapter",
     "embeddings_to_save",
+    "expressions_in",
     "has_adapters",
     "is_adapted",
     "lora_layers",
@@ -165,6 +166,32 @@ def _walk(
 
 # ----------------------------------------------------------------------------------------------------
 # Adapters' files
+
+
+#: Settings that PEFT matches with names of modules, and the expression that it makes of each.
+_FORMS = {
+    "target_modules": "{}",
+    "exclude_modules": "{}",
+    "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
+    "rank_pattern": r"(.*\.)?({})$",
+    "alpha_pattern": r"(.*\.)?({})$",
+    "modules_to_save": r"(^|.*\.){}($|\..*)",
+}
+
+
+def expressions_in(config: Any) -> Iterator[tuple[str, str, list[str]]]:
+    """Each setting of a config that PEFT matches with names: its name, the form of its expressions, and those.
+
+    Lists of ``target_modules`` and ``exclude_modules`` are compared as text. Without it, an expression from a stranger could
+    keep PEFT busy for ever.
+    """
+    for setting, form in _FORMS.items():
+        value = getattr(config, setting, None)
+        if isinstance(value, str):
+            value = [value]
+        elif form == "{}":
+            continue
+        yield setting, form, [one for one in value or () if isinstance(one, str)]
 
 
 def select_adapter(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "SKIPPED_FORM",
     "decompress",
     "eager_experts",
     "fp8_modules",
@@ -22,6 +23,9 @@ __all__ = [
     "with_compressed_modules",
     "with_modules_of",
 ]
+
+#: The expression that ``should_convert_module`` makes of an entry of ``modules_to_not_convert``.
+SKIPPED_FORM = r"(?:{})(?:(?<=\.)|(?=\.|$))"
 
 
 def quantizer_of(settings: Any) -> Any:

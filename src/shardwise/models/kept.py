@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from ..catalog import Catalog
 from ..catalog.quantized import method_of_config, quantized, settings_of_config
 from ..errors import UnsupportedConversionError
 from ..internals.bitsandbytes import with_modules_of
-from ..internals.quantizers import quantizer_of
+from ..internals.quantizers import SKIPPED_FORM, quantizer_of
+from ..internals.regex import check_patterns
+from ..quantized.compressed_settings import read_settings
 
 __all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "kept_in", "kept_in_checkpoint", "put_into"]
 
@@ -93,6 +96,7 @@ def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
     transformers chooses which. Raises :class:`ImportError` without the method's library.
     """
     method = method_of_config({"quantization_config": settings})
+    _check_expressions(model, settings if isinstance(settings, Mapping) else vars(settings))
     if method in _AS_STORED:
         return _put_as_stored(model, settings, dtype, method)
     try:
@@ -102,6 +106,15 @@ def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
     with_modules_of(model, settings)
     model.is_loaded_in_4bit = True
     return dict(shardable(model, dtype))
+
+
+def _check_expressions(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Raise :class:`FormatError` for expressions that the quantizers would match for ever with the model's modules."""
+    names = [name for name, _ in model.named_modules()]
+    check_patterns(read_settings(settings).expressions, names, "an expression in quantization_config", None)
+    for setting in ("modules_to_not_convert", "llm_int8_skip_modules"):
+        skipped = [one for one in settings.get(setting) or () if isinstance(one, str)]
+        check_patterns(skipped, names, f"quantization_config.{setting}", None, SKIPPED_FORM)
 
 
 def _put_as_stored(model: Any, settings: Any, dtype: torch.dtype, method: str) -> dict[str, Any]:

@@ -18,10 +18,8 @@ FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FORMATS = (*ONE_EACH, PACKED, *FP4, "dense")
 #: Transforms of these are part of the stored weights.
 _OFFLINE = frozenset({"weight_input", "weight_output"})
+_IS_EXPRESSION = "re:"
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
-
-#: A pattern of a config with more repetitions, or a name of more letters, is not tried: it matches nothing.
-_MOST_REPEATED, _LONGEST_NAME = 5, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +59,20 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All groups that quantise weights, and what is wrong with the settings."""
+    """All groups that quantise weights, and what is wrong with the settings.
+
+    Only for names with which :func:`.check_patterns` took the ``expressions``.
+    """
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
     problems: tuple[str, ...]
+
+    @property
+    def expressions(self) -> list[str]:
+        """The regular expressions among targets and ignored names, which come from a file."""
+        named = [*self.ignore, *(target for scheme in self.schemes for target in scheme.targets)]
+        return [one.removeprefix(_IS_EXPRESSION) for one in named if one.startswith(_IS_EXPRESSION)]
 
     def ignored(self, module: str) -> bool:
         return any(_matches(pattern, module) for pattern in self.ignore)
@@ -83,20 +90,9 @@ class Settings:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    if not pattern.startswith("re:"):
+    if not pattern.startswith(_IS_EXPRESSION):
         return pattern == module
-    text = pattern.removeprefix("re:")
-    if _may_take_forever(text) or len(module) > _LONGEST_NAME:
-        return False
-    try:
-        return re.match(text, module) is not None
-    except (re.error, OverflowError, RecursionError):
-        return False
-
-
-def _may_take_forever(pattern: str) -> bool:
-    """Whether the time of a match may grow too fast with the name: repeated groups, or many repetitions one after the other."""
-    return len(re.findall(r"[*+}]", pattern)) > _MOST_REPEATED or re.search(r"\)[*+{]", pattern) is not None
+    return re.match(pattern.removeprefix(_IS_EXPRESSION), module) is not None
 
 
 def _rank(targets: Sequence[str], module: str) -> int | None:

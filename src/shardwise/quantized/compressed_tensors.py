@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..catalog.records import StoredTensor
+from ..errors import FormatError
+from ..internals.regex import check_patterns
 from .coded import Coded
 from .compressed_modules import ROLES, StoredModule
 from .compressed_settings import Scheme, Settings, read_settings
@@ -37,8 +39,12 @@ def find(source: Source) -> Found:
         return found
     settings = read_settings(source.settings)
     found.problems += settings.problems
+    try:
+        check_patterns(settings.expressions, modules, "an expression in quantization_config", None)
+    except FormatError as error:
+        found.problems.append(str(error))
     found.unused |= {name for name in source.tensors if name.rpartition(".")[2] in _ACTIVATIONS}
-    if not settings.problems:
+    if not found.problems:
         for module, stored in modules.items():
             _take(found, module, stored, settings, source.content)
     return found

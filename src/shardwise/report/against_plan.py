@@ -57,7 +57,8 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
         ]
     about = (
         "What shardwise plan said before, beside the highest that any rank of a start with as many ranks held. A plan gives each "
-        "number an error bar, from what it expects to what it takes for the most; above that it was wrong."
+        "number an error bar, from what it expects to what it takes for the most. Above the bar the plan was wrong; below it the run "
+        "took less than planned."
     )
     return Section("plan", "Plan against measured", about, parts)
 
@@ -96,12 +97,17 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
 
 def _row(planned: Planned, peak: _Peak) -> list[Cell]:
     error = f"{peak.nbytes / planned.nbytes - 1:+.1%}" if planned.nbytes else "–"
-    fits = peak.nbytes <= planned.upper_bytes
-    verdict = Cell("within the bar", tone="good") if fits else Cell("above the bar", tone="bad")
     return cells(
         planned.label, bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
-        bytes_cell(peak.nbytes), Cell(error, number=True), verdict, peak.start.number, peak.process.rank,
+        bytes_cell(peak.nbytes), Cell(error, number=True), _verdict(planned, peak.nbytes), peak.start.number, peak.process.rank,
     )  # fmt: skip
+
+
+def _verdict(planned: Planned, nbytes: int) -> Cell:
+    """Where a measurement is: the bar goes from what was planned to what was planned at most."""
+    if nbytes > planned.upper_bytes:
+        return Cell("above the bar", tone="bad")
+    return Cell("below the bar") if nbytes < planned.nbytes else Cell("within the bar", tone="good")
 
 
 def _planned(plan: Mapping[str, Any]) -> Iterator[Planned]:
@@ -210,7 +216,11 @@ def _in_steps(process: Process) -> Iterator[tuple[str, str, int]]:
 
 def _loads(starts: Iterable[Start], plan: Mapping[str, Any]) -> Iterator[Part]:
     """Shards, reads and staging of each load beside those planned for its rank."""
-    planned = {one.get("rank"): one for one in plan["per_rank"] if isinstance(one, dict)}
+    planned = {
+        rank: one
+        for one in plan["per_rank"]
+        if isinstance(one, dict) and isinstance(rank := one.get("rank"), int)
+    }
     pairs = (
         ("shard_bytes", "local_bytes"),
         ("bytes_read", "bytes_read"),

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
+from ..limits import MAX_CONFIG_DEPTH
 
-__all__ = ["Note", "Phase", "Process", "Sample", "Start", "json_lines", "read_process", "starts_of"]
+__all__ = [
+    "Note",
+    "Phase",
+    "Process",
+    "Sample",
+    "Start",
+    "json_lines",
+    "json_object",
+    "read_process",
+    "starts_of",
+]
 
 #: Far above what a week writes; a longer file is read up to here.
 _MOST_BYTES = 256 * 1024**2
 _LONGEST_LINE = 256 * 1024
+#: Records with memory of one process that are kept; of more, neighbours become one.
+_MOST_SAMPLES = 100_000
 #: Memory and bytes of a record; peaks have ``peak_`` before them.
 _VALUES = {
     f"{name}_bytes"
@@ -129,17 +145,39 @@ class Start:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a file of JSON lines; None for a line that is none. Raises :class:`SourceError`."""
+    """The objects of a file of JSON lines; None for a line that is none. Raises :class:`SourceError`; never waits for a pipe."""
     try:
-        with path.open("rb") as stream:
+        with open(path, "rb", opener=_opened) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise SourceError("can't be read: not a regular file", path=str(path))
             while stream.tell() < _MOST_BYTES and (line := stream.readline(_LONGEST_LINE)):
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError):
-                    found = None
-                yield found if isinstance(found, dict) else None
+                yield json_object(line)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=str(path)) from error
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def json_object(text: bytes) -> dict[str, Any] | None:
+    """The object that a JSON text is; None for anything else, and for one nested deeper than any that a report shows."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _is_shallow(found) else None
+
+
+def _is_shallow(found: dict[str, Any]) -> bool:
+    waiting: list[tuple[Any, int]] = [(found, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_CONFIG_DEPTH:
+            return False
+        inner = value.values() if isinstance(value, dict) else value
+        waiting += [(one, depth + 1) for one in inner if isinstance(one, dict | list)]
+    return True
 
 
 def read_process(path: Path) -> Process | None:
@@ -155,7 +193,21 @@ def read_process(path: Path) -> Process | None:
             continue
         if (sample := _sample(record)).values:
             process.samples.append(sample)
+            if len(process.samples) > _MOST_SAMPLES:
+                process.samples = _merged(process.samples)
     return process
+
+
+def _merged(samples: Sequence[Sample]) -> list[Sample]:
+    """Half as many samples: two become one at the time of the later, with the higher of each value."""
+    found = []
+    for first, second in itertools.zip_longest(samples[::2], samples[1::2]):
+        if second is None:
+            found.append(first)
+        else:
+            both = first.values.keys() | second.values.keys()
+            found.append(Sample(second.t, {name: max(first.get(name), second.get(name)) for name in both}))
+    return found
 
 
 def _begun(path: Path, record: Mapping[str, Any]) -> Process:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import SourceError
+from ..errors import FormatError, SourceError
+from ..limits import MAX_VALUE_BYTES, read_small
 from ..runs.history import RootContents, is_root, steps_below
 from ..storage import absolute, is_url
-from .ledger_files import Start, json_lines, read_process, starts_of
+from .ledger_files import Start, json_lines, json_object, read_process, starts_of
 
 __all__ = ["LossLog", "Material", "find_material"]
 
@@ -99,17 +99,12 @@ def _losses(file: Path) -> dict[int, float]:
 
 def _plans_in(place: Path) -> Iterator[Mapping[str, Any]]:
     for file in sorted(place.glob("plan*.json")):
-        with suppress(SourceError):  # another program's plan
+        with suppress(SourceError, FormatError):  # another program's plan
             yield _read_plan(file)
 
 
 def _read_plan(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror or error}", path=str(file)) from error
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("per_rank"), list):
+    found = json_object(read_small(str(file), "plan", MAX_VALUE_BYTES))
+    if found is None or not isinstance(found.get("per_rank"), list):
         raise SourceError("is not what `shardwise plan PATH --ranks N --json` prints", path=str(file))
     return found

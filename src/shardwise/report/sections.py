@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..limits import is_count
 from .ledger_files import Note, Process, Start
 from .material import Material
 from .plots import Mark, draw_host, draw_losses, draw_memory
@@ -21,7 +22,7 @@ _MOST_ROWS = 200
 
 
 def _ratio(part: object, whole: object) -> Cell:
-    ok = isinstance(part, int) and isinstance(whole, int) and whole > 0
+    ok = is_count(part) and is_count(whole) and whole != 0
     return Cell(f"{part / whole:.3f} ×" if ok else "–", number=True)  # type: ignore[operator]
 
 
@@ -146,10 +147,10 @@ def resume_section(starts: Sequence[Start]) -> Section | None:
     """What each resume proved, by rank 0's report; and whether all ranks say the same."""
     parts = []
     for start in starts:
-        by_rank: dict[tuple[str, object], list[tuple[Process, Note]]] = {}
+        by_rank: dict[tuple[str, str], list[tuple[Process, Note]]] = {}
         for name in ("resume", "restore"):
             for process, note in start.notes(name):
-                by_rank.setdefault((name, note.report.get("step")), []).append((process, note))
+                by_rank.setdefault((name, str(note.report.get("step"))), []).append((process, note))
         for found in by_rank.values():
             parts.append(_resume(start, found))
     if not parts:
@@ -228,7 +229,7 @@ def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
     r = note.report
     seconds = r.get("seconds_read")
     rate = "–"
-    if isinstance(seconds, int | float) and seconds > 0 and isinstance(r.get("bytes_read"), int):
+    if isinstance(seconds, int | float) and seconds > 0 and is_count(r.get("bytes_read")):
         rate = f"{size(int(r['bytes_read'] / seconds))}/s"
     added = _added(process, note)
     return cells(
@@ -254,9 +255,9 @@ def _added(process: Process, note: Note) -> int | None:
 def _totals(starts: Iterable[Start]) -> Iterator[Part]:
     for start in starts:
         notes = [note.report for _, note in start.notes("load")]
-        read = [r["bytes_read"] for r in notes if isinstance(r.get("bytes_read"), int)]
+        read = [r["bytes_read"] for r in notes if is_count(r.get("bytes_read"))]
         model = notes[0].get("model_bytes") if notes else None
-        if read and isinstance(model, int) and model > 0 and len(read) == len(start.processes):
+        if read and is_count(model) and model and len(read) == len(start.processes):
             yield Part(
                 text=f"Start {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
             )

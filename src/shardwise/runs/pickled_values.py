@@ -64,8 +64,11 @@ def plain_values(path: str) -> Any:
 
 def _plain_values(file: OpenFile, offset_bytes: int, nbytes: int) -> Any:
     archive, path = Archive(file, offset_bytes, nbytes), file.stored.path
+    known: dict[int, torch.Tensor] = {}
 
     def read(saved: Any) -> torch.Tensor:
+        if id(saved) in known:  # the pickle has it once: one tensor, as torch.load gives it
+            return known[id(saved)]
         found = torch.empty(saved.sizes, dtype=torch_dtype(saved.code))
         if found.numel():
             view = memoryview(found.reshape(-1).view(torch.uint8).numpy().data)
@@ -73,6 +76,7 @@ def _plain_values(file: OpenFile, offset_bytes: int, nbytes: int) -> Any:
             if len(content) != view.nbytes:
                 raise IntegrityError("ends before the end of a value: truncated", path=path)
             view[:] = content
+        known[id(saved)] = found
         return found
 
     return PlainValues(path, nbytes, read).of(archive.content)
