@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -14,12 +15,16 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def open_below(root: str, name: str, flags: int = os.O_RDONLY) -> int:
     """Open the regular file ``name``, which :func:`.limits.inside` has checked, below ``root``. Returns its descriptor.
 
-    Never waits for a pipe. Raises ``OSError``, also for a link, in place of the file or of a folder on the way.
+    With ``O_CREAT`` folders that are not there are made, for this user alone. Never waits for a pipe. Raises ``OSError``, also for a link
+    in place of the file or of a folder on the way.
     """
     *folders, last = name.split("/")
     folder = os.open(root, _FOLDER)
     try:
         for one in folders:
+            if flags & os.O_CREAT:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(one, 0o700, dir_fd=folder)
             inner = os.open(one, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner

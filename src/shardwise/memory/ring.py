@@ -125,8 +125,8 @@ class Slot:
         """Path of a file of exactly so many bytes with pages of its own. Raises :class:`LowSpaceError`, :class:`CheckpointError`."""
         path = inside(self.path, name)
         try:
-            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-            fd = open_below(self.path, name, os.O_RDWR | os.O_CREAT)
+            ring, slot = os.path.split(self.path)
+            fd = open_below(ring, f"{slot}/{name}", os.O_RDWR | os.O_CREAT)
             try:
                 if os.fstat(fd).st_size != nbytes:
                     os.ftruncate(fd, 0)
