@@ -71,7 +71,7 @@ def resume(root: str, hosts: str, per_host: int = 1) -> tuple[int | None, bool, 
         assert report is not None
         expected = bits(reference(report.step))
         assert_same_bits(bits(state), expected)
-    return report.step, report.from_memory is not None, state.extra["label"] == f"at {report.step}"
+    return report.step, report.from_memory, state.extra["label"] == f"at {report.step}"
 
 
 def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
@@ -89,7 +89,7 @@ def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
     ):
         report = checkpointer.resume(state)
         assert report is not None
-        assert report.from_memory is not None
+        assert report.from_memory
         assert_same_bits(bits(state), bits(reference(report.step)))
     return report.step, names
 
@@ -111,7 +111,7 @@ def damaged_on_the_way(root: str, hosts: str, nbytes: int) -> tuple[int | None, 
         report = checkpointer.resume(state)
         assert report is not None
     assert_same_bits(bits(state), bits(reference(report.step)))
-    return report.step, report.from_memory is not None, next(number) > 1
+    return report.step, report.from_memory, next(number) > 1
 
 
 def resumed_and_kept(root: str, hosts: str) -> tuple[int | None, int | None, set[int | None]]:

@@ -63,7 +63,7 @@ def resumed(root: Path, hosts: Path) -> tuple[int, float, bool] | None:
     if report is None:
         assert state.model.weight[0, 0] == -1
         return None
-    return report.step, state.model.weight[0, 0].item(), report.from_memory is not None
+    return report.step, state.model.weight[0, 0].item(), report.from_memory
 
 
 def branch_out(root: Path, hosts: Path) -> None:
