@@ -105,7 +105,16 @@ def test_names_and_numbers_of_a_request(ring: Ring, serve: Callable[..., Server]
     Path(ring.path, "lines").write_text("private")
     names = (
         *("../outside", "own-0/../../outside", "/etc/passwd", "own-0//etc/passwd", "own-0/./model/slices"),
-        *("own-0\\..\\outside", f"{NAME}\0", "own-0", "own-0.files/../x", "lines", "own-2/x", "", "view-00/x"),
+        *(
+            "own-0\\..\\outside",
+            f"{NAME}\0",
+            "own-0",
+            "own-0.files/../x",
+            "lines",
+            "own-2/x",
+            "",
+            "view-00/x",
+        ),
         *("own-0/" + "x" * 65000, "own-0/" + "d/" * 5000 + "x", "own-0.files", "own-0/lost"),
     )
     with reader_of(serve().port) as reader:
@@ -212,7 +221,13 @@ def test_whoever_passes_proofs_on_can_alter_nothing(
         elif how == "again":
             reply[second : second + piece + 16] = reply[first:second]
         else:
-            at = {"status": 0, "length": 8, "first byte": first, "last byte": len(reply) - 17, "tag": second - 1}
+            at = {
+                "status": 0,
+                "length": 8,
+                "first byte": first,
+                "last byte": len(reply) - 17,
+                "tag": second - 1,
+            }
             reply[at[how]] ^= 1
         between.reader.sendall(reply)
         with pytest.raises(IntegrityError, match="is not what host there has sent"):
