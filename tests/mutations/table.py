@@ -1706,7 +1706,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/remote.py",
-        "        return count < _MOST_ALONE and nbytes + part.nbytes <= MOST_CHECKED_BYTES\n",
+        "        return count < _MOST_ALONE and nbytes + part.nbytes <= _MOST_BYTES_ALONE\n",
         "        return False\n",
         ("tests/memory/test_units.py::test_short_reads_come_alone_until_there_are_many",),
         "every rank of a run brings 16 MiB for a number",
