@@ -188,9 +188,8 @@ def resume(
     report = checkpoints.resume(state)
     ended = time.perf_counter()
     assert report is not None
-    brought = sum((report.from_memory or {}).values())
     checkpoints.close()
-    return started, ended, report.step, report.from_memory is not None, brought
+    return started, ended, report.step, report.from_memory, sum(report.fetched.values())
 
 
 def measure_stall(args: argparse.Namespace, root: str, hosts: str) -> dict[str, Any]:

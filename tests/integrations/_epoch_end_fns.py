@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.integrations.accelerate import ShardwiseAccelerator
 from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
+from shardwise.preemption.stops import StopOptions
+from tests.checkpoint._checkpointer_fns import failure
+from tests.integrations._accelerate_fns import launched
 from tests.integrations._trainer_fns import checkpoints, config_of, history
 from tests.integrations._trainer_parts import Rows, arguments
 
@@ -31,6 +35,8 @@ def _life(
                 time.sleep(0.6)
             if ask == "step" and state.global_step == 5:
                 os.kill(os.getpid(), signal.SIGUSR1)
+            if ask == "request" and state.global_step == 5 and dist.get_rank() == 1:
+                trainer.request_stop()
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if ask == "evaluation" and state.global_step == 6:
@@ -90,3 +96,24 @@ def stopped_beside_the_best(path: str, root: str) -> tuple[int, list[str]]:
     with arguments(root, **steps, **best) as args:
         trainer, _, _ = _life(path, args, ask="step")
     return trainer.exit_code, checkpoints(root)
+
+
+def stopped_by_request(path: str, root: str) -> dict[str, Any]:
+    """Rank 1 asks, without a signal: a Trainer's run, and a loop with Accelerate."""
+    with arguments(f"{root}/trainer") as args:
+        trainer, _, _ = _life(path, args, ask="request")
+        found: dict[str, Any] = {"trainer": (trainer.exit_code, trainer.state.global_step)}
+        found["saved"] = checkpoints(f"{root}/trainer")[-1]
+        trainer._stop_options = StopOptions(stop_on=(), deadline_s=None, exit_status=75)
+        found["without stop_on"] = failure(trainer.request_stop)
+    with launched():
+        accelerator = ShardwiseAccelerator(cpu=True)
+        step = 0
+        while not accelerator.should_stop(step):
+            step += 1
+            time.sleep(0.6)
+            if step == 2 and dist.get_rank() == 1:
+                accelerator.request_stop()
+        found["accelerate"] = accelerator.exit_code, step < 20
+        accelerator.end_training()
+    return found

@@ -35,3 +35,12 @@ def test_a_stop_keeps_the_newest_beside_the_best(ranks: RankPool, hub: Path, tmp
         2, fns.stopped_beside_the_best, str(hub), str(tmp_path / "run"), timeout_s=100
     ):
         assert found == (75, ["checkpoint-2", "checkpoint-6"])
+
+
+def test_a_stop_without_a_signal(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    """``request_stop`` of the Trainer and of the Accelerator, on one of two ranks."""
+    for found in ranks.run_ranks(2, fns.stopped_by_request, str(hub), str(tmp_path), timeout_s=200):
+        assert found["trainer"] in ((75, 6), (75, 7))
+        assert found["saved"] == f"checkpoint-{found['trainer'][1]}"
+        assert found["without stop_on"][0] == "CheckpointError"
+        assert found["accelerate"] == (75, True)

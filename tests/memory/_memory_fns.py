@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import shutil
 import signal
 import threading
@@ -19,10 +20,23 @@ from shardwise.checkpoint import memory_steps
 from shardwise.checkpoint.memory_save import MemorySave
 from shardwise.format.places import rank_of_file
 from shardwise.memory.link import Reader
+from shardwise.memory.record import Record, _name_of, write_record
 from shardwise.memory.remote import RemoteFiles
 from shardwise.memory.ring import Slot
 from tests.checkpoint._checkpointer_fns import failure, on_first, set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
+
+
+def copied(root: str | Path, hosts: str | Path, again: str | Path, left: str | Path) -> tuple[str, str]:
+    """Copies of a run and of its hosts' memory, as if they had ended on other machines: the memory is that of the copied directory."""
+    shutil.copytree(root, again)
+    shutil.copytree(hosts, left)
+    record = json.loads(Path(again, ".memory.json").read_text())
+    name = _name_of(str(again))
+    write_record(str(again), Record(name, record["line"]))
+    for ring in Path(left).glob(f"host-*/shardwise-{record['name']}"):
+        ring.rename(ring.with_name(f"shardwise-{name}"))
+    return str(again), str(left)
 
 
 def tier(hosts: str, per_host: int = 1, **options: Any) -> sw.MemoryTier:
@@ -57,7 +71,7 @@ def resume(root: str, hosts: str, per_host: int = 1) -> tuple[int | None, bool, 
         assert report is not None
         expected = bits(reference(report.step))
         assert_same_bits(bits(state), expected)
-    return report.step, report.from_memory is not None, state.extra["label"] == f"at {report.step}"
+    return report.step, report.from_memory, state.extra["label"] == f"at {report.step}"
 
 
 def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
@@ -75,7 +89,7 @@ def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
     ):
         report = checkpointer.resume(state)
         assert report is not None
-        assert report.from_memory is not None
+        assert report.from_memory
         assert_same_bits(bits(state), bits(reference(report.step)))
     return report.step, names
 
@@ -85,8 +99,8 @@ def damaged_on_the_way(root: str, hosts: str, nbytes: int) -> tuple[int | None, 
     whether it is from memory, and whether anything was flipped. Each unit here comes in one receipt, so that its second try is whole."""
     state, number, real = state_at(9), itertools.count(), Reader._take
 
-    def garble(reader: Reader, view: memoryview) -> None:
-        real(reader, view)
+    def garble(reader: Reader, view: memoryview, until: float) -> None:
+        real(reader, view, until)
         if view.nbytes <= nbytes and next(number) % 2 == 0:
             view[0] ^= 16
 
@@ -97,7 +111,7 @@ def damaged_on_the_way(root: str, hosts: str, nbytes: int) -> tuple[int | None, 
         report = checkpointer.resume(state)
         assert report is not None
     assert_same_bits(bits(state), bits(reference(report.step)))
-    return report.step, report.from_memory is not None, next(number) > 1
+    return report.step, report.from_memory, next(number) > 1
 
 
 def resumed_and_kept(root: str, hosts: str) -> tuple[int | None, int | None, set[int | None]]:
@@ -159,7 +173,7 @@ def beside_others(root: str, hosts: str, kept: str) -> list[Any]:
         dist.barrier()
         train_to(4)
         said.append(keep(4))
-        on_first(lambda: [shutil.copytree(one, f"{kept}/{Path(one).name}") for one in (root, hosts)])
+        on_first(lambda: list(copied(root, hosts, f"{kept}/run", f"{kept}/hosts")))
         may_end.set()
         said.append(checkpointer.wait_for_memory())
         train_to(6)

@@ -44,8 +44,7 @@ def test_a_rank_killed_at_any_place_of_a_step(ranks, tmp_path):
         for during, allowed in after_loss.items():
             root, hosts = killed_at(tmp_path, f"{len(cases)}", place, during_copies=during)
             again = tmp_path / f"{len(cases)}-lost"
-            shutil.copytree(root, again / "run")
-            shutil.copytree(hosts, again / "hosts")
+            fns.copied(root, hosts, again / "run", again / "hosts")
             shutil.rmtree(again / "hosts" / f"host-{deaths.VICTIM}")
             cases += [(str(root), str(hosts)), (str(again / "run"), str(again / "hosts"))]
             expected += [(place, during, {newest}), (place, during, allowed)]
@@ -64,8 +63,7 @@ def test_several_ranks_on_a_host(ranks, tmp_path):
     cases = []
     for lost in ((), (0,), (1,), (0, 1)):
         again = tmp_path / f"lost-{len(cases)}"
-        shutil.copytree(root, again / "run")
-        shutil.copytree(hosts, again / "hosts")
+        fns.copied(root, hosts, again / "run", again / "hosts")
         for host in lost:
             shutil.rmtree(again / "hosts" / f"host-{host}")
         cases.append((str(again / "run"), str(again / "hosts"), 2))

@@ -102,8 +102,7 @@ def test_every_subset_of_hosts_lost(ranks, tmp_path, world_size):
     cases = []
     for number, killed in enumerate(SUBSETS):
         again, left = tmp_path / f"run-{number}", tmp_path / f"hosts-{number}"
-        shutil.copytree(root, again)
-        shutil.copytree(hosts, left)
+        fns.copied(root, hosts, again, left)
         lose(left, killed)
         cases.append((str(again), str(left)))
     every = ranks.run_ranks(world_size, fns.resume_each, cases)
@@ -130,8 +129,7 @@ def test_a_flipped_bit_in_every_copy(ranks, tmp_path):
     cases = []
     for number, flipped in enumerate([*one_copy, *by_name.values()]):
         again, left = tmp_path / f"run-{number}", tmp_path / f"hosts-{number}"
-        shutil.copytree(root, again)
-        shutil.copytree(hosts, left)
+        fns.copied(root, hosts, again, left)
         for file in flipped:
             flip(left / file, number)
         cases.append((str(again), str(left)))

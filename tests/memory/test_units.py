@@ -316,9 +316,9 @@ def test_a_short_read_that_arrives_damaged_is_read_again(
 ) -> None:
     take, garbled = Reader._take, 0
 
-    def garble(self: Reader, view: memoryview) -> None:
+    def garble(self: Reader, view: memoryview, until: float) -> None:
         nonlocal garbled
-        take(self, view)
+        take(self, view, until)
         if garbled:
             view[0] ^= 1
             garbled -= 1

@@ -1693,8 +1693,8 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/copies.py",
-        "    if not any(bring() == unit.xxh3 for _ in range(_ATTEMPTS)):\n",
-        "    if not any(bring() for _ in range(_ATTEMPTS)):\n",
+        "        at += piece.nbytes\n    return found.hexdigest() == unit.xxh3\n",
+        "        at += piece.nbytes\n    return True\n",
         ("tests/memory/test_units.py::test_units_come_over_the_wire_and_damage_is_found_when_they_arrive",),
         "what another host sends is not compared with its checksum",
     ),
@@ -1714,13 +1714,44 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/link.py",
-        "        return bool(checksum == xxhash.xxh3_64_intdigest(view))\n",
-        "        return True\n",
+        "        if not self._replies.is_of(tag, message):\n",
+        "        if not self._replies.is_of(tag, message) and not message:\n",
         (
+            "tests/memory/test_link.py::test_whoever_passes_proofs_on_can_alter_nothing",
             "tests/memory/test_units.py::test_a_short_read_that_arrives_damaged_is_read_again",
             "tests/memory/test_memory_tier.py::test_bytes_that_arrive_damaged_come_again",
         ),
-        "a bit of a buffer that flips on its way between hosts is restored",
+        "bytes that were altered on their way between hosts are restored",
+    ),
+    Mutation(
+        "memory/link.py",
+        "        if not requests.is_of(_receive(link, _TAG_BYTES, until), head, text):\n",
+        "        if not _receive(link, _TAG_BYTES, until):\n",
+        ("tests/memory/test_link.py::test_whoever_passes_proofs_on_can_ask_nothing",),
+        "whoever passes the proofs of two hosts on reads files of its own choice",
+    ),
+    Mutation(
+        "memory/link.py",
+        "                if left <= 0:\n                    del",
+        "                if left <= -1000:\n                    del",
+        ("tests/memory/test_link.py::test_strangers_keep_no_reader_out",),
+        "64 silent connections shut a host's server",
+    ),
+    Mutation(
+        "memory/below.py",
+        "            inner = os.open(one, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)\n",
+        "            inner = os.open(one, _FOLDER, dir_fd=folder)\n",
+        ("tests/memory/test_link.py::test_links_and_pipes_in_a_slot_are_not_followed",),
+        "a linked folder in a slot is read through the network",
+    ),
+    Mutation(
+        "memory/record.py",
+        "    parts = (word, system, folder.st_ino, mark.st_ino, mark.st_ctime_ns)\n",
+        "    parts = (word, system)\n",
+        (
+            "tests/memory/test_identity.py::test_a_copied_directory_starts_from_disk_and_leaves_the_memory_of_its_original",
+        ),
+        "a copied run resumes the steps that its original keeps in memory",
     ),
     Mutation(
         "memory/remote.py",
@@ -1738,7 +1769,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/remote.py",
-        "        return count < _MOST_ALONE and nbytes + part.nbytes <= MOST_CHECKED_BYTES\n",
+        "        return count < _MOST_ALONE and nbytes + part.nbytes <= _MOST_BYTES_ALONE\n",
         "        return False\n",
         ("tests/memory/test_units.py::test_short_reads_come_alone_until_there_are_many",),
         "every rank of a run brings 16 MiB for a number",
@@ -1752,8 +1783,8 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/link.py",
-        '                if not hmac.compare_digest(proof, _proof(self._secret, b"reader", nonce)):\n',
-        "                if len(proof) != _HASH_BYTES:\n",
+        '        if not hmac.compare_digest(proof, _keyed(self._secret, b"reader", nonces)):\n',
+        "        if len(proof) != _HASH_BYTES:\n",
         ("tests/memory/test_units.py::test_a_stranger_reads_nothing",),
         "whoever reaches a host reads the run's state",
     ),

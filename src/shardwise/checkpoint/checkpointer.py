@@ -143,6 +143,8 @@ class Checkpointer(Stopping, Resuming):
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
         if local and (is_url(os.fspath(root)) or any(x is not None for x in (mirror, fallback, memory))):
             raise ValueError("local=True needs a directory as root, and takes no mirror, fallback or memory")
+        if memory is not None and is_url(os.fspath(root)):
+            raise ValueError(f"memory= needs a directory for the run's steps, not a URL: {root}")
         self.root = absolute(root)
         self._steps = RunSteps(
             self.root,

@@ -18,7 +18,7 @@ import xxhash
 from ..digests.digest import partial_sum
 from ..digests.pending import partial_sums
 from ..dtypes import torch_dtype
-from ..errors import CheckpointError, ShardwiseError
+from ..errors import CheckpointError, IntegrityError, ShardwiseError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
 from ..format.places import rank_of_file
 from ..format.slices import header_bytes
@@ -319,7 +319,7 @@ class MemorySave:
         reader = self._host.reader(0)
         try:
             return reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
-        except CheckpointError:
+        except (CheckpointError, IntegrityError):
             return b""
         finally:
             reader.close()

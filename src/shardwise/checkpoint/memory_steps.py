@@ -26,7 +26,6 @@ from ..memory.ring import Ring, Slot
 from ..memory.units import are_all, proved_units, runs_of, units_in
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import is_url
 from .collect import Lineage, compare, take
 from .low_bit_save import agree_on_forms
 from .memory_save import Host, MemorySave
@@ -51,8 +50,6 @@ class MemorySteps:
     """Every rank makes one. Collective, and raises alike on all ranks: :class:`CheckpointError`, :class:`RankError`."""
 
     def __init__(self, tier: MemoryTier, root: str, ranks: Ranks) -> None:
-        if is_url(root):
-            raise ValueError(f"memory= needs a directory for the run's steps, not a URL: {root}")
         self._tier, self._root = tier, root
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""

@@ -102,7 +102,8 @@ class Remembering(ABC):
         finally:
             if view is not None:
                 view.remove()
-        return replace(report, path=f"memory: {self._memory.path_of(held)}", from_memory=dict(view.taken))
+        path = f"memory: {self._memory.path_of(held)}"
+        return replace(report, path=path, from_memory=True, fetched=dict(view.taken))
 
     def _from_memory(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..layout.placements import mesh_text
@@ -60,8 +60,10 @@ class ResumeReport:
     """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
     requests: int = 0
     """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
-    from_memory: Mapping[str, int] | None = None
-    """None for a step on disk. For one in memory (:class:`shardwise.MemoryTier`): the bytes that this rank brought from other hosts, by host."""
+    from_memory: bool = False
+    """Whether the step was taken from the memory of the hosts (:class:`shardwise.MemoryTier`), not from disk."""
+    fetched: Mapping[str, int] = field(default_factory=dict)
+    """For a step in memory, the bytes that this rank fetched from other hosts, by host. Empty: its own host had all that it read."""
 
     @classmethod
     def of(

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ..checkpoint.last_save import LastSave
+from ..errors import CheckpointError
 from ..preemption.stops import StopOptions, Stops
 from ..ranks.ranks import Ranks
 from ._trainer_folder import Run
@@ -76,6 +77,19 @@ class Stopping(Trainer):
             self._stopping.is_listening = False
             if self._stopping.stops is not None:
                 self._stopping.stops.close()
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough; from a callback, say.
+
+        ``train`` looks whether to stop only with ``stop_on``: without it this raises :class:`CheckpointError`. Does nothing while ``train``
+        doesn't run.
+        """
+        if not self._stop_options.stop_on:
+            raise CheckpointError(
+                'request_stop needs signals to listen for, or train() never looks whether to stop: give the trainer stop_on=("SIGTERM",)'
+            )
+        if self._stopping.stops is not None and self._stopping.is_listening:
+            self._stopping.stops.request()
 
     @property
     def exit_code(self) -> int:

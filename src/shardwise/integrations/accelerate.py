@@ -239,6 +239,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """
         return self._stops.should_stop(step, Ranks.current())
 
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough; also without ``stop_on``."""
+        self._stops.request()
+
     @property
     def exit_code(self) -> int:
         """The status for ``sys.exit``: 0, or ``exit_status`` of a run that has stopped."""

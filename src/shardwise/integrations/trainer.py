@@ -103,7 +103,7 @@ class ShardwiseTrainer(Resuming):
       the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
       ``sys.exit(trainer.exit_code)``: it is ``exit_status`` (75), and 0 for a run that came to its end. With ``deadline_s``, the seconds to the
       scheduler's SIGKILL, and after a second signal, no last save begins that takes longer than saves took; the run then goes on from
-      the checkpoint before.
+      the checkpoint before. ``request_stop()`` asks for the same without a signal.
     * ``on_save_error="warn"`` of the constructor: a save that storage made fail, on whichever rank, is logged, alike on all ranks, and
       training goes on. :attr:`save_report` says why, and the next save is tried as ever; at ``max_failures`` failed saves in a row
       ``train`` raises. ``fallback``, a second directory or URL, takes a checkpoint that can't be saved in the first place;

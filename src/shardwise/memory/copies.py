@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -39,7 +40,7 @@ def copy_units(
         raise unwritten(path, error) from error
     try:
         for unit in units:
-            _until_whole(partial(_bring, reader, name, unit, fd, path), name, unit)
+            _until_whole(partial(_bring, reader, name, unit, fd, path), name, unit.start, unit.stop)
             done += unit.nbytes
             on_progress()
     finally:
@@ -53,42 +54,44 @@ def receive_unit(reader: Reader, name: str, unit: Unit, memory: memoryview) -> N
     Raises :class:`IntegrityError` for a unit that arrived damaged, :class:`CheckpointError` if the other host does not send it.
     """
 
-    def receive() -> str:
+    def receive() -> bool:
         found = xxhash.xxh3_64()
         for piece in reader.pieces_into(name, unit.start, memory):
             found.update(piece)
-        return found.hexdigest()
+        return found.hexdigest() == unit.xxh3
 
-    _until_whole(receive, name, unit)
+    _until_whole(receive, name, unit.start, unit.stop)
 
 
 def receive_bytes(reader: Reader, name: str, start: int, memory: memoryview) -> None:
-    """Fill ``memory``, of at most ``MOST_CHECKED_BYTES``, with bytes of the file ``name`` of another ring, which has proved them.
+    """Fill ``memory`` with bytes of the file ``name`` of another ring, which has proved the unit that they are part of.
 
-    Raises as :func:`receive_unit`; what the other host sends is compared with its own checksum of it.
+    Raises as :func:`receive_unit`: each piece that arrives has the tag that the other host gave it.
     """
-    if not any(reader.read_checked(name, start, memory) for _ in range(_ATTEMPTS)):
-        raise _damaged(name, start, start + memory.nbytes)
+
+    def receive() -> bool:
+        return all(piece.nbytes for piece in reader.pieces_into(name, start, memory))
+
+    _until_whole(receive, name, start, start + memory.nbytes)
 
 
-def _until_whole(bring: Callable[[], str], name: str, unit: Unit) -> None:
-    """Bring a unit until what arrives has its checksum, which ``bring`` returns; ``_ATTEMPTS`` times at most."""
-    if not any(bring() == unit.xxh3 for _ in range(_ATTEMPTS)):
-        raise _damaged(name, unit.start, unit.stop)
+def _until_whole(is_whole: Callable[[], bool], name: str, start: int, stop: int) -> None:
+    """Bring bytes until they arrive as they are there; ``_ATTEMPTS`` times at most."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(IntegrityError):
+            if is_whole():
+                return
+    raise IntegrityError(f"bytes {start} to {stop} arrived damaged", path=name)
 
 
-def _damaged(name: str, start: int, stop: int) -> IntegrityError:
-    return IntegrityError(f"bytes {start} to {stop} arrived damaged", path=name)
-
-
-def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> str:
-    """Write a unit to its place. Returns the checksum of what arrived."""
+def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> bool:
+    """Write a unit to its place. Returns whether what arrived has its checksum."""
     at, found = unit.start, xxhash.xxh3_64()
     for piece in reader.pieces(name, unit.start, unit.nbytes):
         found.update(piece)
         _write(fd, piece, at, path)
         at += piece.nbytes
-    return found.hexdigest()
+    return found.hexdigest() == unit.xxh3
 
 
 def _write(fd: int, content: memoryview, start: int, path: str) -> None:

@@ -19,24 +19,30 @@ class MemoryTier:
 
     Memory per rank, in shards (the bytes that the rank writes to disk): two slots of its own, and one copy for each of
     ``copies - 1`` other hosts: ``1 + copies``. With ``during_copies="all"`` twice ``copies``.
+
+    Args:
+        every: ``remember`` keeps the steps that this number divides.
+        copies: how many hosts hold each slice: its own, and the next ones. There can't be more than hosts: on one host each slice is held
+            once, which outlives killed processes, but not the host.
+        directory: a directory on tmpfs. All ranks of a host give the same one.
+        host: the name of this rank's host. Ranks that give one name share ``directory`` and are lost together; copies go to hosts of other
+            names. None: the machine's own name. Give it where several machines fail together (a rack, one power supply), or where
+            containers on one machine don't share ``/dev/shm``: each is a host of its own then.
+        address: the IPv4 or IPv6 address, or the name, of this host on which it listens and by which other hosts reach it. None: the
+            address with which it reaches the process group's store (``MASTER_ADDR``). Give it to choose a network, such as that of the
+            InfiniBand interface. Each host gives its own.
+        during_copies: what stays of the step before while other hosts copy the new one. ``"own"``: each host's own slices; a host that is
+            lost just then takes both steps along, and the resume falls through to disk. ``"all"``: every copy, for more memory.
+        timeout_s: a host that sends nothing for this long is given up: the step stays without that copy.
     """
 
     every: int
-    """``remember`` keeps the steps that this number divides."""
     copies: int = 2
-    """How many hosts hold each slice: its own, and the next ones. There can't be more than hosts: on one host each slice is held once,
-    which outlives killed processes, but not the host."""
     directory: str = _DEFAULT_DIRECTORY
-    """A directory on tmpfs. All ranks of a host give the same one."""
     host: str | None = None
-    """The name of this rank's host. Ranks with one name share ``directory``, and are lost together. None: the host's own name."""
     address: str | None = None
-    """Where other hosts reach this one. None: the address with which it reaches the group's store."""
     during_copies: Literal["own", "all"] = "own"
-    """What stays of the step before while other hosts copy the new one. ``"own"``: each host's own slices; a host that is lost just then
-    takes both steps along, and the resume falls through to disk. ``"all"``: every copy, for more memory."""
     timeout_s: float = 30.0
-    """A host that sends nothing for this long is given up: the step stays without that copy."""
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("copies", self.copies)):

@@ -11,7 +11,7 @@ from functools import partial
 from ..errors import CheckpointError, IntegrityError, LowSpaceError
 from ..format.manifest import FileEntry
 from .copies import copy_units, receive_bytes, receive_unit
-from .link import MOST_CHECKED_BYTES, Reader
+from .link import Reader
 from .units import Runs, Unit, units_of
 
 __all__ = ["Holdings", "RemoteFiles"]
@@ -19,9 +19,9 @@ __all__ = ["Holdings", "RemoteFiles"]
 #: For each file of a step, the ranks that have proved units of it: rank, slot, and which units.
 Holdings = Mapping[str, Sequence[tuple[int, str, Runs]]]
 
-#: At most so many reads of a unit come alone, and at most ``MOST_CHECKED_BYTES`` by them; the next read brings the unit. Few hosts hold the bytes
+#: At most so many reads of a unit come alone, and so many bytes by them; the next read brings the unit. Few hosts hold the bytes
 #: that every rank of a run reads, such as the optimizer's count of steps: to send each rank 16 MiB would keep these hosts busy.
-_MOST_ALONE = 8
+_MOST_ALONE, _MOST_BYTES_ALONE = 8, 1024**2
 
 
 class RemoteFiles:
@@ -67,7 +67,7 @@ class RemoteFiles:
         """Fill ``view`` with bytes of a file.
 
         Whole units come, each compared with its checksum, and the last one stays in memory, because reads go through a file in order.
-        A few short reads of a unit come alone, each compared with the checksum that the holder makes of it: the holder has proved the unit.
+        A few short reads of a unit come alone, with the tag of the connection: the holder has proved the unit.
         Raises :class:`IntegrityError` for bytes beyond the end.
         """
         if self._reading[0] != name:
@@ -93,7 +93,7 @@ class RemoteFiles:
             return False
         count, nbytes = self._alone.get((name, number), (0, 0))
         self._alone[name, number] = count + 1, nbytes + part.nbytes
-        return count < _MOST_ALONE and nbytes + part.nbytes <= MOST_CHECKED_BYTES
+        return count < _MOST_ALONE and nbytes + part.nbytes <= _MOST_BYTES_ALONE
 
     def _unit(self, name: str, number: int, unit: Unit) -> memoryview:
         """A unit in memory, until the next one is read."""

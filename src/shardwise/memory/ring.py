@@ -15,6 +15,7 @@ from ..format.manifest import MANIFEST_NAME
 from ..format.places import rank_of_file
 from ..limits import inside, read_small
 from ..ranks.patience import remove_tree
+from .below import open_below
 
 __all__ = ["Ring", "Slot", "unwritten", "write_whole"]
 
@@ -46,8 +47,10 @@ class Ring:
         return Slot(os.path.join(self.path, name))
 
     def slots(self) -> list[str]:
-        """Names of the slots that hold a manifest."""
-        return sorted(n for n in os.listdir(self.path) if _SLOTS.fullmatch(n) and self.slot(n).has_manifest)
+        """Names of the slots that hold a manifest. A link is no slot."""
+        with os.scandir(self.path) as entries:
+            names = [e.name for e in entries if _SLOTS.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        return sorted(name for name in names if self.slot(name).has_manifest)
 
     @property
     def lines(self) -> list[str]:
@@ -122,8 +125,8 @@ class Slot:
         """Path of a file of exactly so many bytes with pages of its own. Raises :class:`LowSpaceError`, :class:`CheckpointError`."""
         path = inside(self.path, name)
         try:
-            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            ring, slot = os.path.split(self.path)
+            fd = open_below(ring, f"{slot}/{name}", os.O_RDWR | os.O_CREAT)
             try:
                 if os.fstat(fd).st_size != nbytes:
                     os.ftruncate(fd, 0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import xxhash
 
 from ..format.manifest import BLOCK_BYTES, FileEntry
+from .below import open_below
 
 __all__ = ["Runs", "Unit", "are_all", "proved_units", "runs_of", "units_in", "units_of"]
 
@@ -74,7 +75,7 @@ def are_all(runs: Runs, count: int) -> bool:
 def proved_units(path: str, entry: FileEntry, on_progress: Callable[[], object]) -> list[int]:
     """The numbers of the units of a file whose bytes are those that were saved. None of a file that is lost or has another size."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_below(*os.path.split(path))
     except OSError:
         return []
     try:
