@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from ..internals.torch import compiled_by, original_class
 from ..layout.live import LiveModel
 from ..names import NamedTensor, canonical_name
 from .arguments import Described, argument_names, content_text, is_plain, plain_text
+from .schedulers import callables_in, inner_schedulers, unwrapped
 from .several import is_several
 from .train_state import TrainState
 
@@ -37,6 +37,13 @@ _ENVIRONMENT = (
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO"),
     *("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
 )
+
+
+def _chosen(precision: str) -> str:
+    """``none`` leaves the choice to a more general setting, and in the end to ``ieee``."""
+    return "ieee" if precision == "none" else precision
+
+
 _FLAGS: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
@@ -44,13 +51,13 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "opt_einsum": lambda: torch.backends.opt_einsum.enabled,
     "opt_einsum strategy": lambda: torch.backends.opt_einsum.strategy,
     "mkldnn": lambda: torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
-    "mkldnn fp32_precision": lambda: torch.backends.mkldnn.fp32_precision,  # type: ignore[attr-defined]
-    "mkldnn matmul fp32_precision": lambda: torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+    "fp32_precision": lambda: _chosen(torch.backends.fp32_precision),  # type: ignore[attr-defined]
+    "mkldnn matmul fp32_precision": lambda: _chosen(torch.backends.mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
     "cudnn": lambda: torch.backends.cudnn.enabled,
     "cudnn benchmark": lambda: torch.backends.cudnn.benchmark,
     "cudnn deterministic": lambda: torch.backends.cudnn.deterministic,
-    "cudnn conv fp32_precision": lambda: torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-    "cuda matmul fp32_precision": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "cudnn conv fp32_precision": lambda: _chosen(torch.backends.cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
+    "cuda matmul fp32_precision": lambda: _chosen(torch.backends.cuda.matmul.fp32_precision),
     "cuda matmul allow_fp16_reduced_precision_reduction": lambda: (
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     ),
@@ -72,6 +79,8 @@ def settings_of(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[str, 
     described = Described(_known(state))
     for name, optimizer in state.given_optimizers.items():
         _add_optimizer(described, _path("optimizer", name), optimizer)
+    for path, called in callables_in(state.scheduler):  # first: a scheduler keeps them under other names, too
+        described.add(path, called)
     _add_each(described, "scheduler", state.scheduler)
     for name, extra in state.extra.items():
         if hasattr(extra, "state_dict") and not type(extra).__module__.startswith(f"{_PACKAGE}."):
@@ -89,19 +98,27 @@ def data_settings_of(state: TrainState) -> dict[str, str]:
 def given_settings_of(state: TrainState) -> dict[str, str]:
     """Settings that this program gave and that a restore replaces: of parameter groups and schedulers.
 
-    ``lr`` is left out where a scheduler sets it; ``initial_lr`` then is the program's.
+    ``lr``, ``momentum`` and ``betas`` are left out where a scheduler sets them; ``initial_lr`` then is the program's.
     """
     described = Described(_known(state))
     _add_each(described, "scheduler", state.scheduler)
     found = _without(described.lines, ("last_epoch",))
+    left_out = {"params", *(("momentum", "betas") if _cycles(state.scheduler) else ())}
     for name, optimizer in state.optimizers.items():
         path, several = _path("optimizer", name), len(optimizer.param_groups) > 1
         for number, group in enumerate(optimizer.param_groups):
             at = f"{path}.param_groups[{number}]" if several else path
             for key, value in group.items():
-                if key != "params" and not (key == "lr" and "initial_lr" in group):
+                if key not in left_out and not (key == "lr" and "initial_lr" in group):
                     found |= _lines(f"{at}.{key}", value)
     return found
+
+
+def _cycles(scheduler: Any) -> bool:
+    """Whether a scheduler, or one in it, sets momentum as well (torch's OneCycleLR and CyclicLR)."""
+    every = [unwrapped(one) for one in (scheduler.values() if is_several(scheduler) else [scheduler])]
+    every += [inner for one in every for inner in inner_schedulers(one)]
+    return any(getattr(one, "cycle_momentum", False) for one in every)
 
 
 def replaced_settings(given: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
