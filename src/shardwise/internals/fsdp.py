@@ -90,8 +90,8 @@ def precision_of(module: object) -> dict[str, str]:
     if not isinstance(module, FSDPModule):
         return {}
     state: Any = module._get_fsdp_state()
-    found = {"mixed_precision": repr(state._mp_policy)}
-    return found | {"gradient_divide_factor": repr(group.divide_factor) for group in fsdp_groups(module)}
+    factors = [group.divide_factor for group in fsdp_groups(module)]
+    return {"mixed_precision": repr(state._mp_policy), "gradient_divide_factor": repr(factors)}
 
 
 def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import nn
 
@@ -40,6 +41,8 @@ _PLAIN = (
 )
 #: Packages whose versions a checkpoint records.
 _VERSIONED = ("torch", "transformers", "numpy", "shardwise")
+#: Arguments by which samplers of torch, Accelerate and shardwise know their rank.
+_OF_RANKS = ("rank", "process_index", "num_replicas", "num_processes")
 #: Arguments of data loaders that change when a batch is made and where it is kept, not what is in it.
 _OF_SPEED = ("pin_memory", "pin_memory_device", "prefetch_factor", "timeout")
 
@@ -102,7 +105,10 @@ class Described:
             kind = original_class(value) if isinstance(value, nn.Module) else type(value)
             self.lines[path] = kind.__qualname__
             for name, argument in _arguments(value, kind):
-                self.add(f"{path}.{name}", argument, depth + 1)
+                if text := _as_process(name, argument):
+                    self.lines[f"{path}.{name}"] = text
+                else:
+                    self.add(f"{path}.{name}", argument, depth + 1)
             for name, child in value.named_children() if isinstance(value, nn.Module) else ():
                 self.add(f"{path}.{name}", child, depth + 1)
 
@@ -150,6 +156,16 @@ def _arguments(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
                     yield name, getattr(value, name)
                 except AttributeError:  # a slot without a value
                     continue
+
+
+def _as_process(name: str, value: Any) -> str:
+    """What a sampler's number says of this process group, the same on all ranks; empty if it is another number."""
+    if name not in _OF_RANKS or type(value) is not int:
+        return ""
+    here, of = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if name in ("rank", "process_index"):
+        return "the process's own" if value == here else ""
+    return "the number of processes" if value == of else ""
 
 
 @cache
