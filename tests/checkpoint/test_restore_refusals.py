@@ -151,11 +151,12 @@ def grouped(*sizes: int, rate: Any = 0.1, seed: int = 0) -> sw.TrainState:
 @pytest.mark.parametrize(
     ("live", "says"),
     [
-        (lambda: grouped(1, 1, seed=1), "has 2 parameter groups, the checkpoint 1"),
         (
-            lambda: grouped(1, seed=1),
-            "has 1 parameter groups, the checkpoint 1: groups without a counterpart",
+            lambda: grouped(1, 1, seed=1),
+            "has 2 parameter groups, the checkpoint 1 parameter group: 1 parameter .bias. is in other groups: bias in group 1, in "
+            "the checkpoint in group 0",
         ),
+        (lambda: grouped(1, seed=1), r"1 parameter \(bias\) is only in the checkpoint's"),
         (
             lambda: grouped(2, rate=torch.full((1,), 0.1), seed=1),
             "'lr' of the optimizer is a tensor of shape",

@@ -41,6 +41,8 @@ _PLAIN = (
 )
 #: Packages whose versions a checkpoint records.
 _VERSIONED = ("torch", "transformers", "numpy", "shardwise")
+#: Arguments that count epochs: positions, which are state.
+_OF_STATE = ("epoch", "iteration", "last_epoch")
 #: Arguments by which samplers of torch, Accelerate and shardwise know their rank.
 _OF_RANKS = ("rank", "process_index", "num_replicas", "num_processes")
 #: Arguments of data loaders that change when a batch is made and where it is kept, not what is in it.
@@ -142,7 +144,9 @@ def _arguments(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
         yield from settings.items()
         return
     held = getattr(value, "__dict__", {})
-    skipped = _OF_SPEED if isinstance(value, torch.utils.data.DataLoader) else ()
+    skipped = {*_OF_STATE, *(_OF_SPEED if isinstance(value, torch.utils.data.DataLoader) else ())}
+    if isinstance(value, torch.optim.Optimizer):  # options of its groups are stored
+        skipped |= {"params", "defaults", *(key for group in value.param_groups for key in group)}
     for name in argument_names(kind):
         if name in skipped:
             continue

@@ -280,13 +280,13 @@ def _counted(groups: list[list[str]]) -> str:
 def _how_groups_differ(live: list[list[str]], saved: list[list[str]]) -> str:
     """What is different, and what to do. The groups are not equal."""
     if sorted(map(sorted, live)) == sorted(map(sorted, saved)):
-        return "the same groups in another order. Give them in the order of the saved run"
+        return "the same in another order. Give them in the order of the saved run"
     here, there = ({n: k for k, group in enumerate(groups) for n in group} for groups in (live, saved))
     more, fewer = [n for n in here if n not in there], [n for n in there if n not in here]
     found = []
     if more:
         found.append(
-            f"{_listed(more)} only in this optimizer. Resume with the parameters of the saved run, and add the others after "
+            f"{_listed(more)} only in this optimizer's. Resume with the parameters of the saved run, and add the others after "
             f"the resume (optimizer.add_param_group)"
         )
     if fewer:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ..devices import to_host
 from ..internals.fsdp import precision_of
@@ -78,14 +77,16 @@ def settings_of(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[str, 
         found |= _of_model("model" if name == "model" else f"model.{name}", live)
     described = Described(_known(state))
     for name, optimizer in state.given_optimizers.items():
-        _add_optimizer(described, _path("optimizer", name), optimizer)
+        inside = Described({})
+        inside.add(_path("optimizer", name), optimizer)
+        described.lines |= inside.lines
     for path, called in callables_in(state.scheduler):  # first: a scheduler keeps them under other names, too
         described.add(path, called)
     _add_each(described, "scheduler", state.scheduler)
     for name, extra in state.extra.items():
         if hasattr(extra, "state_dict") and not type(extra).__module__.startswith(f"{_PACKAGE}."):
             described.add(f"extra.{name}", extra)
-    return found | _without(described.lines, ("last_epoch",))
+    return found | described.lines
 
 
 def data_settings_of(state: TrainState) -> dict[str, str]:
@@ -102,7 +103,7 @@ def given_settings_of(state: TrainState) -> dict[str, str]:
     """
     described = Described(_known(state))
     _add_each(described, "scheduler", state.scheduler)
-    found = _without(described.lines, ("last_epoch",))
+    found = described.lines
     left_out = {"params", *(("momentum", "betas") if _cycles(state.scheduler) else ())}
     for name, optimizer in state.optimizers.items():
         path, several = _path("optimizer", name), len(optimizer.param_groups) > 1
@@ -231,17 +232,6 @@ def _collapsed(lines: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _add_optimizer(described: Described, path: str, optimizer: Optimizer) -> None:
-    """The class, and arguments that are no options of parameter groups: these are stored."""
-    inside = Described({})
-    inside.add(path, optimizer)
-    options = {key for group in optimizer.param_groups for key in group} | {"defaults"}
-    for line, text in inside.lines.items():
-        own = line.removeprefix(f"{path}.").partition(".")[0].partition("[")[0]
-        if line == path or own not in options:
-            described.lines[line] = text
-
-
 def _add_each(described: Described, path: str, given: Any) -> None:
     if is_several(given):
         for name, one in given.items():
@@ -267,7 +257,3 @@ def _lines(path: str, value: Any) -> dict[str, str]:
     if isinstance(value, list | tuple) and all(map(is_plain, value)):
         return {path: repr(value)}
     return {path: plain_text(value)} if is_plain(value) else {}
-
-
-def _without(lines: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    return {path: text for path, text in lines.items() if path.rpartition(".")[2] not in names}
