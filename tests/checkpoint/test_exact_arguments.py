@@ -40,7 +40,8 @@ from torch.utils.data import (
 )
 
 import shardwise as sw
-from shardwise.errors import StateError
+from shardwise.errors import FormatError, StateError
+from tests.harness.hostile import edit_documents
 
 WIDTH, SAMPLES = 6, 26
 BEFORE, AFTER = 3, 9
@@ -709,3 +710,43 @@ def test_a_global_that_a_lambda_reads_is_compared(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(globals(), "WARM_UP", 8)
     report = sw.restore(Run(made, 2).state, tmp_path / "c")
     assert report.differences == ("scheduler.lr_lambdas[0].WARM_UP: 4 when saved, 8 now",)
+
+
+def test_another_learning_rate_after_the_resume(tmp_path: Path) -> None:
+    """As docs/howto/own-loop.md says: with a scheduler, all its values are scaled by one factor."""
+    made = Made(scheduler=lambda o: CosineAnnealingLR(o, 10), optimizer=sgd())
+    first = Run(made, 1)
+    steps = iter(endless(first))
+    for _ in range(BEFORE):
+        next(steps)
+    sw.save(first.state, tmp_path / "c")
+    expected = [next(steps)[1][0] * 3 for _ in range(AFTER)]
+
+    second = Run(Made(**{**vars(made), "optimizer": sgd(lr=0.15)}), 2)
+    report = sw.restore(second.state, tmp_path / "c")
+    line = "optimizer.initial_lr: this program's 0.15 was replaced by the checkpoint's 0.05"
+    assert report.exact
+    assert line in report.replaced
+    factor = 0.15 / second.optimizer.param_groups[0]["initial_lr"]
+    for group in second.optimizer.param_groups:
+        group["lr"] *= factor
+        group["initial_lr"] *= factor
+    second.scheduler.base_lrs = [lr * factor for lr in second.scheduler.base_lrs]  # type: ignore[union-attr]
+    steps = iter(endless(second))
+    assert [next(steps)[1][0] for _ in range(AFTER)] == pytest.approx(expected)
+
+
+def test_an_older_checkpoint_without_settings_resumes(tmp_path: Path) -> None:
+    made = Made(loader=elastic())
+    sw.save(Run(made, 1).state, tmp_path / "c")
+    edit_documents(tmp_path / "c", lambda d: (d.pop("settings"), d.pop("data_settings")))
+    report = sw.restore(Run(Made(loader=elastic(global_batch_size=2)), 2).state, tmp_path / "c")
+    assert report.exact, "what was not recorded is not compared"
+
+
+@pytest.mark.parametrize("damage", [["a"], {"a": 1}, {"a": None}])
+def test_malformed_settings_are_damage(tmp_path: Path, damage: Any) -> None:
+    sw.save(Run(Made(), 1).state, tmp_path / "c")
+    edit_documents(tmp_path / "c", lambda d: d.update(settings=damage))
+    with pytest.raises(FormatError, match="settings"):
+        sw.restore(Run(Made(), 2).state, tmp_path / "c")

@@ -290,7 +290,7 @@ def compiled_by(module: nn.Module) -> str | None:
         context = module.dynamo_ctx
     else:
         return None
-    backend = getattr(context, "callback", None)
+    backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     name = getattr(backend, "compiler_name", getattr(backend, "__name__", type(backend).__name__))

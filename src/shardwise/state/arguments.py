@@ -95,7 +95,7 @@ class Described:
             for name, argument in value.keywords.items():
                 self.add(f"{path}.{name}", argument, depth + 1)
         elif isinstance(value, types.MethodType):
-            self.lines[path] = f"method {value.__func__.__qualname__} (#{_code_digest(value.__func__)})"
+            self.add(path, value.__func__, depth)
             self.add(f"{path}.__self__", value.__self__, depth + 1)
         elif isinstance(value, types.FunctionType):
             self._add_function(path, value, depth)
@@ -173,7 +173,7 @@ def _as_process(name: str, value: Any) -> str:
 
 
 @cache
-def argument_names(kind: type) -> tuple[str, ...]:
+def argument_names(kind: Any) -> tuple[str, ...]:
     """The arguments of a class's constructor, and of those of its bases."""
     found: dict[str, None] = {}
     for base in kind.__mro__:
@@ -198,7 +198,7 @@ def plain_text(value: Any) -> str:
     if isinstance(value, Enum):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**128:
-        return f"whole number of {value.bit_length()} bits (#{xxhash.xxh3_64_hexdigest(hex(value))})"
+        return f"whole number of {value.bit_length()} bits (#{xxhash.xxh3_64_hexdigest(hex(value).encode())})"
     if isinstance(value, float) and math.isnan(value):
         return "nan"
     text = repr(value)
@@ -214,8 +214,8 @@ def content_text(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
         is_here = not isinstance(value, np.memmap) and value.dtype.kind in "biufc" and value.size
         if not is_here or not value.flags.c_contiguous:
             return text
-        part = value.reshape(-1)[:: _stride(value.size)]
-        return f"{text} (#{xxhash.xxh3_64_hexdigest(part.tobytes())})"
+        some = value.reshape(-1)[:: _stride(value.size)]
+        return f"{text} (#{xxhash.xxh3_64_hexdigest(some.tobytes())})"
     text = f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     is_here = type(value) in (torch.Tensor, nn.Parameter) and value.device.type == "cpu"
     if not is_here or value.layout is not torch.strided or value.is_quantized or not value.numel():

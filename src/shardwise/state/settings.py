@@ -49,7 +49,7 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "float32 matmul precision": torch.get_float32_matmul_precision,
     "opt_einsum": lambda: torch.backends.opt_einsum.enabled,
     "opt_einsum strategy": lambda: torch.backends.opt_einsum.strategy,
-    "mkldnn": lambda: torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
     "fp32_precision": lambda: _chosen(torch.backends.fp32_precision),  # type: ignore[attr-defined]
     "mkldnn matmul fp32_precision": lambda: _chosen(torch.backends.mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
     "cudnn": lambda: torch.backends.cudnn.enabled,
