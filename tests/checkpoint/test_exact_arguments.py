@@ -116,16 +116,17 @@ class Net(nn.Module):
         middle: Callable[[], nn.Module] = nn.Tanh,
         eps: float = 1e-5,
         scale: float = 1.0,
+        alpha: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
-        self.p, self.activation = p, activation
+        self.p, self.activation, self.alpha = p, activation, alpha or {"default": 1.0}
         self.first, self.norm, self.middle = nn.Linear(WIDTH, 8), nn.LayerNorm(8, eps=eps), middle()
         self.dropout, self.last = nn.Dropout(0.1), nn.Linear(8, 3)
         self.register_buffer("by", torch.full((3,), scale), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.dropout(self.activation(self.first(x)), self.p)
-        return self.last(self.dropout(self.middle(self.norm(x)))) * self.by
+        return self.last(self.dropout(self.middle(self.norm(x)))) * self.by * self.alpha["default"]  # type: ignore[no-any-return]
 
 
 def net(**given: Any) -> Callable[[], nn.Module]:
@@ -593,6 +594,7 @@ ROWS: dict[str, Row] = {
     "p of a module": named(ELASTIC, "model.dropout.p: 0.1", model=lambda: with_dropout(0.3)),
     "activation, a function": named(ELASTIC, "model.activation", model=net(activation=nn.functional.silu)),
     "activation, a module": named(ELASTIC, "model.middle: Tanh", model=net(middle=nn.ReLU)),
+    "a mapping": named(ELASTIC, "model.alpha.default: 1.0", model=net(alpha={"default": 2.0})),
     "eps of a norm": named(ELASTIC, "model.norm.eps: 1e-05", model=net(eps=0.1)),
     "a buffer that is made again": named(ELASTIC, "model.by", model=net(scale=2.0)),
     "requires_grad": named(ELASTIC, "model.first.weight.requires_grad: True", model=frozen),

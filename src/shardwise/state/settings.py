@@ -183,7 +183,9 @@ def _of_model(at: str, live: LiveModel) -> dict[str, str]:
             value = held.get(argument)
             if argument in held and is_plain(value):
                 found[f"{name}.{argument}"] = plain_text(value)
-            elif callable(value) and not isinstance(value, nn.Module):
+            elif isinstance(value, list | tuple | dict) or (
+                callable(value) and not isinstance(value, nn.Module)
+            ):
                 described.add(f"{name}.{argument}", value)
     config = getattr(live.unwrapped, "config", None)
     if config is not None:
@@ -218,6 +220,10 @@ def _part(t: NamedTensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLES)].contiguous()
 
 
+def _last_number(path: str) -> str | None:
+    return next((part for part in reversed(path.split(".")) if part.isdecimal()), None)
+
+
 def _collapsed(lines: Mapping[str, str]) -> dict[str, str]:
     """One line for what all blocks of a model have alike: ``layers.*.dropout.p``."""
     groups: dict[str, list[str]] = {}
@@ -227,6 +233,8 @@ def _collapsed(lines: Mapping[str, str]) -> dict[str, str]:
     for pattern, paths in groups.items():
         if len(paths) > 1 and len({lines[path] for path in paths}) == 1:
             found[pattern] = lines[paths[0]]
+        elif len(paths) > 1 and all(lines[path] == _last_number(path) for path in paths):
+            found[pattern] = "the number of the block"
         else:
             found |= {path: lines[path] for path in paths}
     return found
