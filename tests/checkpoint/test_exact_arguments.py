@@ -729,11 +729,12 @@ def test_another_learning_rate_after_the_resume(tmp_path: Path) -> None:
     line = "optimizer.initial_lr: this program's 0.15 was replaced by the checkpoint's 0.05"
     assert report.exact
     assert line in report.replaced
-    factor = 0.15 / second.optimizer.param_groups[0]["initial_lr"]
+    scheduler = second.scheduler
+    factor = 0.15 / scheduler.base_lrs[0]
+    scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
     for group in second.optimizer.param_groups:
-        group["lr"] *= factor
-        group["initial_lr"] *= factor
-    second.scheduler.base_lrs = [lr * factor for lr in second.scheduler.base_lrs]  # type: ignore[union-attr]
+        for key in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
+            group[key] *= factor
     steps = iter(endless(second))
     assert [next(steps)[1][0] for _ in range(AFTER)] == pytest.approx(expected)
 
