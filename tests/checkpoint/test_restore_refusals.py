@@ -151,11 +151,12 @@ def grouped(*sizes: int, rate: Any = 0.1, seed: int = 0) -> sw.TrainState:
 @pytest.mark.parametrize(
     ("live", "says"),
     [
-        (lambda: grouped(1, 1, seed=1), "has 2 parameter groups, the checkpoint 1"),
         (
-            lambda: grouped(1, seed=1),
-            "has 1 parameter groups, the checkpoint 1: groups without a counterpart",
+            lambda: grouped(1, 1, seed=1),
+            "has 2 parameter groups, the checkpoint 1 parameter group: 1 parameter .bias. is in other groups: bias in group 1, in "
+            "the checkpoint in group 0",
         ),
+        (lambda: grouped(1, seed=1), r"1 parameter \(bias\) is only in the checkpoint's"),
         (
             lambda: grouped(2, rate=torch.full((1,), 0.1), seed=1),
             "'lr' of the optimizer is a tensor of shape",
@@ -173,6 +174,60 @@ def test_groups_that_do_not_fit_are_refused_before_anything_changes(
         sw.restore(state, tmp_path / "step")
     assert all(map(torch.equal, state.model.parameters(), before))
     assert repr(state.optimizer.state_dict()) == told
+
+
+def unfrozen(*layers: int) -> sw.TrainState:
+    """A model of three layers, and an optimizer with a group for each of these."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": list(model[k].parameters())} for k in layers]
+    return sw.TrainState(model=model, optimizer=torch.optim.AdamW(groups))
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "says"),
+    [
+        (
+            (1, 0),
+            (1,),
+            r"has 1 parameter group, the checkpoint 2 parameter groups: 2 parameters \(0.weight, 0.bias\) are only in the "
+            "checkpoint's. Give this optimizer the same groups before the resume",
+        ),
+        (
+            (1,),
+            (1, 0),
+            r"has 2 parameter groups, the checkpoint 1 parameter group: 2 parameters \(0.weight, 0.bias\) are only in this "
+            "optimizer's. Resume with the parameters of the saved run, and add the others after the resume",
+        ),
+        (
+            (0, 1),
+            (1, 2),
+            r"\(2.weight, 2.bias\) are only in this .*\(0.weight, 0.bias\) are only in the checkpoint's",
+        ),
+        (
+            (0, 1),
+            (1, 0),
+            "has 2 parameter groups, the checkpoint 2 parameter groups: the same in another order",
+        ),
+    ],
+)
+def test_groups_that_differ_are_named_as_they_are(
+    tmp_path: Path, saved: tuple[int, ...], live: tuple[int, ...], says: str
+) -> None:
+    sw.save(unfrozen(*saved), tmp_path / "step")
+    with pytest.raises(StateError, match=says) as error:
+        sw.restore(unfrozen(*live), tmp_path / "step")
+    shared = {f"{k}.{kind}" for k in {*saved} & {*live} for kind in ("weight", "bias")}
+    assert not any(name in str(error.value) for name in shared), "what both have is no difference"
+
+
+def test_parameters_can_be_added_after_the_resume(tmp_path: Path) -> None:
+    """As the error advises."""
+    sw.save(unfrozen(1), tmp_path / "step")
+    state = unfrozen(1)
+    assert sw.restore(state, tmp_path / "step").exact
+    state.optimizer.add_param_group({"params": list(state.model[0].parameters())})  # type: ignore[union-attr, index]
+    sw.save(state, tmp_path / "next")
+    assert sw.restore(unfrozen(1, 0), tmp_path / "next").exact
 
 
 def test_state_of_a_parameter_that_is_not_optimised_is_refused_before_anything_changes(

@@ -1516,7 +1516,7 @@ MUTATIONS = (
     ),
     Mutation(
         "state/optimizer.py",
-        '    if [set(members) for members in live] != [set(g["names"]) for g in groups]:',
+        "    if [set(members) for members in live] != [set(members) for members in saved]:",
         '    if any(set(members) not in [set(g["names"]) for g in groups] for members in live):',
         ("tests/checkpoint/test_promises.py::test_groups_in_another_order_are_refused",),
         "groups in another order are taken",

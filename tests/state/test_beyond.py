@@ -85,6 +85,7 @@ def test_a_checkpoint_from_before_there_were_such_documents(tmp_path: Path) -> N
     assert not report.exact
     assert report.differences == (
         "model: held, which the object itself would save, is not in the checkpoint",
+        "model: Linear when saved, Holder now",
     )
 
 

@@ -125,7 +125,12 @@ def without(document: Any, path: tuple[Any, ...]) -> None:
 def test_whole_documents_are_exact(tmp_path: Path, kind: str) -> None:
     sw.save(run(KINDS[kind], steps=4), tmp_path / "step")
     report = sw.restore(run(KINDS[kind], other=1), tmp_path / "step")
-    assert (report.exact, report.differences, report.skipped) == (True, (), ())
+    assert report.skipped == ()
+    if "transformers" in kind:  # its function is a partial with other numbers, which no document has
+        assert not report.exact
+        assert all("num_" in line and "when saved" in line for line in report.differences)
+    else:
+        assert (report.exact, report.differences) == (True, ())
 
 
 @pytest.mark.parametrize("kind", KINDS)

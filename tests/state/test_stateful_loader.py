@@ -108,3 +108,23 @@ def test_caveats_of_torchdata_and_of_several_loaders() -> None:
     (caveat,) = data_caveats({"a": stateful("shuffled", 2), "b": ResumableLoader(DataLoader(range(4)))})
     assert "num_workers=2" in caveat
     assert "iterable" in data_caveats({"a": ResumableLoader(DataLoader(Counting()))})[0]
+
+
+@pytest.mark.parametrize("workers", [0, *long(2)])
+@pytest.mark.processes
+def test_the_end_of_an_epoch_is_a_caveat(workers: int) -> None:
+    """After its last batch torchdata's loader ends its epoch with an empty loop; a loop that counts epochs by steps loses one."""
+    torch.manual_seed(7)
+    loader, states = stateful("shuffled", workers), []
+    for _ in loader:
+        states.append(stored(loader.state_dict()))
+    states.append(stored(loader.state_dict()))
+    for taken, state in enumerate(states, 1):
+        ours, theirs = stateful("shuffled", workers), stateful("shuffled", workers)
+        ours.load_state_dict(state), theirs.load_state_dict(state)
+        make_iterator(ours)
+        caveats = [line for line in data_caveats(ours) if "step // len(loader)" in line]
+        rest = [batch.tolist() for batch in theirs]
+        assert [batch.tolist() for batch in ours] == rest, "as torchdata itself"
+        assert len(caveats) == (not rest)
+        assert (not rest) == (taken == len(loader))

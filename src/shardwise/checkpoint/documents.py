@@ -39,7 +39,18 @@ def reaches_others(receivers: Iterable[Receiver], documents: Mapping[str, Any]) 
 
 #: Reports don't list documents of these kinds: other modules apply them.
 _APPLIED_ELSEWHERE = frozenset(
-    {"step", "rng", "classes", "optimizer", "opaque", "low_bit", "own", "not_stored"}
+    {
+        "step",
+        "rng",
+        "classes",
+        "optimizer",
+        "opaque",
+        "low_bit",
+        "own",
+        "not_stored",
+        "settings",
+        "data_settings",
+    }
 )
 
 

@@ -20,7 +20,7 @@ from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.gradients import place_gradients
 from ..state.low_bit import PARTS, part_name
-from ..state.optimizer import check_groups, check_stored
+from ..state.optimizer import check_groups, check_stored, differing_groups
 from .fill_optimizer import (
     OptimizerFill,
     RestoredOptimizer,
@@ -63,6 +63,9 @@ def restore_optimizer(
         _move_documents(part, stored)
         check_low_bit(part, stored)
         _check_opaque(part, stored)
+        groups = stored.documents[part.document]["groups"]
+        check_groups(part.optimizer, part.names(), groups)
+        found = differing_groups(part.optimizer, part.names(), groups)
         fill = plan_fill(part, stored_states(part, stored), io)
     geometries = geometries_of_states(fill.tensors, part.live.geometries)
     with ranks.agree("read optimizer state"):
@@ -73,7 +76,7 @@ def restore_optimizer(
     _check_digests(fill, geometries, sums, stored, ranks)
     with ranks.agree("place optimizer state"):
         gradients = fill.gradients
-        differences = place_gradients(part.optimizer, fill.names, gradients)
+        differences = (*found, *place_gradients(part.optimizer, fill.names, gradients))
         fill.place()
     return fill.restored(bytes_read, len(gradients), differences)
 

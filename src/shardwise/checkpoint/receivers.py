@@ -334,7 +334,7 @@ def _give(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> 
             asked.clear()
             yield "scaler: it is disabled in this run"
         if name.partition(".")[0] == "dataloader":
-            make_iterator(target)
+            _call(lambda _: make_iterator(target), None, name, target, "load_state_dict")
         return
     for key, one in value.items():
         if key in target:

@@ -30,6 +30,13 @@ from ..state.beyond_model import make_room, refuse_fsdp1
 from ..state.data import data_caveats
 from ..state.gradients import clear_gradients, refuse_unreduced
 from ..state.schedulers import functions_left_out
+from ..state.settings import (
+    changed_settings,
+    data_settings_of,
+    given_settings_of,
+    replaced_settings,
+    settings_of,
+)
 from ..state.train_state import TrainState
 from ..storage import counting
 from .collect import software_versions
@@ -130,6 +137,7 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         stored = read_checkpoint(path, manifest, ranks)
         receivers, generators = receivers_of(state, lives, stored), Generators(state, stored, ranks.rank)
         check_documents([*receivers, generators], stored.documents)
+        given = given_settings_of(state)
         own = OwnState(stored.documents, manifest, stored.places)
         referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
         filled = Filled(lives, catalogs, ranks, io, started, referred)
@@ -159,6 +167,7 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         own.ask()
         caveats = data_caveats(state.dataloader)
         found = [*_differences(state, stored, filled), *ruined, *own.differences]
+        found += _changed_settings(state, stored, filled)
         found += [*stored.places.differences, *generators.plan.differences]
         generators.restore(stored.documents.get(generators.name))
     saved = Saved(
@@ -178,6 +187,7 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         caveats=caveats,
         rng=generators.plan.rule,
         functions=tuple(functions_left_out(state.scheduler)),
+        replaced=replaced_settings(given, given_settings_of(state)),
     )
 
 
@@ -234,6 +244,16 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
         raise StateError(
             f"{path}: holds models {sorted(manifest.models)}, this run has {', '.join(lost)}, too"
         )
+
+
+def _changed_settings(state: TrainState, stored: StoredCheckpoint, filled: Filled) -> list[str]:
+    """Lines for settings that differ from the saved run's. An older checkpoint, or another number of ranks, has none to compare."""
+    was, found = stored.documents, []
+    if "settings" in was:
+        found += changed_settings(was["settings"], settings_of(state, filled.lives))
+    if "data_settings" in was and state.dataloader is not None:
+        found += changed_settings(was["data_settings"], data_settings_of(state))
+    return found
 
 
 def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) -> list[str]:

@@ -56,6 +56,9 @@ class ResumeReport:
     functions: tuple[str, ...] = ()
     """Functions of schedulers. No checkpoint holds them: the program gave its own. ``exact`` assumes that they are
     those of the saved run, like all other code."""
+    replaced: tuple[str, ...] = ()
+    """Settings of this program's optimizers and schedulers, such as ``lr``, that the checkpoint's values replaced. The resume is exact with
+    these; docs/howto/own-loop.md says how to train on with the program's."""
     gradients: int = 0
     """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
     requests: int = 0
@@ -77,6 +80,7 @@ class ResumeReport:
         rng: str,
         caveats: tuple[str, ...] = (),
         functions: tuple[str, ...] = (),
+        replaced: tuple[str, ...] = (),
     ) -> ResumeReport:
         """The report of a restore that has just ended; ``filled`` has the counts. The fields say what the rest is."""
         lives, first = filled.lives.values(), filled.loads[: len(filled.lives)]
@@ -102,6 +106,7 @@ class ResumeReport:
             damaged={},
             superseded=(),
             functions=functions,
+            replaced=replaced,
             gradients=sum(o.gradients for o in filled.optimizers),
         )
 

@@ -38,6 +38,7 @@ from ..state.gradients import UNSEEN_GRADIENTS, refuse_unreduced
 from ..state.optimizer import NO_FORMS, AgreedForm, Drained, drain, parameter_names
 from ..state.scaler import refuse_unfinished_step
 from ..state.schedulers import class_text, functions_left_out, unwrapped
+from ..state.settings import data_settings_of, settings_of
 from ..state.several import is_several
 from ..state.storable import why_unstorable
 from ..state.train_state import TrainState, document_of
@@ -293,6 +294,9 @@ def _documents(
         value = getattr(state, name)
         if value is not None:
             documents[name] = _state_of(value, name)
+    documents["settings"] = settings_of(state, lives)
+    if state.dataloader is not None:
+        documents["data_settings"] = data_settings_of(state)
     if classes := classes_of(state):
         documents["classes"] = classes
     for name, value in state.extra.items():

@@ -30,6 +30,8 @@ DocumentKind = Literal[
     "modules",
     "own",
     "not_stored",
+    "settings",
+    "data_settings",
 ]
 _OF_A_RUN: tuple[DocumentKind, ...] = (
     "step",
@@ -39,6 +41,8 @@ _OF_A_RUN: tuple[DocumentKind, ...] = (
     "scaler",
     "dataloader",
     "not_stored",
+    "settings",
+    "data_settings",
 )
 _OF_AN_OPTIMIZER: tuple[DocumentKind, ...] = ("opaque", "low_bit", "own")
 _OF_A_MODEL: tuple[DocumentKind, ...] = ("buffers", "modules", "own")

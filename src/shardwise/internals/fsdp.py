@@ -21,6 +21,7 @@ __all__ = [
     "fsdp_parameter_ids",
     "fsdp_unreduced_ids",
     "lazy_chunks",
+    "precision_of",
 ]
 
 
@@ -79,6 +80,18 @@ def fsdp_groups(module: object) -> list[FsdpGroup]:
         group = getattr(state, "_fsdp_param_group", None)
         groups = [group] if group is not None else []
     return [FsdpGroup(group) for group in groups]
+
+
+def precision_of(module: object) -> dict[str, str]:
+    """The mixed precision of FSDP2 at one module, and the divisor of its gradients, as text; empty for any other module.
+
+    torch 2.12-2.14: ``FSDPState._mp_policy``. Without it, a resume under another policy would be called exact.
+    """
+    if not isinstance(module, FSDPModule):
+        return {}
+    state: Any = module._get_fsdp_state()
+    factors = [group.divide_factor for group in fsdp_groups(module)]
+    return {"mixed_precision": repr(state._mp_policy), "gradient_divide_factor": repr(factors)}
 
 
 def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:

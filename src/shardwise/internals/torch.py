@@ -32,6 +32,7 @@ __all__ = [
     "fake_device_or_view",
     "fake_tensors",
     "is_checkpointed",
+    "compiled_by",
     "is_stateful_loader",
     "keep_metadata",
     "local_tensor",
@@ -273,6 +274,27 @@ def is_checkpointed(module: nn.Module) -> bool:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     return isinstance(module, CheckpointWrapper)
+
+
+def compiled_by(module: nn.Module) -> str | None:
+    """The backend of ``torch.compile`` around a module or for its calls; None for ``eager``, which computes as torch does without it.
+
+    torch 2.12-2.14. Without it, a resume of a compiled model that is no longer compiled would be called exact.
+    """
+    if module._compiled_call_impl is not None:
+        cells = [
+            cell.cell_contents for cell in getattr(module._compiled_call_impl, "__closure__", None) or ()
+        ]
+        context: Any = next((one for one in cells if hasattr(one, "callback")), None)
+    elif "dynamo_ctx" in vars(module):
+        context = module.dynamo_ctx
+    else:
+        return None
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    name = getattr(backend, "compiler_name", getattr(backend, "__name__", type(backend).__name__))
+    return None if name == "eager" else str(name)
 
 
 def is_stateful_loader(loader: object) -> bool:

@@ -6,6 +6,7 @@ Importing this does not import transformers, and asking whether a module is a tr
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "blocks_not_to_split",
     "build_from_config",
     "can_be_built",
+    "config_settings",
     "copy_conversions",
     "default_conversions",
     "hub_groups",
@@ -51,6 +53,24 @@ def is_transformers_model(module: nn.Module) -> bool:
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def config_settings(config: object) -> dict[str, Any] | None:
+    """What a model is built with, in a config of transformers: its own class's arguments and the kernels of its attention and
+    experts; None for any other object.
+
+    transformers 5.20-5.23. The base class's arguments are left out: loading and training change them (``architectures``,
+    ``problem_type``). Without it, a resume with another implementation of attention would be called exact.
+    """
+    module = sys.modules.get("transformers.configuration_utils")
+    if module is None or not isinstance(config, module.PreTrainedConfig):
+        return None
+    general = inspect.signature(module.PreTrainedConfig.__init__).parameters
+    own = [n for n in inspect.signature(type(config).__init__).parameters if n not in general]
+    found = {name: getattr(config, name) for name in own if hasattr(config, name)}
+    found["attn_implementation"] = getattr(config, "_attn_implementation", None)
+    found["experts_implementation"] = getattr(config, "_experts_implementation", None)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import StateError
 from ..internals.torch import is_stateful_loader
@@ -145,7 +145,25 @@ def data_caveats(loader: Any) -> tuple[str, ...]:
     return tuple(getattr(loader, "caveats", ()))
 
 
+def _ends_an_epoch(loader: Any) -> bool:
+    """Whether torchdata's loader gave the last batch of an epoch, and its loop has not asked for another one."""
+    state = loader.state_dict()
+    yielded = state.get("_num_yielded")
+    if yielded is None:  # with workers
+        snapshot = state.get("_snapshot", {}).get("_snapshot_step", 0)
+        yielded = snapshot + state.get("_steps_since_snapshot", 0)
+    if isinstance(loader.dataset, IterableDataset):  # its length is an estimate
+        return False
+    return not state["_iterator_finished"] and 0 < yielded == len(loader)
+
+
 def _caveats_of_torchdata(loader: Any) -> Iterator[str]:
+    if _ends_an_epoch(loader):
+        yield (
+            "the save came after an epoch's last batch, and torchdata's loader ends that epoch first: the next loop over it gets no "
+            "batch. Count steps, or epochs whose loop has ended: a loop that begins with epoch step // len(loader) loses one. "
+            "shardwise.ResumableLoader goes on with the next epoch"
+        )
     if loader.num_workers:
         yield (
             f"num_workers={loader.num_workers}: after a resume inside an epoch torchdata's workers start with new "

@@ -183,6 +183,12 @@ def _not_stored(where: str, value: Any, meaning: Document, manifest: Manifest) -
                 )
 
 
+def _settings(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    for path, text in _mapping(value, where).items():
+        if not isinstance(text, str):
+            raise FormatError(f"{where}[{brief(path)}]: expected text, got {brief(text)}")
+
+
 _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
     "step": _step,
     "rng": _rng,
@@ -194,6 +200,8 @@ _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
     "modules": _modules,
     "own": _own,
     "not_stored": _not_stored,
+    "settings": _settings,
+    "data_settings": _settings,
 }
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "LowBitState",
     "check_groups",
     "check_stored",
+    "differing_groups",
     "drain",
     "fill_groups",
     "parameter_names",
@@ -248,15 +249,11 @@ def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
     """Raise :class:`StateError` if the parameter groups or their order differ from the saved ones (schedulers address
     groups by position), or if a tensor setting had another shape. Changes nothing."""
-    live = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-    if [set(members) for members in live] != [set(g["names"]) for g in groups]:
-        unknown = [m[:3] for m in live if set(m) not in [set(g["names"]) for g in groups]]
-        what = (
-            f"groups without a counterpart begin with {unknown}" if unknown else "the same in another order"
-        )
+    live = _members(optimizer, names)
+    saved = [list(g["names"]) for g in groups]
+    if [set(members) for members in live] != [set(members) for members in saved]:
         raise StateError(
-            f"the optimizer has {len(live)} parameter groups, the checkpoint {len(groups)}: {what}. Build the "
-            f"groups from the same parameters in the same order as the saved run"
+            f"the optimizer has {_counted(live)}, the checkpoint {_counted(saved)}: {_how_groups_differ(live, saved)}"
         )
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         for key, value in stored["options"].items():
@@ -270,6 +267,64 @@ def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[di
                     f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, but was saved "
                     f"with shape {list(value.shape)}; make the optimizer as in the saved run"
                 )
+
+
+def _members(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _counted(groups: list[list[str]]) -> str:
+    return f"{len(groups)} parameter group{'s' * (len(groups) != 1)}"
+
+
+def _how_groups_differ(live: list[list[str]], saved: list[list[str]]) -> str:
+    """What is different, and what to do. The groups are not equal."""
+    if sorted(map(sorted, live)) == sorted(map(sorted, saved)):
+        return "the same in another order. Give them in the order of the saved run"
+    here, there = ({n: k for k, group in enumerate(groups) for n in group} for groups in (live, saved))
+    more, fewer = [n for n in here if n not in there], [n for n in there if n not in here]
+    found = []
+    if more:
+        found.append(
+            f"{_listed(more)} only in this optimizer's. Resume with the parameters of the saved run, and add the others after "
+            f"the resume (optimizer.add_param_group)"
+        )
+    if fewer:
+        found.append(
+            f"{_listed(fewer)} only in the checkpoint's. Give this optimizer the same groups before the resume; the saved run may "
+            f"have added some while it trained (optimizer.add_param_group)"
+        )
+    moved = [n for n in here if n in there and here[n] != there[n]]
+    if moved and not found:
+        n = moved[0]
+        found.append(
+            f"{_listed(moved)} in other groups: {n} in group {here[n]}, in the checkpoint in group {there[n]}. Build the groups as "
+            f"the saved run did"
+        )
+    return "; ".join(found) or "groups without parameters differ. Build the groups as the saved run did"
+
+
+def _listed(names: list[str]) -> str:
+    more = ", …" * (len(names) > 5)
+    return f"{len(names)} parameter{'s' * (len(names) != 1)} ({', '.join(names[:5])}{more}) {'are' if len(names) != 1 else 'is'}"
+
+
+def differing_groups(
+    optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]
+) -> list[str]:
+    """Lines for what a restore does not bring back of groups that fit: the order of their parameters, and options that were not saved."""
+    found = []
+    for number, (members, group, saved) in enumerate(
+        zip(_members(optimizer, names), optimizer.param_groups, groups, strict=True)
+    ):
+        if members != list(saved["names"]):
+            found.append(f"optimizer: the parameters of group {number} are in another order than when saved")
+        new = [key for key in group if key != "params" and key not in saved["options"]]
+        if new:
+            found.append(
+                f"optimizer: {', '.join(new)} of group {number}: not in the checkpoint, so this program's is kept"
+            )
+    return found
 
 
 def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterable[str]) -> None:

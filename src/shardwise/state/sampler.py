@@ -61,15 +61,15 @@ class ElasticSampler(Sampler[list[int]]):
         self._length = _length_of(dataset)
         self._seed, self._shuffle, self._drop_last = _whole("seed", seed), shuffle, drop_last
         here, of = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._replicas = of if num_replicas is None else _whole("num_replicas", num_replicas)
+        self._num_replicas = of if num_replicas is None else _whole("num_replicas", num_replicas)
         self._rank = here if rank is None else _whole("rank", rank)
-        self._global_batch = _whole("global_batch_size", global_batch_size)
+        self._global_batch_size = _whole("global_batch_size", global_batch_size)
         self._check()
         self._epoch = self._consumed = 0
         self._is_counted = True  # not iterated yet, or the caller counts consumed batches
 
     def _check(self) -> None:
-        size, replicas = self._global_batch, self._replicas
+        size, replicas = self._global_batch_size, self._num_replicas
         if not 0 <= self._rank < replicas:
             raise StateError(f"rank {self._rank} is not one of {replicas} replicas")
         if size < 1 or size % replicas:
@@ -94,7 +94,7 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def global_batch_size(self) -> int:
         """Samples of one batch on all ranks."""
-        return self._global_batch
+        return self._global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, unless it is the current epoch already. A :class:`ResumableLoader` does this itself."""
@@ -103,7 +103,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def advance(self) -> None:
         """Count a batch as consumed, on every rank. A :class:`ResumableLoader` does this itself."""
-        self._consumed += self._global_batch
+        self._consumed += self._global_batch_size
         self._is_counted = True
 
     @property
@@ -112,11 +112,11 @@ class ElasticSampler(Sampler[list[int]]):
         return not self._holds_batch(self._consumed)
 
     def _holds_batch(self, begin: int) -> bool:
-        return begin + (self._global_batch if self._drop_last else 1) <= self._length
+        return begin + (self._global_batch_size if self._drop_last else 1) <= self._length
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        whole, rest = divmod(self._length, self._global_batch)
+        whole, rest = divmod(self._length, self._global_batch_size)
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -130,12 +130,12 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _batches(self, epoch: int, begin: int) -> Iterator[list[int]]:
         order = _order(self._seed, epoch, self._length) if self._shuffle else None
-        size = self._global_batch // self._replicas
+        size = self._global_batch_size // self._num_replicas
         while self._holds_batch(begin):
             first = begin + self._rank * size
             places = np.arange(first, first + size) % self._length
             yield (places if order is None else order[places]).tolist()
-            begin += self._global_batch
+            begin += self._global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on all ranks. Raises :class:`StateError` if consumed batches were not counted."""

@@ -13,7 +13,14 @@ from .beyond import Path, same
 from .encoding import FUNCTIONS
 from .several import is_several
 
-__all__ = ["class_text", "functions_left_out", "inner_schedulers", "inner_states", "unwrapped"]
+__all__ = [
+    "callables_in",
+    "class_text",
+    "functions_left_out",
+    "inner_schedulers",
+    "inner_states",
+    "unwrapped",
+]
 
 
 def unwrapped(scheduler: Any) -> Any:
@@ -66,23 +73,29 @@ def _places(own: Any) -> Iterator[tuple[Path, Any]]:
             yield (key, k), one
 
 
-def functions_left_out(scheduler: Any, where: str = "scheduler") -> Iterator[str]:
+def functions_left_out(scheduler: Any) -> Iterator[str]:
     """Paths of the functions that the state of a scheduler (or of several by name, or of inner ones) leaves out.
 
+    torch stores the attributes of a callable object, but nothing of a function or of a ``functools.partial`` of one.
+    """
+    return (path for path, called in callables_in(scheduler) if isinstance(called, FUNCTIONS))
+
+
+def callables_in(scheduler: Any, where: str = "scheduler") -> Iterator[tuple[str, Any]]:
+    """What a scheduler calls, by path: its program gives it again in each run.
+
     torch's LambdaLR and MultiplicativeLR (and most of transformers' schedules) have ``lr_lambdas``, CyclicLR has
-    ``scale_fn``. torch stores the attributes of a callable object, but nothing of a function or of a
-    ``functools.partial`` of one.
+    ``scale_fn``.
     """
     if is_several(scheduler):
         for name, one in scheduler.items():
-            yield from functions_left_out(one, f"{where}.{name}")
+            yield from callables_in(one, f"{where}.{name}")
         return
     for index, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
-        if isinstance(function, FUNCTIONS):
-            yield f"{where}.lr_lambdas[{index}]"
-    if isinstance(scale_function(scheduler), FUNCTIONS):
-        yield f"{where}.scale_fn"
+        yield f"{where}.lr_lambdas[{index}]", function
+    if (scale := scale_function(scheduler)) is not None:
+        yield f"{where}.scale_fn", scale
     for index, inner in enumerate(inner_by_torch(scheduler)):
-        yield from functions_left_out(inner, f"{where}.schedulers[{index}]")
+        yield from callables_in(inner, f"{where}.schedulers[{index}]")
     if hasattr(inner := getattr(scheduler, "scheduler", None), "state_dict"):  # Accelerate's wrapper
-        yield from functions_left_out(inner, where)
+        yield from callables_in(inner, where)
