@@ -13,6 +13,7 @@ from torch import nn
 from ..catalog import Catalog
 from ..catalog.safetensors import catalog_of_safetensors
 from ..catalog.torchfile import catalog_of_torch_file
+from ..catalog.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..errors import FormatError, PlanError, SourceError
 from ..internals.peft import adapter_configs, base_of, peft_model
 from ..layout.live import LiveModel
@@ -36,10 +37,8 @@ __all__ = [
     "read_adapter_config",
 ]
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-#: PEFT takes it where there is no safetensors file.
-TORCH_WEIGHTS_NAME = "adapter_model.bin"
+CONFIG_NAME = ADAPTER_CONFIG
+WEIGHTS_NAME, TORCH_WEIGHTS_NAME = ADAPTER_WEIGHTS
 
 #: Values of ``init_lora_weights`` that do not change the base's weights.
 _BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")

@@ -17,6 +17,8 @@ from ..storage import is_file, names_in
 from .index import read_weight_map
 
 __all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
     "CONFIG_NAME",
     "INDEX_NAME",
     "SINGLE_NAME",
@@ -36,7 +38,9 @@ __all__ = [
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE_NAME, TORCH_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
-CONFIG_NAME = "config.json"
+CONFIG_NAME, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+#: An adapter's weights; PEFT takes the first that exists.
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 #: Names of transformers' slices (``save_pretrained`` of a distributed model), which it takes before any other file.
 _SLICE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 #: Files that may hold weights.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ..adapters.files import CONFIG_NAME as ADAPTER_CONFIG
-from ..catalog.weights import CONFIG_NAME, Choice
+from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
 from ..errors import SourceError
 from ..limits import read_shallow_json
 from ..models.arguments import Arguments, Pretrained

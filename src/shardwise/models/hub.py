@@ -16,7 +16,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..catalog.weights import SINGLE_NAME, TORCH_SINGLE_NAME, Choice, chosen, config_in, named_by
+from ..catalog.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SINGLE_NAME,
+    TORCH_SINGLE_NAME,
+    Choice,
+    chosen,
+    config_in,
+    named_by,
+)
 from ..errors import SourceError
 from ..limits import inside, read_json
 from ..ranks.ranks import Ranks
@@ -34,7 +43,6 @@ _HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBERED = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})(?P<end>\..*)")
 _TICK_S = 0.2
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 _ANY = Choice()
 #: A path that does not exist here, and that is no id of a hub.
 _ABSENT = False
@@ -390,7 +398,7 @@ def needed_files(
     wanted += [n for n in inner if n.startswith("additional_chat_templates/")]
     if with_code:
         wanted += [n for n in inner if n.endswith(".py")]
-    adapter = next((n for n in _ADAPTER_WEIGHTS if n in here), None) if _ADAPTER_CONFIG in here else None
+    adapter = next((n for n in ADAPTER_WEIGHTS if n in here), None) if ADAPTER_CONFIG in here else None
     wanted += [adapter] if adapter else []
     weights = chosen(here, choice, named)
     if weights is None and not choice.is_asked:
