@@ -9,7 +9,7 @@ from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
 from ..errors import SourceError
 from ..limits import read_shallow_json
 from ..models.arguments import Arguments, Pretrained
-from ..models.classes import config_and_class
+from ..models.classes import config_and_class, home_of
 from ..models.hub import Found, find_for_all
 from ..ranks.ranks import Ranks
 
@@ -57,6 +57,8 @@ def locate(request: Pretrained, asked: Arguments, ranks: Ranks) -> Located:
 def choice_of(request: Pretrained, asked: Arguments, directory: str) -> Choice:
     """Which of several models in ``directory`` a load takes, by its arguments and the config of its class."""
     given = request.config, request.auto_class
+    if request.config is None and not os.path.isfile(os.path.join(home_of(directory), CONFIG_NAME)):
+        return asked.hub.choice  # whoever opens the weights says whether there is anything at all
     config, _ = config_and_class(directory, *given, trust_remote_code=request.trust_remote_code)
     return replace(asked.hub.choice, config=config)
 
