@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, modeling_utils
 from transformers.models.auto import auto_factory
 
 import shardwise as sw
+from shardwise.catalog.weights import Choice
 from shardwise.errors import SourceError
 from shardwise.integrations import accelerate as swa
 from shardwise.models.arguments import REFUSED, FromPretrained, understand
@@ -157,11 +158,13 @@ def test_which_files_of_a_repository() -> None:
     ]
     assert chosen([*documents, *other, "model.safetensors"]) == {*documents, "model.safetensors"}
     assert chosen([*documents, *other, *two]) == {*documents, two[2]}, "the index names the others"
-    assert chosen([*documents, *other]) == {*documents, "pytorch_model.bin.index.json"}
+    assert chosen([*documents, *other]) == {*documents, "pytorch_model.bin"}
     assert chosen(["config.json", "pytorch_model.bin"]) == {"config.json", "pytorch_model.bin"}
     fp16 = ["model.fp16.safetensors", "model.safetensors.index.fp16.json"]
-    assert chosen(["model.safetensors", fp16[0]], variant="fp16") == {fp16[0]}
-    assert needed_files(["model.safetensors", fp16[1]], variant="fp16", where="x")[1] == fp16[1]
+    assert chosen(["model.safetensors", fp16[0]], choice=Choice(variant="fp16")) == {fp16[0]}
+    assert (
+        needed_files(["model.safetensors", fp16[1]], choice=Choice(variant="fp16"), where="x")[1] == fp16[1]
+    )
     assert chosen(["x.py", "m/y.py", "model.safetensors"], with_code=True) == {
         "x.py",
         "m/y.py",

@@ -701,11 +701,25 @@ MUTATIONS = (
         "a missing chunk is not noticed",
     ),
     Mutation(
-        "catalog/safetensors.py",
-        "    if lost:\n",
-        "    if len(lost) == len(weight_map):\n",
+        "catalog/weights.py",
+        "for name, file in self.weight_map.items() if name not in held}",
+        "for name, file in self.weight_map.items() if name in held}",
         ("tests/catalog/test_catalog.py::test_an_index_with_keys_that_its_files_do_not_hold",),
         "the index lists tensors that no file holds",
+    ),
+    Mutation(
+        "catalog/weights.py",
+        "names = (SINGLE_NAME, INDEX_NAME, TORCH_SINGLE_NAME, TORCH_INDEX_NAME)",
+        "names = (INDEX_NAME, SINGLE_NAME, TORCH_SINGLE_NAME, TORCH_INDEX_NAME)",
+        ("tests/models/test_which_files.py",),
+        "a whole file goes before an index",
+    ),
+    Mutation(
+        "catalog/weights.py",
+        "    return files != set(taken) and not files.isdisjoint(names)",
+        "    return files != set(taken)",
+        ("tests/models/test_which_files.py",),
+        "an index of files that are not here is no other model",
     ),
     Mutation(
         "catalog/torchfile.py",

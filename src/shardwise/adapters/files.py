@@ -12,6 +12,8 @@ from torch import nn
 
 from ..catalog import Catalog
 from ..catalog.safetensors import catalog_of_safetensors
+from ..catalog.torchfile import catalog_of_torch_file
+from ..catalog.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..errors import FormatError, PlanError, SourceError
 from ..internals.peft import adapter_configs, base_of, expressions_in, peft_model
 from ..internals.regex import check_patterns
@@ -36,8 +38,8 @@ __all__ = [
     "read_adapter_config",
 ]
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = ADAPTER_CONFIG
+WEIGHTS_NAME, TORCH_WEIGHTS_NAME = ADAPTER_WEIGHTS
 
 #: Values of ``init_lora_weights`` that do not change the base's weights.
 _BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")
@@ -79,13 +81,13 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         raise SourceError("no such directory; give the local directory of an adapter", path=root)
     if not os.path.isfile(file):
         raise SourceError(f"no {CONFIG_NAME}; PEFT writes one beside an adapter's tensors", path=root)
-    if not os.path.isfile(weights):
-        pickled = os.path.isfile(os.path.join(root, "adapter_model.bin"))
-        hint = (
-            "; adapter_model.bin is a pickle, which is not read: save it again with PEFT" if pickled else ""
-        )
-        raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
-    return AdapterFiles(root, catalog_of_safetensors(weights), read_adapter_config(root))
+    if os.path.isfile(weights):
+        catalog = catalog_of_safetensors(weights)
+    elif os.path.isfile(pickled := os.path.join(root, TORCH_WEIGHTS_NAME)):
+        catalog = catalog_of_torch_file(pickled)
+    else:
+        raise SourceError(f"no {WEIGHTS_NAME} and no {TORCH_WEIGHTS_NAME}", path=root)
+    return AdapterFiles(root, catalog, read_adapter_config(root))
 
 
 def read_adapter_config(root: str) -> Any:
@@ -147,8 +149,6 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
             configs[name].inference_mode = False
     if isinstance(adapter, Mapping):  # the first is the active one
         configs = {name: configs[name] for name in adapter}
-    if not configs:
-        raise ValueError("adapter={} names no adapter")
     _refuse(base, configs, files)
     model: Any = None
     for name, config in configs.items():
@@ -347,11 +347,15 @@ def combine(
             return "PEFT (a second copy)"
         return replaced.get(stored) or outer.allow_unused(stored, target)
 
+    own = [file for f in files.values() for file in f.catalog.files]
+    loaded = {file.path for file in own}
+    roots = dict.fromkeys((base.root, *(f.directory for f in files.values())))
     catalog = replace(
         base,
-        root=" and ".join((base.root, *(f.directory for f in files.values()))),
+        root=" and ".join(roots),
         tensors=tensors,
-        files=(*base.files, *(file for f in files.values() for file in f.catalog.files)),
+        files=(*base.files, *own),
+        ignored_files=tuple(n for n in base.ignored_files if os.path.join(base.root, n) not in loaded),
     )
     rules = replace(
         outer,

@@ -31,6 +31,8 @@ def packed_catalog(catalog: Catalog) -> bytes:
         "tensors": tensors,
         "files": [asdict(file) for file in catalog.files],
         "ignored_files": catalog.ignored_files,
+        "passed_over": catalog.passed_over,
+        "unheld": dict(catalog.unheld),
         "metadata": dict(catalog.metadata),
         "digests": dict(catalog.digests),
         "settings": dict(catalog.quantization.settings),
@@ -55,6 +57,8 @@ def unpacked_catalog(content: bytes) -> Catalog:
         tensors=tensors,
         files=tuple(StoredFile(**file) for file in document["files"]),
         ignored_files=tuple(document["ignored_files"]),
+        passed_over=tuple(document["passed_over"]),
+        unheld=document["unheld"],
         metadata=document["metadata"],
         digests=document["digests"],
         quantization=Quantization(

@@ -2,54 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
-from ..storage import is_file, is_url, looking_once, place_of
+from ..ranks.ranks import Ranks
+from ..storage import is_directory, is_file, is_url, looking_once, place_of
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
+from .modules import weights_of_modules
 from .quantization import with_quantization
 from .records import Catalog
-from .safetensors import catalog_of_safetensors, has_safetensors
+from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
 from .torchfile import (
     FULL_STATE_STEM,
     catalog_of_torch_file,
     catalog_of_torch_files,
-    has_torch_files,
     is_torch_file,
 )
+from .weights import Choice, weights_in
 
-__all__ = ["open_catalog"]
+__all__ = ["holds_model", "open_catalog"]
+
+_log = logging.getLogger(__name__)
+_ANY = Choice()
 
 
-def open_catalog(
-    path: str | os.PathLike[str], model: str | None = None, *, variant: str | None = None
-) -> Catalog:
+def open_catalog(path: str | os.PathLike[str], model: str | None = None, *, choice: Choice = _ANY) -> Catalog:
     """Catalog of the source at ``path``: a shardwise checkpoint, a DCP checkpoint, safetensors, or a
     file of ``torch.save``. Reads headers only.
 
     A path may be a URL of an object store (``s3://bucket/prefix``).
 
-    The files decide: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` is torch's (DCP), one
-    with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
-    one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
+    The files decide: a directory with ``manifest.json`` is a checkpoint; one with the files that transformers'
+    ``from_pretrained`` takes is a model of these (``choice`` as its arguments); one with ``.metadata`` is torch's (DCP),
+    one with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
+    one of several in a checkpoint. If the directory has other candidates, the first rank logs a warning that names
+    them. Raises :class:`SourceError`.
     """
     with looking_once(os.fspath(path)):
-        return with_quantization(_open(os.fspath(path), model, variant))
+        found = with_quantization(_open(os.fspath(path), model, choice))
+    if Ranks.current().rank == 0:
+        _warn(found)
+    return found
 
 
-def _open(root: str, model: str | None, variant: str | None) -> Catalog:
+def holds_model(root: str) -> bool:
+    """Whether a directory holds a model in files of transformers, or in any safetensors."""
+    return is_directory(root) and (weights_in(root, _ANY) is not None or has_safetensors(root))
+
+
+def _open(root: str, model: str | None, choice: Choice) -> Catalog:
     if is_url(root):
         root = place_of(root).url
     if root.endswith(".json") and is_file(root):
         raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
-    if is_url(root) and model is None and variant is None and is_file(root):
+    if is_url(root) and model is None and not choice.is_asked and is_file(root):
         # who may read an object may not list its folder
         return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
-    if variant is not None:
-        return catalog_of_safetensors(root, variant)
-    if is_file(os.path.join(root, "manifest.json")):
+    if not choice.is_asked and is_file(os.path.join(root, "manifest.json")):
         return catalog_of_checkpoint(root, model)
     if model is not None:
         what = (
@@ -59,21 +72,64 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
         raise SourceError(what, path=root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
+    if is_directory(root) and (found := _of_transformers(root, choice)) is not None:
+        return found
     if is_file(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
         return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
-    if has_safetensors(root):
-        return catalog_of_safetensors(root)
-    return _without_safetensors(root)
+    return catalog_of_safetensors(root) if has_safetensors(root) else _without_safetensors(root)
+
+
+def _of_transformers(root: str, choice: Choice) -> Catalog | None:
+    """The model that ``from_pretrained`` would take from a directory; None if it would find none."""
+    weights = weights_in(root, choice)
+    if weights is None:
+        if choice.is_asked:
+            names = " and no ".join(choice.candidates)
+            raise SourceError(f"holds no {names}, or none that fits {choice}", path=root)
+        return None
+    of_files = catalog_of_torch_files if weights.is_pickled else catalog_of_weights
+    found = of_files(root, weights, choice)
+    parts = weights_of_modules(root)
+    is_dcp = not choice.is_asked and is_file(os.path.join(root, METADATA_NAME))
+    others = (METADATA_NAME,) if is_dcp and catalog_of_dcp(root).tensors else ()
+    return replace(
+        found,
+        ignored_files=(*found.ignored_files, *others, *parts),
+        passed_over=(*found.passed_over, *others, *parts),
+    )
 
 
 def _without_safetensors(root: str) -> Catalog:
-    if has_torch_files(root):
-        return catalog_of_torch_files(root)
     folder, file = (os.path.join(root, f"{FULL_STATE_STEM}{end}") for end in ("_0", ".bin"))
     if is_file(os.path.join(folder, METADATA_NAME)):
         return catalog_of_dcp(folder)
     if is_file(file):
         return catalog_of_torch_file(file)
     return catalog_of_safetensors(root)  # raises the error
+
+
+def _warn(catalog: Catalog) -> None:
+    """Log the files that a reader of this directory might expect to be loaded, in one warning."""
+    said = []
+    if others := [n for n in catalog.passed_over if "/" not in n]:
+        taken = sorted(os.path.basename(file.path) for file in catalog.files)
+        said.append(
+            f"takes {_some(taken)}, as from_pretrained does, and not {_some(others)}, which may hold other weights; "
+            f"remove the ones that are out of date"
+        )
+    if parts := [n for n in catalog.passed_over if "/" in n]:
+        said.append(
+            f"takes the transformers model alone: modules.json names {_some(parts)} as weights of further modules. "
+            f"Load those into their modules from their own folders"
+        )
+    if catalog.unheld:
+        said.append(f"its index lists tensors that its files don't hold: {_some(list(catalog.unheld))}")
+    if said:
+        _log.warning("%s: %s", catalog.root, "; ".join(said))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

@@ -231,6 +231,10 @@ class Catalog:
     """Tensors that the source stores in parts, and whose parts the model holds as they are stored."""
     referred: frozenset[str] = frozenset()
     """Names of tensors of which a checkpoint holds only digests; they are not among ``tensors``."""
+    passed_over: tuple[str, ...] = ()
+    """Files among ``ignored_files`` that are another model, or another part of this one."""
+    unheld: Mapping[str, str] = field(default_factory=dict)
+    """Entries of the index, tensor and file, that none of the files holds."""
 
     @property
     def has_module_names(self) -> bool:

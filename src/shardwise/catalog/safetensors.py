@@ -3,109 +3,99 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from ..errors import FormatError, SourceError
 from ..format.header import Entry, Header, read_headers
 from ..format.steps import describe_steps
 from ..layout.boxes import Box, whole
-from ..storage import exists, is_directory, is_file, is_url, names_in
-from .index import read_weight_map
+from ..storage import exists, is_directory, is_file, is_url
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
+from .weights import Choice, Listed, Weights, listed, names_of, weights_in
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors", "has_safetensors", "with_variant"]
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+__all__ = ["catalog_of_safetensors", "catalog_of_weights", "has_safetensors"]
 
 
-def with_variant(name: str, variant: str | None) -> str:
-    """The name of a weights file or its index in a variant, as in transformers: ``model.fp16.safetensors``."""
-    if variant is None:
-        return name
-    stem, _, end = name.rpartition(".")
-    return f"{stem}.{variant}.{end}"
-
-
-def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = None) -> Catalog:
+def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of a ``.safetensors`` file or of a directory of them, from headers only.
 
-    In a directory, ``model.safetensors.index.json`` decides which files belong; without one, a single
-    ``model.safetensors``; without that, every ``*.safetensors``. ``ignored_files`` lists the other files. With
-    ``variant`` only its index or its single file counts. Entries with ``saved_offsets`` are chunks of one tensor; a
-    tensor that is stored twice (chunks overlap) is refused.
+    In a directory, the files are those that ``from_pretrained`` takes; if it finds none, every ``*.safetensors``.
+    ``ignored_files`` lists the other files. Entries with ``saved_offsets`` are chunks of one tensor; a tensor that is
+    stored twice (chunks overlap) is refused.
 
     Raises :class:`SourceError` (nothing found), :class:`FormatError` (a header or the index is wrong).
     Rank-local; reads a few KiB per file.
     """
     root = os.fspath(path)
-    beside = True
     if is_file(root):
-        beside = not is_url(root)  # who may read an object may not list its folder
-        names, weight_map, root = [os.path.basename(root)], None, os.path.dirname(root) or "."
-    elif is_directory(root):
-        names, weight_map = _files_of(root, variant)
-    elif exists(root):
+        folder, name = os.path.dirname(root) or ".", os.path.basename(root)
+        others = [] if is_url(root) else names_of(folder)  # who may read an object may not list its folder
+        ignored = sorted(n for n in others if n.endswith(".safetensors") and n != name)
+        return _catalog(folder, Listed((name,), ignored=tuple(ignored)))
+    if is_directory(root):
+        choice = Choice(use_safetensors=True)
+        weights = weights_in(root, choice)
+        return catalog_of_weights(root, weights, choice) if weights else _catalog(root, Listed(_every(root)))
+    if exists(root):
         raise FormatError("can't be read: not a regular file", path=root)
-    else:
-        raise SourceError("no such file or directory", path=root)
-    listed = _listed(root) if beside else []
-    ignored = tuple(sorted(n for n in listed if n.endswith(".safetensors") and n not in names))
-    headers = dict(zip(names, read_headers([os.path.join(root, name) for name in names]), strict=True))
-    if weight_map is not None:
-        _check_index(root, weight_map, headers, with_variant(INDEX_NAME, variant))
-    files = tuple(StoredFile(os.path.join(root, n), h.file_bytes, h.version) for n, h in headers.items())
-    metadata = {k: v for h in headers.values() for k, v in h.metadata.items() if k != "DCP_SHARDING_INFO"}
-    return Catalog("safetensors", root, _tensors(root, headers), files, ignored, metadata)
+    raise SourceError("no such file or directory", path=root)
+
+
+def catalog_of_weights(root: str, weights: Weights, choice: Choice) -> Catalog:
+    """Catalog of the safetensors files of a directory that :func:`.weights_in` chose."""
+    return _catalog(root, listed(root, weights, is_asked=choice.is_asked))
 
 
 def has_safetensors(root: str) -> bool:
     """Whether a directory holds a safetensors file."""
-    return is_directory(root) and any(name.endswith(".safetensors") for name in _listed(root))
+    return is_directory(root) and any(name.endswith(".safetensors") for name in names_of(root))
 
 
-def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str] | None]:
-    index, single = os.path.join(root, with_variant(INDEX_NAME, variant)), with_variant(SINGLE_NAME, variant)
-    if exists(index):
-        weight_map = read_weight_map(index)
-        return sorted(set(weight_map.values())), weight_map
-    if exists(os.path.join(root, single)):
-        return [single], None
-    if variant is not None:
-        raise SourceError(f"holds no {single} and no index of variant {variant!r}", path=root)
-    listed = _listed(root)
-    names = sorted(n for n in listed if n.endswith(".safetensors"))
-    if not names:
-        if steps := describe_steps(root):
-            raise SourceError(steps, path=root)
-        hint = ""
-        if exists(os.path.join(root, "manifest.json")):
-            hint = "; it is a shardwise checkpoint whose slices lie in model/"
-        elif any(n.endswith((".bin", ".pt", ".pth")) for n in listed):
-            hint = "; it has files of torch.save under unknown names: give the path of the one to load"
-        raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
-    return names, None
+def _catalog(root: str, found: Listed) -> Catalog:
+    paths = [os.path.join(root, name) for name in found.names]
+    headers = dict(zip(found.names, read_headers(paths), strict=True))
+    if found.weight_map:
+        _refuse_copies(root, found.weight_map, headers)
+    tensors = _tensors(root, headers)
+    return Catalog(
+        "safetensors",
+        root,
+        tensors,
+        files=tuple(StoredFile(os.path.join(root, n), h.file_bytes, h.version) for n, h in headers.items()),
+        ignored_files=found.ignored,
+        metadata={k: v for h in headers.values() for k, v in h.metadata.items() if k != "DCP_SHARDING_INFO"},
+        passed_over=found.passed_over,
+        unheld=found.unheld(tensors),
+    )
 
 
-def _listed(root: str) -> list[str]:
-    try:
-        return names_in(root)
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror or error}", path=root) from error
+def _every(root: str) -> tuple[str, ...]:
+    """All safetensors files of a directory. Raises :class:`SourceError` if there is none, saying what there is instead."""
+    names = names_of(root)
+    found = tuple(sorted(n for n in names if n.endswith(".safetensors")))
+    if found:
+        return found
+    if steps := describe_steps(root):
+        raise SourceError(steps, path=root)
+    hint = ""
+    if exists(os.path.join(root, "manifest.json")):
+        hint = "; it is a shardwise checkpoint whose slices lie in model/"
+    elif any(n.endswith((".bin", ".pt", ".pth")) for n in names):
+        hint = "; it has files of torch.save under unknown names: give the path of the one to load"
+    raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
 
 
-def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header], index_name: str) -> None:
-    """Check that the file of each indexed name holds it, and that no other listed file holds a copy."""
-    index = os.path.join(root, index_name)
-    lost = [f"{n} (in {f})" for n, f in weight_map.items() if n not in headers[f].entries]
-    if lost:
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        raise FormatError(
-            f"lists tensors that their files do not hold: {', '.join(lost[:5])}{more}", path=index
-        )
+def _refuse_copies(root: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+    """Check that no listed file holds a copy of a tensor that the index finds in another one."""
     for file_name, header in headers.items():
         for name, entry in header.entries.items():
             mapped = weight_map.get(name, file_name)
-            if mapped != file_name and entry.saved_offsets is None:
+            if (
+                mapped != file_name
+                and entry.saved_offsets is None
+                and mapped in headers
+                and name in headers[mapped].entries
+            ):
                 raise FormatError(
                     f"tensor {name!r} is stored twice: the index maps it to {mapped}, and {file_name} holds "
                     f"another copy; remove one",

@@ -28,11 +28,11 @@ from ..limits import (
     numel_of,
 )
 from ..storage import is_file, is_url
-from .index import read_weight_map
 from .pickles import Name, Names, check_key, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor
 from .small_reads import OpenFile, each, open_file
 from .torchzip import MemberReader, TorchZip
+from .weights import Choice, Weights, listed
 
 __all__ = [
     "DTYPE_NAMES",
@@ -43,7 +43,6 @@ __all__ = [
     "Saved",
     "catalog_of_torch_file",
     "catalog_of_torch_files",
-    "has_torch_files",
     "is_torch_file",
     "located",
     "plain_args",
@@ -277,37 +276,33 @@ def is_torch_file(path: str) -> bool:
 
 #: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
 FULL_STATE_STEM = "pytorch_model_fsdp"
-TORCH_INDEX_NAME, TORCH_SINGLE_NAME = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
-def has_torch_files(root: str) -> bool:
-    """Whether a directory holds a model in the layout from before safetensors."""
-    return any(is_file(os.path.join(root, n)) for n in (TORCH_INDEX_NAME, TORCH_SINGLE_NAME))
+def catalog_of_torch_files(root: str, weights: Weights, choice: Choice) -> Catalog:
+    """Catalog of the pickled files of a directory that :func:`.weights_in` chose.
 
-
-def catalog_of_torch_files(root: str) -> Catalog:
-    """Catalog of a directory with ``pytorch_model.bin``, or with several and an index.
-
-    Raises as :func:`catalog_of_torch_file`; :class:`FormatError` if two files hold a tensor, or if the file that the
-    index names lacks one.
+    Raises as :func:`catalog_of_torch_file`; :class:`FormatError` if two files hold a tensor.
     """
-    index = os.path.join(root, TORCH_INDEX_NAME)
-    if not is_file(index):
-        return replace(catalog_of_torch_file(os.path.join(root, TORCH_SINGLE_NAME)), root=root)
-    weight_map = read_weight_map(index)
+    found = listed(root, weights, is_asked=choice.is_asked)
     tensors: dict[str, StoredTensor] = {}
     files: list[StoredFile] = []
-    for name in sorted(set(weight_map.values())):
+    for name in found.names:
         part = catalog_of_torch_file(inside(root, name))
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
-            raise FormatError(f"{twice[0]!r} is stored twice, in {name} and in a file before it", path=index)
+            where = os.path.join(root, weights.name)
+            raise FormatError(f"{twice[0]!r} is stored twice, in {name} and in a file before it", path=where)
         tensors |= part.tensors
         files += part.files
-    lost = sorted(set(weight_map) - set(tensors))
-    if lost:
-        raise FormatError(f"{lost[0]!r} is not in {weight_map[lost[0]]}", path=index)
-    return Catalog("torch", root, tensors, tuple(files))
+    return Catalog(
+        "torch",
+        root,
+        tensors,
+        tuple(files),
+        ignored_files=found.ignored,
+        passed_over=found.passed_over,
+        unheld=found.unheld(tensors),
+    )
 
 
 def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..catalog.safetensors import INDEX_NAME, catalog_of_safetensors
+from ..catalog.safetensors import catalog_of_safetensors
 from ..catalog.torchfile import catalog_of_torch_file
+from ..catalog.weights import INDEX_NAME, Choice, weights_in
 from ..errors import ShardwiseError
 from ..format.header import read_header
 from ..limits import brief, is_inside, is_text, read_json, read_shallow_json
@@ -37,7 +38,7 @@ def holds_weights(names: Iterable[str]) -> bool:
 def look_at_model(path: str) -> Model:
     """Facts of the local directory ``path``. Rank-local; reads headers only."""
     names = sorted(os.listdir(path))
-    problem, outside, listed = _index(path) if INDEX_NAME in names else (None, (), ())
+    problem, outside, listed = _index(path) if _takes_index(path) else (None, (), ())
     files = [n for n in names if n.endswith(".safetensors")]
     damaged: dict[str, str] = {}
     pointers, shapes = [], dict[str, tuple[int, ...]]()
@@ -137,6 +138,15 @@ def look_at_stored_model(url: str, names: Iterable[str]) -> Model:
     return Model(path=url, config=config, nbytes=nbytes, pickles=() if files else pickles, problem=problem)
 
 
+def _takes_index(path: str) -> bool:
+    """Whether a load goes by the index: a whole file goes before it."""
+    try:
+        weights = weights_in(path, Choice(use_safetensors=True))
+    except ShardwiseError:
+        return False
+    return weights is not None and weights.name == INDEX_NAME
+
+
 def _index(path: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
     """Why the index can't be read, its names that lead outside, and the files that it names."""
     try:
@@ -152,12 +162,16 @@ def _index(path: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
 
 
 def _problem(path: str) -> str | None:
-    """What else would stop a load: tensors that an index lists and no file holds, or that are stored twice."""
+    """What else may stop a load: tensors that an index lists and no file holds, or that are stored twice."""
     try:
-        catalog_of_safetensors(path)
+        unheld = catalog_of_safetensors(path).unheld
     except ShardwiseError as error:
         return _without(str(error), path)
-    return None
+    if not unheld:
+        return None
+    more = f" and {len(unheld) - 5} more" if len(unheld) > 5 else ""
+    lost = ", ".join(f"{name} (in {file})" for name, file in list(unheld.items())[:5])
+    return f"{INDEX_NAME}: lists tensors that their files do not hold: {lost}{more}"
 
 
 def _config(path: str) -> dict[str, Any]:

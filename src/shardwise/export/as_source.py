@@ -246,6 +246,7 @@ class AsSourceJob:
         """Those of the model, with the source's quantisation and dtype in its config."""
         found = dict(self._weights.assets())
         config = json.loads(found["config.json"]) if "config.json" in found else dict(self._source.config)
+        config.pop("transformers_weights", None)  # the name of the source's file
         if config:
             text = json.dumps(self._source.as_quantized(config), indent=2, sort_keys=True)
             found["config.json"] = (text + "\n").encode()

@@ -31,7 +31,6 @@ from ..limits import (
 from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
-from ..models.hub import find_for_all
 from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
@@ -47,6 +46,7 @@ from ..storage import counting
 from .as_stored import as_stored_in, kept_parts, refuse_policy
 from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
+from .located import choice_of, locate
 from .report import LoadReport
 from .source import open_for_all
 
@@ -82,7 +82,8 @@ def load_pretrained(
     Args:
         path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
             hub, read from the local cache. Missing files are downloaded once per host (see ``options``). Or the URL of a
-            directory in an object store.
+            directory in an object store. Of several candidates for the weights, the one that ``from_pretrained`` takes;
+            the report and a warning name the others.
         mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
         policy: how to wrap; see :class:`ShardPolicy`.
         dtype: ``"auto"`` (the config's, else the stored one), a dtype or its name.
@@ -95,7 +96,8 @@ def load_pretrained(
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
-            those without a directory are initialised by PEFT's own rule.
+            those without a directory are initialised by PEFT's own rule. None: the adapter that ``path`` itself has
+            (``adapter_config.json``), as in ``from_pretrained``; ``{}``: no adapter.
         quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: codes and scales of FP8,
             compressed-tensors and bitsandbytes' 4 bits stay as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain
             weights are quantised while they are read. Frozen either way: see :class:`.KeptLayer`, :class:`.ShardedLinear4bit`.
@@ -105,7 +107,7 @@ def load_pretrained(
         io: staging and time limits.
         verify: as for :func:`shardwise.load`.
         options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
-            (the former name of ``dtype``), ``subfolder``, ``variant``; for the hub ``revision``, ``token``,
+            (the former name of ``dtype``), ``subfolder``, ``variant``, ``use_safetensors``; for the hub ``revision``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
@@ -148,9 +150,12 @@ def load_wrapped(
     with ranks.agree("check arguments"):
         asked = request.understood()
     with counting() as looks:
-        found = find_for_all(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
-        catalog = None if found.lent is None else open_for_all(found.lent, ranks, variant=asked.hub.variant)
-    directory = found.directory
+        located = locate(request, asked, ranks)
+        request, directory, lent, catalog = located.request, located.found.directory, located.found.lent, None
+        if lent is not None:
+            with ranks.agree("read the config"):
+                choice = choice_of(request, asked, directory)
+            catalog = open_for_all(lent, ranks, choice=choice)
     known = None
     if request.trust_remote_code:
         given = request.config, request.auto_class
@@ -197,11 +202,11 @@ def prepare(
     ``asked``: ``request.understood()``. ``directory``: the model's files. ``known``: config and class, if the model's own
     code is imported already. ``catalog``: its weights, where they lie elsewhere. ``base``: the model on meta, if it is built already.
     """
-    catalog = catalog or open_catalog(directory, variant=asked.hub.variant)
     given = request.config, request.auto_class
     config, model_class = known or config_and_class(
         directory, *given, trust_remote_code=request.trust_remote_code
     )
+    catalog = catalog or open_catalog(directory, choice=replace(asked.hub.choice, config=config))
     for field, value in asked.implementations.items():
         setattr(config, field, value)
     settings = asked_of(request.quantized, config, catalog, directory)
@@ -220,7 +225,7 @@ def prepare(
         catalog, rules = in_codes(catalog, rules, layers)
     inverted = _conversions_of_checkpoint(base, hub, catalog, directory) if catalog.has_module_names else None
     model = base
-    if request.adapter is not None:
+    if request.adapter is not None and request.adapter != {}:
         model, adapters = attach(base, request.adapter)
         catalog, rules = combine(describe(model), catalog, rules, adapters, key_mapping=request.key_mapping)
     if settings is not None and not kept:
@@ -364,10 +369,10 @@ def _generation_config(model: Any, directory: str) -> Any:
 
     # Diffusion models have their own class.
     cls = getattr(model, "generation_config_class", GenerationConfig)
-    for folder in (directory, os.path.join(directory, "model")):
-        file = os.path.join(folder, "generation_config.json")
-        if os.path.isfile(file):
-            return _read_generation_config(cls, folder, file)
+    folder = home_of(directory)
+    file = os.path.join(folder, "generation_config.json")
+    if os.path.isfile(file):
+        return _read_generation_config(cls, folder, file)
     try:
         return cls.from_model_config(model.config)
     except NotImplementedError:

@@ -7,15 +7,16 @@ import os
 from ..catalog import Catalog
 from ..catalog.message import packed_catalog, unpacked_catalog
 from ..catalog.open import open_catalog
+from ..catalog.weights import Choice
 from ..ranks.ranks import Ranks
 from ..storage import is_url
 
 __all__ = ["open_for_all"]
 
+_ANY = Choice()
 
-def open_for_all(
-    source: str | os.PathLike[str] | Catalog, ranks: Ranks, *, variant: str | None = None
-) -> Catalog:
+
+def open_for_all(source: str | os.PathLike[str] | Catalog, ranks: Ranks, *, choice: Choice = _ANY) -> Catalog:
     """The catalog of a source. A rank on which the path does not exist gets it from the first rank that has the path; a
     URL is opened by rank 0 alone.
 
@@ -26,14 +27,14 @@ def open_for_all(
     def look() -> bool:
         if not isinstance(source, Catalog) and ranks.world_size > 1 and not _is_here(source, ranks):
             return False
-        opened.append(source if isinstance(source, Catalog) else open_catalog(source, variant=variant))
+        opened.append(source if isinstance(source, Catalog) else open_catalog(source, choice=choice))
         return True
 
     seen = ranks.combine("open source", look, list)
     if not any(seen):
         with ranks.agree("open source"):
             assert not isinstance(source, Catalog)
-            opened.append(open_catalog(source, variant=variant))  # raises: the path exists on no rank
+            opened.append(open_catalog(source, choice=choice))  # raises: the path exists on no rank
     elif not all(seen):
         first = seen.index(True)
         content = ranks.combine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
@@ -28,6 +28,7 @@ class FromPretrained(TypedDict, total=False):
     cache_dir: str | os.PathLike[str] | None
     subfolder: str
     variant: str | None
+    use_safetensors: bool | None
     local_files_only: bool
     force_download: bool
 
@@ -77,7 +78,6 @@ REFUSED: Mapping[str, str] = {
     "tqdm_class": "huggingface_hub shows the progress of a download (HF_HUB_DISABLE_PROGRESS_BARS=1 hides it)",
     "use_auth_token": "its name is token=",
     "use_kernels": _KERNELS,
-    "use_safetensors": "safetensors are taken where there are any, else pytorch_model.bin",
     "weights_only": "of pickled files only tensors are read, and none of their code is run",
     "_commit_hash": "its name is revision=",
     "_fast_init": _GONE,
@@ -120,7 +120,8 @@ def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
         for name in ("attn_implementation", "experts_implementation")
         if (value := rest.pop(name, None)) is not None
     }
-    hub = {name: rest.pop(name) for name in HubOptions.__dataclass_fields__ if name in rest}
+    taken = HubOptions.__dataclass_fields__.keys() - {"config"}
+    hub = {name: rest.pop(name) for name in taken if name in rest}
     if hub.get("subfolder", "") is None:
         hub["subfolder"] = ""
     for name in rest:
@@ -162,6 +163,8 @@ class Pretrained:
     def understood(self) -> Arguments:
         """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""
         found = understand(self.options, self.dtype)
+        if self.config is not None and not isinstance(self.config, str | os.PathLike):
+            found = replace(found, hub=replace(found.hub, config=self.config))
         patterns_of("allow_unused", self.allow_unused)
         patterns_of("allow_missing", self.allow_missing)
         return found

@@ -22,6 +22,8 @@ from .homes import home_of
 __all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "asset_files", "read_assets"]
 
 ADAPTERS_NAME = "adapters.json"
+#: The field of a config that names the file of the weights beside it: nothing that is written has a file of that name.
+_WEIGHTS_FIELD = "transformers_weights"
 
 #: Files of tokenizers and processors (transformers 5; also the sentencepiece and BPE originals).
 TOKENIZER_FILES = (
@@ -54,6 +56,10 @@ def asset_files(model: Any) -> dict[str, bytes]:
         return adapters
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
+    if (
+        getattr(config, _WEIGHTS_FIELD, None) is not None
+    ):  # of the files that it was loaded from; save_pretrained drops it, too
+        delattr(config, _WEIGHTS_FIELD)
     # The dtype of most elements: some classes keep their first parameters in fp32, and "auto" would use that for all. Float8 are
     # codes, in which no model can be built.
     floats: Counter[Any] = Counter()
@@ -93,6 +99,8 @@ def read_assets(folder: str) -> dict[str, bytes]:
         config = parse_json(found["config.json"], file, "config")
         if not isinstance(config, dict):
             raise FormatError("not a JSON object, which a config is", path=file)
+        if config.pop(_WEIGHTS_FIELD, None) is not None:
+            found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return {**_code_beside(folder, found), **found}
 
 

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ..catalog.modules import modules_in
+from ..catalog.weights import ADAPTER_CONFIG
 from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.steps import describe_steps
 from ..internals.transformers import known_class, modules_cache, remote_class
@@ -79,8 +81,7 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     home = home_of(directory)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
-        what = describe_steps(directory) or "no config.json; a transformers model directory has one"
-        raise SourceError(what, path=directory)
+        raise SourceError(describe_steps(directory) or _without_config(directory), path=directory)
     _check_config(file, home)
     try:
         if config_class := _own_config_class(auto_class):
@@ -98,6 +99,22 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
             f"not a config that transformers can read: {type(error).__name__}: {_first_of(str(error))}",
             path=file,
         ) from error
+
+
+def _without_config(directory: str) -> str:
+    """What a directory without config.json holds instead of a transformers model."""
+    if os.path.isfile(os.path.join(directory, ADAPTER_CONFIG)):
+        return f"no config.json; it is an adapter ({ADAPTER_CONFIG}): give its base model, and adapter={directory!r}"
+    for module in modules_in(directory):
+        if (
+            os.path.isfile(os.path.join(directory, module.folder, "config.json"))
+            and "Transformer" in module.type
+        ):
+            return (
+                f"no config.json; modules.json (sentence-transformers) says that the transformers model is in "
+                f"{module.folder}: give subfolder={module.folder!r}"
+            )
+    return "no config.json; a transformers model directory has one"
 
 
 #: Fields that count things of which config classes make lists.

@@ -16,8 +16,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..catalog.safetensors import INDEX_NAME, SINGLE_NAME, with_variant
-from ..catalog.torchfile import TORCH_INDEX_NAME, TORCH_SINGLE_NAME
+from ..catalog.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SINGLE_NAME,
+    TORCH_SINGLE_NAME,
+    Choice,
+    chosen,
+    config_in,
+    named_by,
+)
 from ..errors import SourceError
 from ..limits import inside, read_json
 from ..ranks.ranks import Ranks
@@ -35,6 +43,7 @@ _HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBERED = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})(?P<end>\..*)")
 _TICK_S = 0.2
+_ANY = Choice()
 #: A path that does not exist here, and that is no id of a hub.
 _ABSENT = False
 
@@ -53,9 +62,18 @@ class HubOptions:
     """Subfolder of the repository or of the local directory."""
     variant: str | None = None
     """``"fp16"`` takes ``model.fp16.safetensors``, also from a local directory."""
+    use_safetensors: bool | None = None
+    """True: safetensors only. False: ``pytorch_model.bin`` only. None: safetensors first."""
     local_files_only: bool = False
     """Use only the cache, as ``HF_HUB_OFFLINE=1`` does."""
     force_download: bool = False
+    config: Any = field(default=None, repr=False)
+    """The config object that the caller gave instead of the stored one: it may name the file of the weights."""
+
+    @property
+    def choice(self) -> Choice:
+        """Which of several models in the directory is meant."""
+        return Choice(variant=self.variant, use_safetensors=self.use_safetensors, config=self.config)
 
 
 def is_hub_id(path: str) -> bool:
@@ -233,12 +251,21 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         "library_name": "shardwise",
         "force_download": options.force_download,
     }
+    config = "/".join(filter(None, [options.subfolder.strip("/"), "config.json"]))
+    at = ""
+    if config in files and options.config is None:
+        at = os.path.dirname(hf_hub_download(model, config, revision=commit, **common))
     names, index = needed_files(
-        files, subfolder=options.subfolder, variant=options.variant, with_code=with_code, where=model
+        files,
+        subfolder=options.subfolder,
+        choice=options.choice,
+        named=_named(at, options),
+        with_code=with_code,
+        where=model,
     )
     if index is not None:
         found = hf_hub_download(model, index, revision=commit, **common)
-        names += _listed_weights(found, index)
+        names += _listed_weights(found, options.subfolder.strip("/"))
     if not options.force_download:
         try:
             folder = _snapshot(model, commit, options)
@@ -285,14 +312,21 @@ def _cached(model: str, revision: str | None, options: HubOptions) -> str:
     folder = _snapshot(model, revision, options)
     files = [os.path.relpath(os.path.join(at, n), folder) for at, _, names in os.walk(folder) for n in names]
     try:
-        names, index = needed_files(files, subfolder=options.subfolder, variant=options.variant, where=folder)
+        at = inside(folder, *filter(None, [options.subfolder.strip("/")]))
+        names, index = needed_files(
+            files,
+            subfolder=options.subfolder,
+            choice=options.choice,
+            named=_named(at, options),
+            where=folder,
+        )
     except SourceError as error:
         raise SourceError(
             f"the cache holds a part of {model} only, without the weights that are asked for. Run once online",
             path=folder,
         ) from error
     if index is not None:
-        names += _listed_weights(inside(folder, index), index)
+        names += _listed_weights(inside(folder, index), options.subfolder.strip("/"))
     names += _whole_series(names)
     lost = sorted(name for name in set(names) if not os.path.isfile(os.path.join(folder, name)))
     if lost:
@@ -346,15 +380,16 @@ def needed_files(
     files: Iterable[str],
     *,
     subfolder: str = "",
-    variant: str | None = None,
+    choice: Choice = _ANY,
+    named: str | None = None,
     with_code: bool = False,
     where: str,
 ) -> tuple[list[str], str | None]:
     """The files of a repository that a load needs, and the index that names more of them, if there is one. Pure.
 
-    Config, tokenizer, processor and template files of the folder itself; safetensors files, as a load of a directory
-    chooses them, otherwise ``pytorch_model.bin``; with ``with_code`` all Python files. Raises :class:`SourceError`
-    naming ``where`` if there are no weights.
+    Config, tokenizer, processor and template files of the folder itself; the weights that :func:`.chosen` takes
+    (``named``: by the config), and those of an adapter; with ``with_code`` all Python files. Raises
+    :class:`SourceError` naming ``where`` if there are no weights.
     """
     prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
     inner = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
@@ -363,9 +398,17 @@ def needed_files(
     wanted += [n for n in inner if n.startswith("additional_chat_templates/")]
     if with_code:
         wanted += [n for n in inner if n.endswith(".py")]
-    weights, index = _weights(here, variant)
-    if not weights and index is None:
-        of = f" of variant {variant!r}" if variant else ""
+    adapter = next((n for n in ADAPTER_WEIGHTS if n in here), None) if ADAPTER_CONFIG in here else None
+    wanted += [adapter] if adapter else []
+    weights = chosen(here, choice, named)
+    if weights is None and not choice.is_asked:
+        wanted += (several := [n for n in here if n.endswith(".safetensors")])
+        if several:
+            return [inner[n] for n in dict.fromkeys(wanted)], None
+    elif weights is not None:
+        wanted.append(weights.name)
+    if weights is None and adapter is None:
+        of = f" of {choice}" if choice.is_asked else ""
         other = sorted(
             {os.path.splitext(n)[1] for n in here if n.endswith((".gguf", ".safetensors", ".bin", ".pt"))}
         )
@@ -375,27 +418,21 @@ def needed_files(
             + (f"; it has {', '.join(other)} files under other names" if other else ""),
             path=where,
         )
-    chosen = [*wanted, *weights, *([index] if index else [])]
-    return [inner[n] for n in dict.fromkeys(chosen)], (inner[index] if index else None)
+    names = [prefix + n for n in dict.fromkeys(wanted)]
+    return names, prefix + weights.name if weights is not None and weights.is_index else None
 
 
-def _weights(here: Collection[str], variant: str | None) -> tuple[list[str], str | None]:
-    for index, single in ((INDEX_NAME, SINGLE_NAME), (TORCH_INDEX_NAME, TORCH_SINGLE_NAME)):
-        if with_variant(index, variant) in here:
-            return [], with_variant(index, variant)
-        if with_variant(single, variant) in here:
-            return [with_variant(single, variant)], None
-        if variant is not None:
-            return [], None
-        if single == SINGLE_NAME and (several := [n for n in here if n.endswith(".safetensors")]):
-            return several, None
-    return [], None
+def _named(folder: str, options: HubOptions) -> str | None:
+    """The file of weights that the config names: the caller's, else that of a folder ("": it has none)."""
+    config = options.config
+    if config is None:
+        config = config_in(folder) if folder else {}
+    return named_by(config, os.path.join(folder, "config.json"))[0]
 
 
-def _listed_weights(file: str, index: str) -> list[str]:
-    """The files that an index names, as paths inside the repository."""
+def _listed_weights(file: str, folder: str) -> list[str]:
+    """The files that an index names, as paths inside the repository: they are in the model's folder."""
     document = read_json(file, "index")
     found = document.get("weight_map") if isinstance(document, dict) else None
     names = {n for n in found.values() if isinstance(n, str)} if isinstance(found, dict) else set()
-    folder = os.path.dirname(index)
     return [inside(folder, name) for name in sorted(names)]

@@ -124,6 +124,7 @@ def plan(
     io = io or IOOptions()
     _floating_dtype(request.understood().dtype)
     with source_of(request, may_lack_weights=training is not None) as source:
+        this = replace(this, adapter=source.request.adapter)  # maybe one in the model's directory
         report, run = _report_of(source, this, io, with_run=training is not None)
         report = replace(report, from_config=source.is_config_alone, run=run)
         if run is None or (device_limit_bytes is None and host_limit_bytes is None):

@@ -20,11 +20,11 @@ from ..errors import FormatError
 from ..layout.boxes import whole
 from ..layout.live import describe
 from ..limits import MAX_MODULES
+from ..loading.located import choice_of, locate
 from ..loading.pretrained import Prepared, build_meta, prepare
 from ..loading.source import open_for_all
 from ..models.arguments import Arguments, Pretrained
 from ..models.classes import config_and_class
-from ..models.hub import find_for_all
 from ..models.meta_init import at_most
 from ..models.unquantized import forget_quantization
 from ..ranks.ranks import Ranks
@@ -85,9 +85,10 @@ def source_of(request: Pretrained, *, may_lack_weights: bool) -> Iterator[Source
             yield Source(request, asked, directory, None, True, Requests(), path)
         return
     with counting() as looks:  # those of rank 0 of a load
-        found = find_for_all(request.path, asked.hub, Ranks(), with_code=request.trust_remote_code)
-        lent = found.lent
-        catalog = open_for_all(found.directory if lent is None else lent, Ranks(), variant=asked.hub.variant)
+        located = locate(request, asked, Ranks())
+        request, found = located.request, located.found
+        choice = choice_of(request, asked, found.directory)
+        catalog = open_for_all(found.lent or found.directory, Ranks(), choice=choice)
     yield Source(request, asked, found.directory, catalog, False, looks, catalog.root)
 
 

@@ -66,6 +66,8 @@ def _missing(
     for k, w in enumerate(missing):
         near = _nearest(w.name, pool) if k < _FEW_LINES else None
         hint = f"; nearest stored name: {near!r}" if near else ""
+        if file := catalog.unheld.get(w.name):
+            hint = f": the index finds it in {file}, which doesn't hold it; that file may be damaged or out of date"
         also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
         advice = f"; give allow_missing=({w.name!r},) if it is new" if caller_declares else ""
         if file := expected_in.get(w.name):

@@ -212,6 +212,9 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
     documents: dict[str, Any] = {"step": step}
     optimizers: dict[str, StoredOptimizerState] = {}
     skipped = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
+    skipped += [
+        f"{n}: not one of the model's own files" for m in models.values() for n in m.catalog.ignored_files
+    ]
     if named is None:
         skipped.append(
             f"step: the source names none, so it is {step}: that of OUT's name (step-NNNNNNNN), or 0"

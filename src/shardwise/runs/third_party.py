@@ -18,8 +18,7 @@ import torch
 
 from ..catalog import Catalog, StoredTensor
 from ..catalog.dcp import METADATA_NAME, DcpCheckpoint, model_in, read_dcp
-from ..catalog.open import open_catalog
-from ..catalog.safetensors import has_safetensors
+from ..catalog.open import holds_model, open_catalog
 from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
@@ -131,7 +130,7 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     """
     root = os.fspath(path)
     models = _sources(root, FULL_STATE_STEM)
-    if not models and (is_file(root) or has_safetensors(root)):
+    if not models and (is_file(root) or holds_model(root)):
         models = (root,)
     if not models:
         per_rank = [n for n in _listed(root) if re.fullmatch(rf"{FULL_STATE_STEM}.*_rank\d+\.bin", n)]

@@ -1,0 +1,229 @@
+"""Chooses the files of a directory that are its model, by the rule of transformers' ``from_pretrained``.
+
+Every entry point asks here: loads, plans, ``inspect``, ``convert``, exports, and downloads from the hub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import FormatError, SourceError
+from ..limits import brief, inside, is_inside, read_shallow_json
+from ..storage import is_file, names_in
+from .index import read_weight_map
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "CONFIG_NAME",
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "TORCH_INDEX_NAME",
+    "TORCH_SINGLE_NAME",
+    "Choice",
+    "Listed",
+    "Weights",
+    "chosen",
+    "config_in",
+    "listed",
+    "named_by",
+    "names_of",
+    "weights_in",
+    "with_variant",
+]
+
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+TORCH_SINGLE_NAME, TORCH_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
+CONFIG_NAME, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+#: An adapter's weights; PEFT takes the first that exists.
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+#: Names of transformers' slices (``save_pretrained`` of a distributed model), which it takes before any other file.
+_SLICE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+#: Files that may hold weights.
+_PAYLOAD = re.compile(r".*\.safetensors|(pytorch|adapter)_model.*\.bin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which of several models in a directory is meant, as by arguments of ``from_pretrained``."""
+
+    variant: str | None = None
+    """``"fp16"`` takes ``model.fp16.safetensors`` and the like, and nothing else."""
+    use_safetensors: bool | None = None
+    """True: safetensors only. False: ``pytorch_model.bin`` only. None: safetensors first."""
+    config: Any = None
+    """The config that the model is built from. None: the directory's ``config.json`` is read."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the caller chose: then nothing else is taken."""
+        return self.variant is not None or self.use_safetensors is not None
+
+    @property
+    def candidates(self) -> list[str]:
+        """All names that may be the model or its index, the preferred one first."""
+        names = (SINGLE_NAME, INDEX_NAME, TORCH_SINGLE_NAME, TORCH_INDEX_NAME)
+        return [with_variant(name, self.variant) for name in names]
+
+    def __str__(self) -> str:
+        found = [f"variant={self.variant!r}"] if self.variant is not None else []
+        if self.use_safetensors is not None:
+            found.append(f"use_safetensors={self.use_safetensors}")
+        return ", ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The file of a model or the index of its files, and the candidates that were not taken."""
+
+    name: str
+    others: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    """More files of this model, by the class of its config; those that exist are taken."""
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it lists the files of the model."""
+        return self.name.endswith(".json")
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether its files are those of ``torch.save``."""
+        return self.name.endswith(".bin") or self.name.startswith("pytorch_model.bin.index.")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The files of a model, as names relative to its directory."""
+
+    names: tuple[str, ...]
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+    """File by tensor, as the index says; empty without one."""
+    ignored: tuple[str, ...] = ()
+    """Files that look like weights and are not of this model."""
+    passed_over: tuple[str, ...] = ()
+    """Candidates that were not taken, and that hold a model, too."""
+
+    def unheld(self, held: Collection[str]) -> dict[str, str]:
+        """The entries of the index, tensor and file, that none of the files holds."""
+        return {name: file for name, file in self.weight_map.items() if name not in held}
+
+
+def with_variant(name: str, variant: str | None) -> str:
+    """The name of a weights file or its index in a variant, as in transformers: ``model.fp16.safetensors``."""
+    if variant is None:
+        return name
+    stem, _, end = name.rpartition(".")
+    return f"{stem}.{variant}.{end}"
+
+
+def chosen(
+    names: Collection[str], choice: Choice, named: str | None = None, extra: Iterable[str] = ()
+) -> Weights | None:
+    """The model among the file names of a directory; None if transformers would find none. Pure.
+
+    ``named`` and ``extra``: see :func:`named_by`. ``named`` is taken whether or not it exists.
+    """
+    present = [name for name in choice.candidates if name in names]
+    taken = named
+    if taken is None:
+        pickled = {False: (True,), None: (False, True), True: (False,)}[choice.use_safetensors]
+        taken = next((name for name in present if Weights(name).is_pickled in pickled), None)
+    if taken is None:
+        return None
+    return Weights(taken, tuple(name for name in present if name != taken), tuple(extra))
+
+
+def named_by(config: Any, where: str) -> tuple[str | None, tuple[str, ...]]:
+    """The file that a config names (``transformers_weights``), and the files that its class adds (``extra_files``).
+
+    ``config``: an object of transformers, or the content of ``config.json``. Raises :class:`FormatError` naming
+    ``where`` for what transformers refuses, and for a path that leaves the directory.
+    """
+    if isinstance(config, Mapping):
+        name, extra = config.get("transformers_weights"), ()
+    else:
+        name = getattr(config, "transformers_weights", None)
+        extra = getattr(type(config), "extra_files", ())
+    if name is None:
+        return None, tuple(extra)
+    ends = (".safetensors", ".safetensors.index.json")
+    if not isinstance(name, str) or not (name.endswith(ends) or name == "adapter_model.bin"):
+        raise FormatError(
+            f"its transformers_weights is {brief(name)}; expected the name of a .safetensors file or of a "
+            f".safetensors.index.json",
+            path=where,
+        )
+    if not is_inside(name):
+        raise FormatError(
+            f"its transformers_weights is {brief(name)}, which is not a path inside its directory", path=where
+        )
+    return name, tuple(extra)
+
+
+def weights_in(root: str, choice: Choice) -> Weights | None:
+    """The model of a directory or URL; None if transformers would find none there, or would read all slices of it.
+
+    Rank-local; reads ``config.json`` unless ``choice`` has the config. Raises :class:`SourceError`, :class:`FormatError`.
+    """
+    names = names_of(root)
+    if any(_SLICE.fullmatch(name) for name in names):
+        return None
+    config = choice.config
+    if config is None:
+        config = config_in(root) if CONFIG_NAME in names else {}
+    present = [n for n in choice.candidates if n in names and is_file(os.path.join(root, n))]
+    return chosen(present, choice, *named_by(config, os.path.join(root, CONFIG_NAME)))
+
+
+def listed(root: str, weights: Weights, *, is_asked: bool) -> Listed:
+    """The files of a model in a directory: those that its index lists, else the one file.
+
+    ``is_asked``: the caller chose it, so other candidates are no surprise. Rank-local. Raises as
+    :func:`.read_weight_map` does.
+    """
+    weight_map: dict[str, str] = {}
+    files = [weights.name]
+    if weights.is_index:
+        weight_map = read_weight_map(inside(root, weights.name))
+        files = sorted(set(weight_map.values()))
+    files += [n for n in weights.extra if n not in files and is_file(inside(root, n))]
+    names = set(names_of(root))
+    payload = {name for name in names if _PAYLOAD.fullmatch(name)}
+    passed_over = () if is_asked else tuple(n for n in weights.others if _differs(root, n, names, files))
+    ignored = sorted((payload | set(weights.others)) - set(files))
+    return Listed(tuple(files), weight_map, tuple(ignored), passed_over)
+
+
+def names_of(root: str) -> list[str]:
+    """The names in a directory or URL. Raises :class:`SourceError` if there is none."""
+    try:
+        return names_in(root)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=root) from error
+
+
+def _differs(root: str, other: str, names: Collection[str], taken: Collection[str]) -> bool:
+    """Whether a candidate gives another model: an index of files that are not here gives none."""
+    if not Weights(other).is_index:
+        return True
+    try:
+        files = set(read_weight_map(os.path.join(root, other)).values())
+    except SourceError:
+        return False
+    return files != set(taken) and not files.isdisjoint(names)
+
+
+def config_in(root: str) -> Mapping[str, Any]:
+    """The content of ``config.json`` in a directory or URL. One that can't be read names nothing: whoever builds a
+    model from it refuses it."""
+    file = os.path.join(root, CONFIG_NAME)
+    try:
+        found = read_shallow_json(file) if is_file(file) else {}
+    except FormatError:
+        return {}
+    return found if isinstance(found, dict) else {}
