@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 from ..catalog.safetensors import INDEX_NAME, SINGLE_NAME, with_variant
 from ..catalog.torchfile import TORCH_INDEX_NAME, TORCH_SINGLE_NAME
 from ..errors import SourceError
-from ..limits import inside, read_json
+from ..limits import inside, read_json, read_small
 from ..ranks.ranks import Ranks
 from ..storage import is_url, place_of
 from .classes import same_directory
-from .lend import DOCUMENTS, lend_documents
+from .documents import MODULES_NAME, documents_among, modules_in
+from .lend import lend_documents
 
 __all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "needed_files"]
 
@@ -233,8 +234,17 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         "library_name": "shardwise",
         "force_download": options.force_download,
     }
+    listed = inside("", *filter(None, [options.subfolder.strip("/"), MODULES_NAME]))
+    modules: list[str] = []
+    if listed in files:
+        modules = modules_in(read_small(hf_hub_download(model, listed, revision=commit, **common)))
     names, index = needed_files(
-        files, subfolder=options.subfolder, variant=options.variant, with_code=with_code, where=model
+        files,
+        subfolder=options.subfolder,
+        variant=options.variant,
+        with_code=with_code,
+        modules=modules,
+        where=model,
     )
     if index is not None:
         found = hf_hub_download(model, index, revision=commit, **common)
@@ -348,19 +358,19 @@ def needed_files(
     subfolder: str = "",
     variant: str | None = None,
     with_code: bool = False,
+    modules: Collection[str] = (),
     where: str,
 ) -> tuple[list[str], str | None]:
     """The files of a repository that a load needs, and the index that names more of them, if there is one. Pure.
 
-    Config, tokenizer, processor and template files of the folder itself; safetensors files, as a load of a directory
+    Its documents (see :func:`.documents_among`, also for ``modules``); safetensors files, as a load of a directory
     chooses them, otherwise ``pytorch_model.bin``; with ``with_code`` all Python files. Raises :class:`SourceError`
     naming ``where`` if there are no weights.
     """
     prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
     inner = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
     here = sorted(name for name in inner if "/" not in name)
-    wanted = [n for n in here if n.endswith(DOCUMENTS) and ".index." not in n]
-    wanted += [n for n in inner if n.startswith("additional_chat_templates/")]
+    wanted = documents_among(inner, modules)
     if with_code:
         wanted += [n for n in inner if n.endswith(".py")]
     weights, index = _weights(here, variant)
