@@ -40,7 +40,7 @@ _TEMPLATES, _GENERATE = "additional_chat_templates", "custom_generate"
 _PARTS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 #: What says that a folder is a model of its own, such as ``checkpoint-500/``.
 _OTHER_MODELS = ("config.json", "adapter_config.json")
-_MAX_DEPTH = 3
+_MAX_DEPTH, _MAX_MODULES, _MAX_MODULES_BYTES = 3, 64, 1024**2
 
 #: Endings of weights and pickled states.
 _WEIGHTS = (
@@ -105,14 +105,15 @@ def documents_among(names: Iterable[str], modules: Collection[str] = ()) -> list
 
 
 def modules_in(document: bytes) -> list[str]:
-    """The folders that sentence-transformers' ``modules.json`` names. Empty for a file that is none."""
+    """The folders that sentence-transformers' ``modules.json`` names, at most 64. Empty for a file that is none."""
+    if len(document) > _MAX_MODULES_BYTES:
+        return []
     try:
         paths = [one["path"] for one in json.loads(document)]
     except (ValueError, TypeError, KeyError, RecursionError):
         return []
-    return [
-        path.rstrip("/") for path in paths if is_inside(path.rstrip("/") if isinstance(path, str) else None)
-    ]
+    named = dict.fromkeys(path.rstrip("/") for path in paths if isinstance(path, str))
+    return [path for path in named if is_inside(path)][:_MAX_MODULES]
 
 
 def read_documents(folder: str, *, without: Collection[str] = ()) -> dict[str, bytes]:
