@@ -13,7 +13,7 @@ from .errors import FormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEMSIZE", "code_of", "itemsize", "named_dtype", "torch_dtype"]
+__all__ = ["ITEMSIZE", "code_of", "is_lossless", "itemsize", "named_dtype", "torch_dtype"]
 
 #: Bytes per element of every stored dtype that shardwise reads and writes.
 ITEMSIZE: dict[str, int] = {
@@ -94,3 +94,15 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
     found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
     return found if isinstance(found, torch.dtype) else None
+
+
+@cache
+def is_lossless(before: str, after: str) -> bool:
+    """Whether every value of one stored floating-point dtype is a value of another."""
+    import torch
+
+    source, target = torch_dtype(before), torch_dtype(after)
+    if not (source.is_floating_point and target.is_floating_point):  # no load casts between them
+        return source == target
+    a, b = torch.finfo(source), torch.finfo(target)
+    return b.eps <= a.eps and b.max >= a.max and b.smallest_normal * b.eps <= a.smallest_normal * a.eps

@@ -140,8 +140,8 @@ def inside(root: str, *parts: str) -> str:
     """``root`` joined with names from a file. Raises :class:`FormatError` if they would leave ``root``.
 
     Every path made of stored text goes through this function. Refused: parts that are empty, absolute, hold ``..``,
-    ``.``, a backslash, NUL or text that no file system takes. Links inside ``root`` are followed: only the owner of
-    the directory can make them.
+    ``.``, a backslash, NUL or text that no file system takes. Links are followed: a file whose content is written elsewhere
+    goes through :func:`leads_out` first.
     """
     for part in parts:
         if not is_inside(part):
@@ -154,6 +154,39 @@ def is_inside(part: object) -> bool:
     if not is_text(part) or "\\" in part or "\0" in part:
         return False
     return not {"", ".", ".."} & set(part.split("/"))
+
+
+#: A snapshot in the cache of the Hugging Face hub.
+_SNAPSHOT = re.compile(r"(?P<cache>.*)/(?P<repository>models--[^/]+)/snapshots/[^/]+(/.*)?")
+
+
+def leads_out(root: str, path: str) -> bool:
+    """Whether a link takes a path below ``root`` to a file outside it.
+
+    The links of the hub's cache don't: a snapshot's files are links to the blobs of their repository, which may be links to
+    those that the whole cache shares.
+    """
+    real, base = os.path.realpath(path), os.path.realpath(root)
+    if real.startswith(f"{base.rstrip('/')}/"):
+        return False
+    snapshot = _SNAPSHOT.fullmatch(base)
+    if snapshot is None:
+        return True
+    cache, folder = snapshot["cache"], os.path.dirname(real)
+    if folder == f"{cache}/{snapshot['repository']}/blobs":
+        return False
+    shared = re.escape(f"{cache}/blobs/") + "[0-9a-f]{2}/[0-9a-f]{64}"
+    return re.fullmatch(shared, real) is None
+
+
+def refuse_link_out(root: str, path: str) -> None:
+    """Raise :class:`SourceError` for a path that :func:`leads_out`."""
+    if leads_out(root, path):
+        raise SourceError(
+            f"is a link to a file outside its directory ({os.path.realpath(path)}), and is not read: what it says could get into what "
+            f"is written for this model. Replace the link by the file",
+            path=path,
+        )
 
 
 def is_text(value: object) -> TypeGuard[str]:

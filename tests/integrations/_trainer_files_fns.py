@@ -45,13 +45,23 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
+#: Saved in a file of its own, below the tokenizer's other files.
+TEMPLATES = {"default": "D:{{ messages[0].content }}", "tool_use": "T:{{ messages[0].content }}"}
+
+
+def with_templates() -> Any:
+    found = tokenizer()
+    found.chat_template = TEMPLATES
+    return found
+
+
 def train(path: str, root: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in (Mine, Alone):
         folder = f"{root}/{kind.__name__}"
         with arguments(folder, max_steps=2, save_steps=2) as args:
             model, _ = load_pretrained(args, path)
-            trainer = kind(model, args, train_dataset=Rows(), processing_class=tokenizer())
+            trainer = kind(model, args, train_dataset=Rows(), processing_class=with_templates())
             trainer.train()
             dist.barrier()  # rank 0 takes its lock away when it leaves train
             found[kind.__name__] = sorted(os.listdir(folder))
@@ -59,7 +69,7 @@ def train(path: str, root: str) -> dict[str, Any]:
             found["values"] = whole(trainer.model)
             trainer.save_model(f"{root}/export-{kind.__name__}")
             again = kind(
-                load_pretrained(args, path)[0], args, train_dataset=Rows(), processing_class=tokenizer()
+                load_pretrained(args, path)[0], args, train_dataset=Rows(), processing_class=with_templates()
             )
             again.train(resume_from_checkpoint=True)
             found["exact"] = again.resume_report.exact, again.resume_report.differences

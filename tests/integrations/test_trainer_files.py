@@ -46,6 +46,10 @@ def test_files_of_other_classes_and_from_pretrained(ranks: RankPool, tmp_path: P
             assert torch.equal(state[name], value), (folder, name)
         assert model.generation_config is not None
         assert AutoTokenizer.from_pretrained(folder).encode("w7 w9") == [7, 9]
+        assert AutoTokenizer.from_pretrained(folder).chat_template == fns.TEMPLATES
+    assert AutoTokenizer.from_pretrained(checkpoint / "model").chat_template == fns.TEMPLATES
+    sw.export_hf(checkpoint, tmp_path / "export of a step")
+    assert AutoTokenizer.from_pretrained(tmp_path / "export of a step").chat_template == fns.TEMPLATES
     assert not list(checkpoint.glob("model*.safetensors")), "no second copy of the weights"
     for file in (checkpoint / "model").glob("*.safetensors"):
         assert file.stat().st_nlink == 2, "a link takes no room"

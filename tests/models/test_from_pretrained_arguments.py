@@ -142,9 +142,8 @@ def test_which_files_of_a_repository() -> None:
     def chosen(files: list[str], **options: Any) -> set[str]:
         return set(needed_files(files, where="x/y", **options)[0])
 
-    documents = ["config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    documents = ["config.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "README.md"]
     other = [
-        "README.md",
         "flax_model.msgpack",
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",

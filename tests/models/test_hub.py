@@ -37,7 +37,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenizer.json",
     ):
         (main / name).parent.mkdir(exist_ok=True)
-        (main / name).write_text("{}")
+        (main / name).write_text("{}" if name.endswith(".json") else name)  # equal contents are fetched once
     torch.manual_seed(3)
     changed = models.build_reference("qwen3")
     changed.save_pretrained(tiny / "good" / "v1")
@@ -95,7 +95,7 @@ def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> No
     assert Path(log["folder"]).is_relative_to(home)
     needed = {p.name for p in (repositories / "tiny/good/main").glob("model[.-]*")}
     assert len(needed) > 3
-    needed |= {"config.json", "generation_config.json", "tokenizer.json"}
+    needed |= {"config.json", "generation_config.json", "tokenizer.json", "README.md"}
     assert log["first"] == {f"good/{name}": 1 for name in needed}
     assert log["second"] == log["first"], "fetched again from a cache that has it"
     asked = {

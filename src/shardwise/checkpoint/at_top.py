@@ -11,7 +11,7 @@ from pathlib import Path
 from ..format.manifest import FileEntry
 from ..models.assets import ADAPTERS_NAME
 from ..ranks.patience import patiently
-from ..store.write import write_file
+from ..store.write import fsync_directory, make_directories, write_file
 
 __all__ = ["show_at_top"]
 
@@ -30,19 +30,22 @@ def show_at_top(root: str, files: Mapping[str, FileEntry]) -> dict[str, FileEntr
     inside = {
         name: name.removeprefix(_FOLDER)
         for name in files
-        if name.startswith(_FOLDER) and name.count("/") == 1 and name.removeprefix(_FOLDER) not in files
+        if name.startswith(_FOLDER) and name.removeprefix(_FOLDER) not in files
     }
     has_adapters = inside.pop(_FOLDER + ADAPTERS_NAME, None) is not None
-    weights = {name: top for name, top in inside.items() if top.endswith(".safetensors")}
+    weights = {n: top for n, top in inside.items() if top.endswith(".safetensors") and "/" not in top}
     for name in weights:
         del inside[name]
     for name, top in inside.items():
         source, target = os.path.join(root, name), os.path.join(root, top)
+        make_directories(os.path.dirname(target))
         try:
             patiently(os.link, source, target)
         except OSError:
             write_file(target, patiently(Path(source).read_bytes))
         found[top] = files[name]
+    for folder in {os.path.dirname(top) for top in inside.values()} - {""}:
+        fsync_directory(os.path.join(root, folder))
     if not has_adapters:
         found |= _link_weights(root, weights, files)
     return found

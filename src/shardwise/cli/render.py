@@ -21,6 +21,7 @@ from .tree import Node
 if TYPE_CHECKING:
     from ..loading.store_requests import StoreRequests
     from ..phases.report import PlanReport
+    from ..planning.casts import Cast
     from ..quantized.dequantized import Dequantized
     from .this_host import ThisHost
 
@@ -167,6 +168,10 @@ def _format(one: Dequantized) -> str:
     return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored, {held}"
 
 
+def _cast(one: Cast) -> str:
+    return f"{one.tensors} tensors from {one.source} to {one.target} ({_some(one.names)})"
+
+
 def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
     largest = report.largest_group
@@ -201,6 +206,8 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
         plain = [one for one in report.dequantized if one not in held]
         facts |= {"dequantised": _some([_format(one) for one in plain])} if plain else {}
         facts |= {"held in codes": _some([_format(one) for one in held])} if held else {}
+    if report.casts:
+        facts["rounded"] = "; ".join(_cast(one) for one in report.casts)
     if report.ignored_files:
         facts["ignored files"] = _some(report.ignored_files)
     if host is not None:
@@ -297,6 +304,8 @@ def show_export(out: Console, report: Any) -> None:
         "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
         "files": _some(report.files),
     }
+    if report.casts:
+        facts["rounded"] = "; ".join(_cast(one) for one in report.casts)
     if report.as_source is not None:
         origin = report.as_source
         facts["from the source"] = f"{origin.copied + len(origin.beside)} tensors, which did not change"

@@ -24,11 +24,13 @@ from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
+from ..layout.spec import TensorSpec
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks, kept_in
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..planning import IOOptions
+from ..planning.casts import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks
 from ..storage import absolute
 from ..transfer.copy import Staging
@@ -60,13 +62,19 @@ class ExportReport:
     seconds: float
     as_source: AsSource | None = None
     """With ``quantize="as-source"``: where the tensors come from."""
+    casts: tuple[Cast, ...] = ()
+    """With ``dtype=``: the tensors whose values it can't hold exactly."""
 
     @classmethod
-    def of(cls, output: HubFiles, path: str, bytes_written: int, started: float) -> ExportReport:
-        """The report of ``output``, which lies at ``path``; ``started`` as ``time.perf_counter`` was then."""
+    def of(
+        cls, output: HubFiles, path: str, bytes_written: int, started: float, before: Mapping[str, TensorSpec]
+    ) -> ExportReport:
+        """The report of ``output``, which lies at ``path``; ``started`` as ``time.perf_counter`` was then. ``before``: the tensors
+        before they were cast."""
         seconds = time.perf_counter() - started
         files = tuple(output.headers)
-        return cls(path, files, len(output.tensors), output.total_bytes, bytes_written, seconds)
+        casts = casts_of(rounded_between(before, output.tensors))
+        return cls(path, files, len(output.tensors), output.total_bytes, bytes_written, seconds, casts=casts)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -169,7 +177,7 @@ def export_hf(
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
         written = _write_out(job, contents, output, assets, final, ranks, io, counted)
-        report = ExportReport.of(output, final, written, started)
+        report = ExportReport.of(output, final, written, started, contents.hub)
         return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
 
 

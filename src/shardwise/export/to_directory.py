@@ -71,9 +71,10 @@ class ToDirectory:
         if output.index is not None:
             write_file(os.path.join(temporary, INDEX_NAME), output.index)
         for name, content in assets.items():
+            make_directories(os.path.dirname(inside(temporary, name)))
             write_file(inside(temporary, name), content)
         check_readable(temporary, final, output)
-        for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
+        for folder in dict.fromkeys((*map(os.path.dirname, (*output.headers, *assets)), "")):
             fsync_directory(os.path.join(temporary, folder))
         try:
             unmark(temporary)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +18,6 @@ from ..errors import CheckpointError, UnsupportedConversionError
 from ..export.hub import export_hf
 from ..internals.peft import adapter_configs, peft_model
 from ..layout.live import describe
-from ..models.assets import TOKENIZER_FILES
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..store.marks import remove_ours
@@ -32,6 +33,7 @@ __all__ = [
     "into_model",
     "overrides",
     "read_all",
+    "save_processing",
     "without_fsdp",
 ]
 
@@ -149,12 +151,25 @@ def _refused(model: Any) -> str | None:
     return None
 
 
-def into_model(folder: str) -> None:
-    """Move tokenizer files from the top of a checkpoint into its ``model/``, where exports look, and link them back."""
-    for name in TOKENIZER_FILES:
+def save_processing(processing: Any) -> dict[str, bytes]:
+    """The files that a tokenizer or processor saves, by relative path; none for None."""
+    if processing is None:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        processing.save_pretrained(folder)
+        return read_all(folder)
+
+
+def into_model(folder: str, files: Collection[str]) -> None:
+    """Move ``files`` from the top of a checkpoint into its ``model/``, where exports look; the save links them back."""
+    for name in files:
         if os.path.isfile(source := os.path.join(folder, name)):
-            patiently(os.makedirs, os.path.join(folder, "model"), exist_ok=True)
-            patiently(os.replace, source, os.path.join(folder, "model", name))
+            target = os.path.join(folder, "model", name)
+            patiently(os.makedirs, os.path.dirname(target), exist_ok=True)
+            patiently(os.replace, source, target)
+    for name in sorted({os.path.dirname(name) for name in files} - {""}, reverse=True):
+        with contextlib.suppress(OSError):  # another class's files may be there, too
+            os.rmdir(os.path.join(folder, name))
 
 
 def add_beside(folder: str, files: Mapping[str, bytes]) -> None:

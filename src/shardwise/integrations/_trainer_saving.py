@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from ._trainer_files import (
     into_model,
     overrides,
     read_all,
+    save_processing,
     without_fsdp,
 )
 from ._trainer_folder import Run, keep_only, move_into, path_in, rotate, set_newer_aside
@@ -76,6 +77,7 @@ class Saving(Trainer):
     """The report of the last save that was tried; ``failure`` says why it failed, while training went on."""
     _staging: str | None = None
     _writes_beside = False
+    _processing_files: Mapping[str, bytes] = {}
     _failed_beside: Exception | None = None
 
     @property
@@ -268,8 +270,7 @@ class Saving(Trainer):
         target = os.path.abspath(output_dir or self._root)
         if self._staging is not None:
             try:
-                self._write_beside(target)
-                into_model(target)
+                into_model(target, self._write_beside(target))
             except (
                 Exception
             ) as error:  # Trainer's next call may be a barrier, in which the other ranks would wait
@@ -299,8 +300,11 @@ class Saving(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _write_beside(self, folder: str) -> None:
-        """Write the files of ``save_model`` and ``_save`` of the other classes, without weights."""
+    def _write_beside(self, folder: str) -> Collection[str]:
+        """Write the files of ``save_model`` and ``_save`` of the other classes, without weights. Returns the names of those that
+        tokenizer or processor save."""
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        self._processing_files = save_processing(processing if self.args.should_save else None)
         self._writes_beside = True
         try:
             with without_fsdp(self):
@@ -308,6 +312,7 @@ class Saving(Trainer):
         finally:
             self._writes_beside = False
         drop_empty_weights(folder)
+        return self._processing_files
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write tokenizer and arguments, and the files of the next class's ``_save``, called without tensors."""
@@ -318,7 +323,5 @@ class Saving(Trainer):
         elif self.args.should_save:
             folder = output_dir or self._root
             patiently(os.makedirs, folder, exist_ok=True)
-            found = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if found is not None:
-                found.save_pretrained(folder)
+            add_beside(folder, self._processing_files)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))  # as Trainer does

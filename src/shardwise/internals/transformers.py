@@ -34,6 +34,7 @@ __all__ = [
     "initializer_of",
     "is_transformers_model",
     "kept_in_fp32",
+    "kept_in_fp32_of_class",
     "known_class",
     "modules_cache",
     "one_sequence_a_sample",
@@ -134,6 +135,21 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
         return lambda name: False
     pattern, _, _ = build_glob_alternation(list(plan))
     return lambda name: pattern.search(name) is not None
+
+
+def kept_in_fp32_of_class(module: nn.Module) -> Callable[[str], bool]:
+    """Whether a class's own words keep a tensor of its model in fp32, in the dtype that the model has; never imports transformers.
+
+    Of transformers' models as :func:`kept_in_fp32`; of any other class that has ``_keep_in_fp32_modules``, as diffusers 0.35-0.38
+    reads it: the name of a module or parameter on the way to the tensor. Without it, a report would not say that a cast is one that
+    ``from_pretrained`` does not make.
+    """
+    if is_transformers_model(module):
+        plans = [kept_in_fp32(module, dtype) for dtype in {p.dtype for p in module.parameters()}]
+        return lambda name: any(is_kept(name) for is_kept in plans)
+    said = getattr(module, "_keep_in_fp32_modules", None) or ()
+    kept = {said} if isinstance(said, str) else set(said)
+    return lambda name: not kept.isdisjoint(name.split("."))
 
 
 def known_class(auto_class: Any, config: Any) -> Any:

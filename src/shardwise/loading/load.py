@@ -18,6 +18,7 @@ from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
+from ..internals.transformers import kept_in_fp32_of_class
 from ..layout.live import LiveModel, describe
 from ..models.homes import remember_source
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
@@ -245,6 +246,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         seconds_read=time.perf_counter() - read,
         digests_compared=len(recorded),
         host=host,
+        is_kept=kept_in_fp32_of_class(live.base),
     )
     return Filled(live, report)
 

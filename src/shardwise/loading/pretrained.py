@@ -27,6 +27,7 @@ from ..limits import (
     MIN_TENSOR_BYTES,
     brief,
     read_shallow_json,
+    refuse_link_out,
 )
 from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
@@ -380,6 +381,7 @@ def _generation_config(model: Any, directory: str) -> Any:
 
 
 def _read_generation_config(cls: Any, folder: str, file: str) -> Any:
+    refuse_link_out(folder, file)
     document = read_shallow_json(file, "generation config")
     try:
         if not isinstance(document, dict):

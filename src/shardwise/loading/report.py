@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..models.host_budget import HostBudget
 from ..planning import Plan
+from ..planning.casts import Cast, casts_of
 from ..quantized.dequantized import Dequantized, described
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
@@ -71,6 +73,9 @@ class LoadReport:
     """Who read the source, and why: "own: …", "node: …" or "once: …"; see ``IOOptions.strategy``."""
     bytes_sent: int
     """Bytes of the source that this rank sent to other ranks, where one rank reads for all ("once")."""
+    casts: tuple[Cast, ...]
+    """Casts that round stored values (fp32 to bf16, bf16 to fp16), whether the caller asked for the dtype or not. Of
+    dequantised tensors the dtype before is the one that is computed from the codes."""
     host: HostBudget | None
     """Limit and free memory of this rank's host before the load; None if the system does not report them."""
 
@@ -85,8 +90,10 @@ class LoadReport:
         seconds_read: float,
         digests_compared: int,
         host: HostBudget | None,
+        is_kept: Callable[[str], bool],
     ) -> LoadReport:
-        """The report of a load that ran ``plan``. The fields say what the rest is."""
+        """The report of a load that ran ``plan``. ``is_kept``: whether the model's class keeps a tensor in fp32. The fields say what
+        the rest is."""
         return cls(
             source=source,
             tensors=len(plan.recipes),
@@ -109,6 +116,7 @@ class LoadReport:
             reads=cost.reads,
             strategy=cost.strategy,
             bytes_sent=cost.bytes_sent,
+            casts=casts_of(plan.rounded, is_kept),
             host=host,
         )
 

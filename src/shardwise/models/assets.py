@@ -1,52 +1,33 @@
-"""The small files beside a model's tensors: config, generation config, tokenizer, the Python files of its classes."""
+"""The small files beside a model's tensors: config, generation config, the Python files of its classes, other documents."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import FormatError
 from ..internals.peft import adapter_configs, has_adapters, stored_config
 from ..internals.torch import original_class
 from ..internals.transformers import auto_class_of, is_transformers_model
-from ..limits import inside, parse_json, read_small
+from ..limits import inside, parse_json, read_small, refuse_link_out
 from ..names import unwrap
+from .documents import code_of, read_documents, with_imports
 from .homes import home_of
 
-__all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "asset_files", "read_assets"]
+__all__ = ["ADAPTERS_NAME", "asset_files", "read_assets"]
 
 ADAPTERS_NAME = "adapters.json"
 #: The field of a config that names the file of the weights beside it: nothing that is written has a file of that name.
 _WEIGHTS_FIELD = "transformers_weights"
 
-#: Files of tokenizers and processors (transformers 5; also the sentencepiece and BPE originals).
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-
 
 def asset_files(model: Any) -> dict[str, bytes]:
-    """Config, generation config, own code and, if it came from a local directory, the tokenizer: name → content.
+    """Config, generation config, own code and, if it came from a local directory, its other documents: name → content.
 
     For a model with PEFT adapters also the adapters' configs.
     """
@@ -74,8 +55,8 @@ def asset_files(model: Any) -> dict[str, bytes]:
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     home = home_of(model) or getattr(model.config, "name_or_path", "") or ""
     if os.path.isdir(home):
-        stored = _read_files(home, ("generation_config.json", *TOKENIZER_FILES))
-        found = {**_code_beside(home, {**stored, **found}), **stored, **found}
+        stored = read_documents(home, without=found.keys())
+        found = {**code_of(home, {**stored, **found}), **stored, **found}
     return found
 
 
@@ -89,19 +70,21 @@ def _adapters_of(model: Any) -> dict[str, bytes]:
 
 
 def read_assets(folder: str) -> dict[str, bytes]:
-    """Config, generation config, tokenizer files and own code of a directory: name → content.
+    """Config, own code and all other documents of a directory: name → content.
 
-    Raises :class:`SourceError` if one can't be read, :class:`FormatError` if the config is not a JSON object.
+    Raises :class:`SourceError` if one can't be read or the config is a link out of the directory, :class:`FormatError` if the
+    config is not a JSON object.
     """
-    found = _read_files(folder, ("config.json", "generation_config.json", *TOKENIZER_FILES))
+    file = os.path.join(folder, "config.json")
+    refuse_link_out(folder, file)
+    found = read_documents(folder)
     if "config.json" in found:
-        file = os.path.join(folder, "config.json")
         config = parse_json(found["config.json"], file, "config")
         if not isinstance(config, dict):
             raise FormatError("not a JSON object, which a config is", path=file)
         if config.pop(_WEIGHTS_FIELD, None) is not None:
             found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return {**_code_beside(folder, found), **found}
+    return {**code_of(folder, found), **found}
 
 
 def _code_of(model: Any, config: Any) -> dict[str, bytes]:
@@ -117,57 +100,15 @@ def _code_of(model: Any, config: Any) -> dict[str, bytes]:
             continue
         reference = f"{os.path.basename(file).removesuffix('.py')}.{cls.__name__}"
         config.auto_map = {**(getattr(config, "auto_map", None) or {}), auto_class: reference}
-        found |= _with_imports(file)
+        found |= with_imports(os.path.basename(file), _reader_of(os.path.dirname(file)))
     return found
 
 
-def _code_beside(folder: str, documents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The Python files that ``auto_map`` in a document of a directory names, and the files that they import there."""
-    found: dict[str, bytes] = {}
-    for content in documents.values():
-        for module in _modules_of(content):
-            file = inside(folder, f"{module}.py")
-            if os.path.isfile(file):
-                found |= _with_imports(file)
-    return found
+def _reader_of(folder: str) -> Callable[[str], bytes | None]:
+    """Reads files of a folder from which this process has imported code; links in it are its own."""
 
-
-def _modules_of(document: bytes) -> list[str]:
-    """The modules that ``auto_map`` of a JSON document names, without those of other repositories (``repo--…``)."""
-    try:
-        auto_map = json.loads(document)["auto_map"]
-        references = [
-            r for value in auto_map.values() for r in (value if isinstance(value, list) else [value])
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return []
-    modules = (r.partition(".")[0] for r in references if isinstance(r, str))
-    return [m for m in modules if re.fullmatch(r"\w+", m)]
-
-
-_RELATIVE_IMPORT = re.compile(rb"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
-
-
-def _with_imports(file: str) -> dict[str, bytes]:
-    """A Python file and the files beside it that it imports, directly or not: name → content. Runs no code."""
-    folder, first = os.path.split(file)
-    found: dict[str, bytes] = {}
-    pending = {first}
-    while pending:
-        read = _read_files(folder, pending)
-        found |= read
-        imported = {
-            f"{m.decode()}.py" for content in read.values() for m in _RELATIVE_IMPORT.findall(content)
-        }
-        pending = imported - found.keys()
-    return found
-
-
-def _read_files(folder: str, names: Iterable[str]) -> dict[str, bytes]:
-    """The named files that exist: name → content."""
-    found = {}
-    for name in names:
+    def read(name: str) -> bytes | None:
         file = inside(folder, name)
-        if os.path.isfile(file):
-            found[name] = read_small(file, name)
-    return found
+        return read_small(file, name) if os.path.isfile(file) else None
+
+    return read

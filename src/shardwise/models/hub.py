@@ -27,11 +27,12 @@ from ..catalog.weights import (
     named_by,
 )
 from ..errors import SourceError
-from ..limits import inside, read_json
+from ..limits import inside, read_json, read_small
 from ..ranks.ranks import Ranks
 from ..storage import is_url, place_of
 from .classes import same_directory
-from .lend import DOCUMENTS, lend_documents
+from .documents import MODULES_NAME, documents_among, modules_in
+from .lend import lend_documents
 
 __all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "needed_files"]
 
@@ -251,16 +252,21 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         "library_name": "shardwise",
         "force_download": options.force_download,
     }
-    config = "/".join(filter(None, [options.subfolder.strip("/"), "config.json"]))
+    inner = options.subfolder.strip("/")
+    config, listed = (inside("", *filter(None, [inner, name])) for name in ("config.json", MODULES_NAME))
     at = ""
     if config in files and options.config is None:
         at = os.path.dirname(hf_hub_download(model, config, revision=commit, **common))
+    modules: list[str] = []
+    if listed in files:
+        modules = modules_in(read_small(hf_hub_download(model, listed, revision=commit, **common)))
     names, index = needed_files(
         files,
         subfolder=options.subfolder,
         choice=options.choice,
         named=_named(at, options),
         with_code=with_code,
+        modules=modules,
         where=model,
     )
     if index is not None:
@@ -383,19 +389,19 @@ def needed_files(
     choice: Choice = _ANY,
     named: str | None = None,
     with_code: bool = False,
+    modules: Collection[str] = (),
     where: str,
 ) -> tuple[list[str], str | None]:
     """The files of a repository that a load needs, and the index that names more of them, if there is one. Pure.
 
-    Config, tokenizer, processor and template files of the folder itself; the weights that :func:`.chosen` takes
-    (``named``: by the config), and those of an adapter; with ``with_code`` all Python files. Raises
-    :class:`SourceError` naming ``where`` if there are no weights.
+    Its documents (see :func:`.documents_among`, also for ``modules``); the weights that :func:`.chosen` takes (``named``: by
+    the config), and those of an adapter; with ``with_code`` all Python files. Raises :class:`SourceError` naming ``where`` if
+    there are no weights.
     """
     prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
     inner = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
     here = sorted(name for name in inner if "/" not in name)
-    wanted = [n for n in here if n.endswith(DOCUMENTS) and ".index." not in n]
-    wanted += [n for n in inner if n.startswith("additional_chat_templates/")]
+    wanted = documents_among(inner, modules)
     if with_code:
         wanted += [n for n in inner if n.endswith(".py")]
     adapter = next((n for n in ADAPTER_WEIGHTS if n in here), None) if ADAPTER_CONFIG in here else None

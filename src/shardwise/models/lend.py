@@ -11,14 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import SourceError
-from ..limits import inside
+from ..limits import inside, leads_out, read_small
 from ..ranks.ranks import Ranks
-from ..storage import Stat, counted_here, files_in, folders_in, is_url, join, looking_once, read_range
+from ..storage import (
+    Stat,
+    counted_here,
+    files_below,
+    files_in,
+    folders_in,
+    is_url,
+    join,
+    looking_once,
+    read_range,
+)
+from .documents import MODULES_NAME, is_document, modules_in
 
-__all__ = ["DOCUMENTS", "documents_of", "lend_documents"]
+__all__ = ["documents_of", "lend_documents"]
 
-#: Config, tokenizer, processor and chat template files; small, as against weights.
-DOCUMENTS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 _MAX_BYTES = 256 * 1024**2
 #: Documents of a store that are read at a time.
 _AT_ONCE = 8
@@ -30,12 +39,11 @@ def lend_documents(directory: str, lender: int, ranks: Ranks, *, with_code: bool
 
     Every rank must call it. ``with_code``: Python files, too. Raises :class:`SourceError` or :class:`RankError`.
     """
-    ends = (*DOCUMENTS, ".py") if with_code else DOCUMENTS
 
     def read() -> dict[str, bytes]:
         if ranks.rank != lender:
             return {}
-        return _in_store(directory, ends) if is_url(directory) else _documents(Path(directory), ends)
+        return _in_store(directory, with_code) if is_url(directory) else _documents(directory, with_code)
 
     documents: dict[str, bytes] = ranks.combine("lend the model's documents", read, lambda all_: all_[lender])
     with ranks.agree("write the model's documents"):
@@ -46,7 +54,7 @@ def lend_documents(directory: str, lender: int, ranks: Ranks, *, with_code: bool
 
 def documents_of(url: str, *, with_code: bool) -> str:
     """A temporary directory with the documents at a URL, until the process ends. Rank-local. Raises :class:`SourceError`."""
-    return _written(_in_store(url, (*DOCUMENTS, ".py") if with_code else DOCUMENTS))
+    return _written(_in_store(url, with_code))
 
 
 def _written(documents: Mapping[str, bytes]) -> str:
@@ -59,20 +67,43 @@ def _written(documents: Mapping[str, bytes]) -> str:
     return copy
 
 
-def _documents(directory: Path, ends: tuple[str, ...]) -> dict[str, bytes]:
-    """Documents of a directory and of those right in it, by relative name."""
-    found = [p for pattern in ("*", "*/*") for p in sorted(directory.glob(pattern)) if p.name.endswith(ends)]
-    files = [path for path in found if path.is_file()]
-    _refuse_large(sum(path.stat().st_size for path in files), str(directory))
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+def _is_lent(name: str, with_code: bool) -> bool:
+    """Whether a rank without the directory needs a file: a document, what a checkpoint or an adapter says of itself, or code."""
+    return (
+        is_document(name)
+        or (name.endswith(".json") and ".index." not in name)
+        or (with_code and name.endswith(".py"))
+    )
 
 
-def _in_store(url: str, ends: tuple[str, ...]) -> dict[str, bytes]:
-    """The same of a URL, without indexes of weights: who reads the weights reads these."""
+def _documents(directory: str, with_code: bool) -> dict[str, bytes]:
+    """Documents of a directory and of those right in it, by relative name. Links out of it are not among them."""
+    root = Path(directory)
+    found = [p for pattern in ("*", "*/*") for p in sorted(root.glob(pattern)) if _is_lent(p.name, with_code)]
+    files = {str(p.relative_to(root)): p for p in found if p.is_file() and not leads_out(directory, str(p))}
+    if (modules := files.get(MODULES_NAME)) is not None:
+        below = [
+            p
+            for m in modules_in(read_small(str(modules)))
+            for p in sorted(root.joinpath(m).rglob("*"))
+            if p.is_file()
+        ]
+        files |= {str(p.relative_to(root)): p for p in below if not leads_out(directory, str(p))}
+    _refuse_large(sum(path.stat().st_size for path in files.values()), directory)
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def _in_store(url: str, with_code: bool) -> dict[str, bytes]:
+    """The same of a URL."""
     with looking_once(url):
-        found = dict(_documents_below(url, "", ends))
+        found = dict(_documents_below(url, "", with_code))
         for folder in sorted(folders_in(url)):
-            found |= _documents_below(join(url, folder), f"{folder}/", ends)
+            found |= _documents_below(join(url, folder), f"{folder}/", with_code)
+        if MODULES_NAME in found:
+            for module in modules_in(read_small(join(url, MODULES_NAME))):
+                found |= {
+                    f"{module}/{name}": stat for name, stat in files_below(join(url, module)).items() if stat
+                }
     _refuse_large(sum(stat.nbytes for stat in found.values()), url)
 
     def read(name: str) -> bytes:
@@ -82,11 +113,9 @@ def _in_store(url: str, ends: tuple[str, ...]) -> dict[str, bytes]:
         return dict(zip(found, pool.map(counted_here(read), found), strict=True))
 
 
-def _documents_below(url: str, prefix: str, ends: tuple[str, ...]) -> dict[str, Stat]:
+def _documents_below(url: str, prefix: str, with_code: bool) -> dict[str, Stat]:
     files = files_in(url)
-    return {
-        prefix + name: files[name] for name in sorted(files) if name.endswith(ends) and ".index." not in name
-    }
+    return {prefix + name: files[name] for name in sorted(files) if _is_lent(name, with_code)}
 
 
 def _refuse_large(nbytes: int, where: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..loading.store_requests import StoreRequests
 from ..planning import Plan
+from ..planning.casts import Cast, casts_of
 from ..quantized.dequantized import Dequantized, described
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
@@ -84,6 +85,8 @@ class PlanReport:
     """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
     dequantized: tuple[Dequantized, ...]
     """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantised."""
+    casts: tuple[Cast, ...]
+    """Casts that round stored values."""
     ignored_files: tuple[str, ...]
     store: StoreRequests | None
     """Requests of the load to object stores; None for local files."""
@@ -121,6 +124,7 @@ class PlanReport:
             initialized=first.initialized,
             converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
             dequantized=described(first.coded.values(), first.kept),
+            casts=casts_of(first.rounded),
             ignored_files=first.ignored_files,
             store=planned.store,
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..catalog.records import Catalog
 from ..layout.wanted import Layout
 from ..recipe.match import Matched
+from .casts import rounded_in
 from .cover import prove_cover
 from .cuts import merge_loops, transfers_of
 from .records import LEAST_STAGING_BYTES, IOOptions, Plan, Transfer
@@ -48,6 +49,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
         conversions=dict(matched.conversions),
         coded=catalog.coded,
         kept=catalog.kept,
+        rounded=rounded_in(catalog.tensors, layout.wanted, matched.recipes),
     )
 
 

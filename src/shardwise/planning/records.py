@@ -206,6 +206,8 @@ class Plan:
     """Tensors that the source stores in parts, by the path that transfers of them name. The same on every rank."""
     kept: tuple[Coded, ...] = ()
     """Tensors whose parts the ranks hold as they are stored. The same on every rank."""
+    rounded: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    """Tensors whose dtype can't hold the stored values exactly, by dtype before and after. The same on every rank."""
 
     @property
     def bytes_to_read(self) -> int:

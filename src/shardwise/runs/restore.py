@@ -102,7 +102,10 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
     return ResumeReport.of(
         Saved(path=path, step=step, world_size=world_size),
         filled,
-        differences=("not written by shardwise: neither digests nor versions are recorded",),
+        differences=(
+            "not written by shardwise: neither digests nor versions are recorded",
+            *(cast.in_words() for load in filled.loads for cast in load.casts),
+        ),
         documents=tuple(documents),
         skipped=(
             "random generators and data position: not stored in a readable form",

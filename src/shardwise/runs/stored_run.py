@@ -345,7 +345,7 @@ def _further_files(manifest: Manifest, models: Mapping[str, StoredModel]) -> lis
     def is_known(name: str) -> bool:
         folder = name.rpartition("/")[0]
         is_slice = folder in folders and name.endswith(".safetensors")
-        is_shown_at_top = not folder and manifest.files[name] == manifest.files.get(f"model/{name}")
+        is_shown_at_top = manifest.files[name] == manifest.files.get(f"model/{name}")
         return name in known or folder == "rank" or is_slice or is_shown_at_top
 
     return sorted(n for n in manifest.files if not is_known(n))

@@ -24,7 +24,7 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..format.places import refuse_part
-from ..limits import inside, read_small
+from ..limits import inside, read_small, refuse_link_out
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..storage import (
@@ -171,6 +171,8 @@ def _files_of(origin: str) -> dict[str, _File]:
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=str(error.filename)) from error
     for name, stat in below.items():
+        if not is_url(origin):
+            refuse_link_out(origin, inside(origin, name))
         found[name] = _File(_nbytes_of(inside(origin, name)) if stat is None else stat.nbytes, _version(stat))
     if not found:
         raise SourceError("holds no file", path=origin)

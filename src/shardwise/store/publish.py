@@ -272,7 +272,9 @@ def delete_all(paths: Iterable[str], are_ours: Callable[[str], bool] = is_checkp
     for path in paths:
         try:
             if os.path.lexists(path) and not are_ours(path):
-                _log.info("%s: is not deleted: nothing in it proves that it is a checkpoint of this run", path)
+                _log.info(
+                    "%s: is not deleted: nothing in it proves that it is a checkpoint of this run", path
+                )
                 continue
             discard(path)
         except (OSError, CheckpointError, SourceError) as error:

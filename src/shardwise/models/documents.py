@@ -1,0 +1,258 @@
+"""The documents of a model's directory: every small file that is neither weights nor the state of a run.
+
+No list says which files a tokenizer, a processor or a library on top has: classes name their own, and new ones come with each
+release. Weights and training states are recognised by their names; the rest belongs to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mimetypes
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
+
+from ..errors import SourceError
+from ..limits import inside, is_inside, leads_out, read_small
+
+__all__ = [
+    "MODULES_NAME",
+    "code_of",
+    "documents_among",
+    "is_document",
+    "modules_in",
+    "read_documents",
+    "with_imports",
+]
+
+_log = logging.getLogger(__name__)
+
+#: Of one document, and of all of them. The largest tokenizers have about 35 MB.
+MAX_DOCUMENT_BYTES, MAX_DOCUMENTS_BYTES = 64 * 1024**2, 256 * 1024**2
+#: sentence-transformers' list of modules; each may have a folder of its own, with weights.
+MODULES_NAME = "modules.json"
+#: transformers' folder of templates beside the default one, and that of a model's own ``generate``.
+_TEMPLATES, _GENERATE = "additional_chat_templates", "custom_generate"
+#: What a folder of one part of a processor has, such as ``qformer_tokenizer/``.
+_PARTS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+#: What says that a folder is a model of its own, such as ``checkpoint-500/``.
+_OTHER_MODELS = ("config.json", "adapter_config.json")
+_MAX_DEPTH, _MAX_MODULES, _MAX_MODULES_BYTES = 3, 64, 1024**2
+
+#: Endings of weights and pickled states.
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".msgpack", ".h5", ".onnx", ".onnx_data", ".ot"),
+    *(".tflite", ".mlmodel", ".nemo", ".pb", ".npz", ".npy", ".pkl", ".pickle", ".joblib", ".distcp", ".parquet", ".arrow"),
+)  # fmt: skip
+#: Descriptions of weights that are not this model's, or not in this form, and of runs: a reader would take them for its own.
+_OF_OTHERS = frozenset(
+    {
+        *("adapter_config.json", "adapters.json", "quantize_config.json", "quant_config.json"),
+        *("hf_quant_config.json", "trainer_state.json", "manifest.json", "state.json", "head.json"),
+        *("latest", "latest_checkpointed_iteration.txt"),
+    }
+)
+_SECRET = re.compile(
+    r"(credentials?|secrets?|tokens?|id_[a-z0-9]+|.*[._-](pem|key|p12|pfx|kdbx))(\.json|\.txt|\.ya?ml)?",
+    re.IGNORECASE,
+)
+_TEXTS = re.compile(r"text/.*|application/(.*[+.-])?(json|xml|yaml|toml|javascript)")
+_TYPES = mimetypes.MimeTypes()  # Python's own table: that of the machine may differ between ranks
+
+
+def is_document(name: str) -> bool:
+    """Whether a file with this name, without folders, belongs to a model: no weights, state, code, media or archive. Pure."""
+    if name.startswith((".", "~", "events.out.tfevents.")) or name.endswith(
+        ("~", ".py", ".tmp", ".lock", *_WEIGHTS)
+    ):
+        return False
+    if ".index." in name or name in _OF_OTHERS or _SECRET.fullmatch(name):
+        return False
+    kind, packed = _TYPES.guess_type(name)
+    return packed is None and (kind is None or _TEXTS.fullmatch(kind) is not None)
+
+
+def documents_among(names: Iterable[str], modules: Collection[str] = ()) -> list[str]:
+    """The documents among the files of a directory, by relative names. ``modules``: as :func:`modules_in`. Pure.
+
+    Files at the top; the folders of further templates and of parts of a processor; and of sentence-transformers' modules
+    everything, weights included, because no other file has them.
+    """
+    known = set(names)
+    folders = {name.rpartition("/")[0] for name in known} - {""}
+    parts = {
+        folder
+        for folder in folders
+        if "/" not in folder
+        and any(f"{folder}/{one}" in known for one in _PARTS)
+        and not any(f"{folder}/{one}" in known for one in _OTHER_MODELS)
+    }
+
+    def belongs(name: str) -> bool:
+        folder, _, base = name.rpartition("/")
+        if any(part.startswith(".") for part in name.split("/")):
+            return False
+        if any(f"{folder}/".startswith(f"{module}/") for module in modules):
+            return not base.endswith(".py")
+        if folder == _TEMPLATES:
+            return base.endswith(".jinja")
+        return (not folder or folder in parts) and is_document(base)
+
+    return [name for name in sorted(known) if is_inside(name) and belongs(name)]
+
+
+def modules_in(document: bytes) -> list[str]:
+    """The folders that sentence-transformers' ``modules.json`` names, at most 64. Empty for a file that is none."""
+    if len(document) > _MAX_MODULES_BYTES:
+        return []
+    try:
+        paths = [one["path"] for one in json.loads(document)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+    named = dict.fromkeys(path.rstrip("/") for path in paths if isinstance(path, str))
+    return [path for path in named if is_inside(path)][:_MAX_MODULES]
+
+
+def read_documents(folder: str, *, without: Collection[str] = ()) -> dict[str, bytes]:
+    """The documents of a local directory, by relative name, except those in ``without``.
+
+    Left out, and named in a warning: links that lead out of the directory, what is no regular file or may not be read, and what is
+    too large. Raises :class:`SourceError` if the directory or a file can't be read.
+    """
+    modules = modules_in(_modules_file(folder))
+    found: dict[str, bytes] = {}
+    left: list[str] = []
+    total = 0
+    for name in documents_among(_names_in(folder, modules), modules):
+        if name in without:
+            continue
+        path = os.path.join(folder, name)
+        nbytes, why = _size_of(folder, path)
+        if nbytes > MAX_DOCUMENT_BYTES or total + nbytes > MAX_DOCUMENTS_BYTES:
+            why = f"{nbytes} bytes"
+        if why:
+            left.append(f"{name} ({why})")
+            continue
+        found[name] = read_small(path, name, MAX_DOCUMENT_BYTES)
+        total += nbytes
+    _tell(folder, tuple(left))
+    return found
+
+
+def _size_of(folder: str, path: str) -> tuple[int, str]:
+    """Size of a file of a directory, and why it can't be taken, if so."""
+    if leads_out(folder, path):
+        return 0, "a link out of the directory"
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return 0, "not a regular file"
+        return status.st_size, "" if os.access(path, os.R_OK) else "no permission to read it"
+    except OSError as error:
+        return 0, error.strerror or type(error).__name__
+
+
+@cache
+def _tell(folder: str, left: tuple[str, ...]) -> None:
+    """Once for each directory and list: a run saves often."""
+    if left:
+        _log.warning(
+            "%s: left out of what is written for this model: %s. If the model needs them, put the files themselves into the "
+            "directory, at most %d MiB each",
+            folder,
+            ", ".join(left[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else ""),
+            MAX_DOCUMENT_BYTES // 1024**2,
+        )
+
+
+def _modules_file(folder: str) -> bytes:
+    path = os.path.join(folder, MODULES_NAME)
+    return read_small(path, MODULES_NAME) if os.path.isfile(path) and not leads_out(folder, path) else b""
+
+
+def _names_in(folder: str, modules: Iterable[str]) -> Iterator[str]:
+    """Names of the files in a directory and in the folders that may have documents; other folders are not listed."""
+    try:
+        top = sorted(os.listdir(folder))
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror}", path=folder) from error
+    for name in top:
+        path = os.path.join(folder, name)
+        if not os.path.isdir(path):
+            yield name
+        elif name == _TEMPLATES or any(os.path.isfile(os.path.join(path, one)) for one in _PARTS):
+            yield from (f"{name}/{one}" for one in sorted(os.listdir(path)))
+    for module in modules:
+        root = inside(folder, module)
+        for at, folders, files in os.walk(root):
+            if os.path.relpath(at, root).count(os.sep) >= _MAX_DEPTH:
+                folders.clear()
+            yield from (
+                os.path.relpath(os.path.join(at, one), folder).replace(os.sep, "/") for one in sorted(files)
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Code
+
+
+def code_of(folder: str, documents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The Python files that ``auto_map`` in a document of a directory names, those of its own ``generate``, and what they import
+    there: name → content. Runs no code."""
+    left: list[str] = []
+
+    def read(name: str) -> bytes | None:
+        path = inside(folder, name)
+        if not os.path.isfile(path):
+            return None
+        if leads_out(folder, path):
+            left.append(f"{name} (a link out of the directory)")
+            return None
+        return read_small(path, name)
+
+    found: dict[str, bytes] = {}
+    for content in documents.values():
+        for module in _modules_of(content):
+            found |= with_imports(f"{module}.py", read)
+    own = with_imports(f"{_GENERATE}/generate.py", read)
+    if own and (needed := read(f"{_GENERATE}/requirements.txt")) is not None:
+        own[f"{_GENERATE}/requirements.txt"] = needed
+    _tell(folder, tuple(sorted(set(left))))
+    return found | own
+
+
+def _modules_of(document: bytes) -> list[str]:
+    """The modules that ``auto_map`` of a JSON document names, without those of other repositories (``repo--…``)."""
+    try:
+        auto_map = json.loads(document)["auto_map"]
+        references = [
+            r for value in auto_map.values() for r in (value if isinstance(value, list) else [value])
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+    modules = (r.partition(".")[0] for r in references if isinstance(r, str))
+    return [m for m in modules if re.fullmatch(r"\w+", m)]
+
+
+#: As transformers' ``get_relative_imports``.
+_RELATIVE_IMPORT = re.compile(rb"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+)\s*$)", re.MULTILINE)
+
+
+def with_imports(first: str, read: Callable[[str], bytes | None]) -> dict[str, bytes]:
+    """A Python file and the files beside it that it imports, directly or not: name → content. ``read`` gives None if there is none."""
+    folder = first.rpartition("/")[0]
+    found: dict[str, bytes] = {}
+    pending = {first}
+    while pending:
+        more = {name: content for name in sorted(pending) if (content := read(name)) is not None}
+        found |= more
+        imported = {
+            "/".join(filter(None, [folder, f"{(one or other).decode()}.py"]))
+            for content in more.values()
+            for one, other in _RELATIVE_IMPORT.findall(content)
+        }
+        pending = imported - found.keys() - pending
+    return found
