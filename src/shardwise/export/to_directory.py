@@ -13,7 +13,7 @@ from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..store.marks import remove_ours, unmark
 from ..store.publish import make_temporary
-from ..store.write import fsync_directory, write_file
+from ..store.write import fsync_directory, make_directories, write_file
 from ..transfer.copy import FileFiller, Staging
 from .files import INDEX_NAME, HubFiles, check_readable
 from .job import Job
