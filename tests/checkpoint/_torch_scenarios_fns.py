@@ -118,8 +118,10 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """As a program that resumes has it: sharded on meta, then given memory of any content."""
-    return fsdp(model.to("meta")).to_empty(device="cpu")
+    """As a program that resumes has it: sharded on meta, then given memory of any content, with the buffer that no checkpoint has."""
+    found = fsdp(model.to("meta")).to_empty(device="cpu")
+    found.get_buffer("not_kept").fill_(1)  # left as it is, it has any content, and the report names it
+    return found
 
 
 def activations(model: nn.Module) -> nn.Module:
