@@ -2261,8 +2261,8 @@ MUTATIONS = (
     ),
     Mutation(
         "doctor/probe.py",
-        "            shutil.rmtree(folder, ignore_errors=True)\n",
-        "            pass\n",
+        "        finally:\n            shutil.rmtree(folder, ignore_errors=True)\n",
+        "        finally:\n            pass\n",
         ("tests/doctor/test_system.py::test_a_file_limit_that_the_probe_meets",),
         "a probe leaves its files",
     ),
