@@ -31,6 +31,7 @@ def packed_catalog(catalog: Catalog) -> bytes:
         "tensors": tensors,
         "files": [asdict(file) for file in catalog.files],
         "ignored_files": catalog.ignored_files,
+        "ignored_entries": catalog.ignored_entries,
         "metadata": dict(catalog.metadata),
         "digests": dict(catalog.digests),
         "settings": dict(catalog.quantization.settings),
@@ -55,6 +56,7 @@ def unpacked_catalog(content: bytes) -> Catalog:
         tensors=tensors,
         files=tuple(StoredFile(**file) for file in document["files"]),
         ignored_files=tuple(document["ignored_files"]),
+        ignored_entries=tuple(document["ignored_entries"]),
         metadata=document["metadata"],
         digests=document["digests"],
         quantization=Quantization(

@@ -6,9 +6,11 @@ import os
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
+from ..limits import brief
 from ..storage import is_file, is_url, looking_once, place_of
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
+from .kinds import kind_of, refuse_below, refuse_foreign
 from .quantization import with_quantization
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, has_safetensors
@@ -33,10 +35,30 @@ def open_catalog(
 
     The files decide: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` is torch's (DCP), one
     with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
-    one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
+    one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`, by its name for
+    what another program wrote and can't be read (:mod:`.kinds`).
     """
     with looking_once(os.fspath(path)):
-        return with_quantization(_open(os.fspath(path), model, variant))
+        return with_quantization(_plain(_open(os.fspath(path), model, variant)))
+
+
+def _plain(catalog: Catalog) -> Catalog:
+    """The catalog, if what it lists are plain tensors. Refuses by name what only its writer can put together."""
+    if any(name.endswith("_flat_param") for name in catalog.tensors):
+        raise SourceError(
+            "holds FSDP1's flat parameters (LOCAL_STATE_DICT), which only the same number of ranks can cut apart. Resume it once "
+            "with FSDP1, and save there with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            path=catalog.root,
+        )
+    is_torchao = '"_type"' in "".join(catalog.metadata.values()) and "tensor_names" in catalog.metadata
+    codes = next((name for name in catalog.tensors if name.endswith(("_weight_qdata", ":qdata"))), None)
+    if codes is not None and (is_torchao or codes.endswith("_weight_qdata")):
+        raise SourceError(
+            f"is quantised by torchao ({brief(codes)}), which can't be read. Load the model from which it was quantised, or let "
+            f"transformers open it and save plain weights",
+            path=catalog.root,
+        )
+    return catalog
 
 
 def _open(root: str, model: str | None, variant: str | None) -> Catalog:
@@ -46,6 +68,7 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
         raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
     if is_url(root) and model is None and variant is None and is_file(root):
         # who may read an object may not list its folder
+        refuse_foreign(root)
         return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)
@@ -57,6 +80,7 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
             or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
         )
         raise SourceError(what, path=root)
+    refuse_foreign(root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
     if is_file(os.path.join(root, METADATA_NAME)):
@@ -76,4 +100,6 @@ def _without_safetensors(root: str) -> Catalog:
         return catalog_of_dcp(folder)
     if is_file(file):
         return catalog_of_torch_file(file)
+    if describe_steps(root) is None and kind_of(root) is None:
+        refuse_below(root)
     return catalog_of_safetensors(root)  # raises the error

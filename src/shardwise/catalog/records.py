@@ -203,7 +203,8 @@ class Quantization:
 class Catalog:
     """Everything that planning knows of a source.
 
-    ``ignored_files`` look like payload but do not belong to the source (they are outside its index).
+    ``ignored_files`` look like payload but do not belong to the source (they are outside its index); ``ignored_entries`` are stored in
+    its file next to the model.
     ``digests`` are content digests by stored name, if the source records them.
     """
 
@@ -221,6 +222,7 @@ class Catalog:
     """Tensors that the source stores in parts, and whose parts the model holds as they are stored."""
     referred: frozenset[str] = frozenset()
     """Names of tensors of which a checkpoint holds only digests; they are not among ``tensors``."""
+    ignored_entries: tuple[str, ...] = ()
 
     @property
     def has_module_names(self) -> bool:

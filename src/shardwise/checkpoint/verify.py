@@ -24,6 +24,7 @@ from ..catalog.checkpoint import (
     size_differs,
     size_problem,
 )
+from ..catalog.kinds import refuse_other
 from ..digests.digest import finish, partial_sum_bytes
 from ..dtypes import itemsize
 from ..errors import ShardwiseError
@@ -34,7 +35,7 @@ from ..format.steps import misnamed
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
-from ..storage import Stat, absolute, files_below, is_url
+from ..storage import Stat, absolute, files_below, is_file, is_url, join
 from ..transfer import SourceReader
 from .check import read_head
 
@@ -86,6 +87,8 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
+    if not is_file(join(root, MANIFEST_NAME)):
+        refuse_other(root, "verified")
     manifest = read_manifest(root)
     work = _Verification(root, manifest, this_operation(root))
     work.run(threads or min(8, _cores()))

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ..catalog.kinds import refuse_config, refuse_foreign
 from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.steps import describe_steps
 from ..internals.transformers import known_class, modules_cache, remote_class
@@ -76,7 +77,9 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
 
     if not os.path.isdir(directory):
         raise SourceError("no such directory; give a local model directory", path=directory)
+    refuse_foreign(directory)
     home = home_of(directory)
+    refuse_config(home)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
         what = describe_steps(directory) or "no config.json; a transformers model directory has one"
