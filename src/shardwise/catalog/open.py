@@ -50,9 +50,8 @@ def _plain(catalog: Catalog) -> Catalog:
             "with FSDP1, and save there with SHARDED_STATE_DICT or FULL_STATE_DICT",
             path=catalog.root,
         )
-    is_torchao = '"_type"' in "".join(catalog.metadata.values()) and "tensor_names" in catalog.metadata
     codes = next((name for name in catalog.tensors if name.endswith(("_weight_qdata", ":qdata"))), None)
-    if codes is not None and (is_torchao or codes.endswith("_weight_qdata")):
+    if codes is not None:
         raise SourceError(
             f"is quantised by torchao ({brief(codes)}), which can't be read. Load the model from which it was quantised, or let "
             f"transformers open it and save plain weights",

@@ -284,6 +284,10 @@ class _Machine:
 
     def call(self) -> None:
         args, name = self._stack.pop(), self._stack.pop()
+        if type(name) is Record and isinstance(self._names, AnyNames):
+            name = Name(
+                partial(_unread, name.kind)
+            )  # a method, as pickles of Python have it: getattr of a class
         if type(name) is not Name or type(args) is not tuple:
             raise TypeError(f"a call of a {type(name).__name__}")
         self._stack.append(name.make(*args))

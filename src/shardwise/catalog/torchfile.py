@@ -312,7 +312,7 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     def pick(content: Any) -> Any:
         return _state_dict_in(content, ignored)
 
-    content, file = read_torch_file(path, pick)
+    content, file = read_torch_file(path, pick, names=ANY_NAMES)
     tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
     if len(tensors) != len(content):
         raise FormatError("two of its names differ only in type (1 and '1')", path=file.path)
@@ -378,16 +378,19 @@ def _not_plain(name: Any, value: Record) -> str:
 
 
 def read_torch_file(
-    path: str | os.PathLike[str], pick: Callable[[Any], Any] = lambda content: content
+    path: str | os.PathLike[str],
+    pick: Callable[[Any], Any] = lambda content: content,
+    *,
+    names: Names = TENSOR_NAMES,
 ) -> tuple[Any, StoredFile]:
     """The content of one ``torch.save``d file: its dicts and lists, with a place in the file for each tensor.
 
-    ``pick`` selects a part before tensors are located. Rank-local; reads the zip's directory, the description and 30
+    ``pick`` selects a part before tensors are located; ``names`` stand for its classes. Rank-local; reads the zip's directory, the description and 30
     bytes per tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors
     and plain values, elements not in row-major order, a file from before torch 1.6).
     """
     with open_file(os.fspath(path)) as file:
-        archive = Archive(file, 0, file.stored.nbytes, ANY_NAMES)
+        archive = Archive(file, 0, file.stored.nbytes, names)
         try:
             picked = pick(archive.content)
         except FormatError as error:
