@@ -113,7 +113,7 @@ def test_what_can_not_be_read_is_named(
     (tmp_path / "nothing").mkdir()
     paths = [str(tmp_path / name) for name in ("ranks", "ranks-numbered", "nothing")]
     for per_rank, numbered, nothing in ranks.run_ranks(2, fns.errors_of, paths):
-        assert "the parts of single ranks" in per_rank
+        assert "is a checkpoint of Accelerate in parts of single ranks" in per_rank
         assert "FULL_STATE_DICT" in per_rank
         assert "by parameter number, in groups of [1, 13]; this run's has groups of [14]" in numbered
         assert "not a checkpoint" in nothing

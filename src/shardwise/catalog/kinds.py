@@ -106,7 +106,7 @@ KINDS: tuple[Kind, ...] = (
         "has the whole model: give the path of that file",
     ),
     Kind(
-        name="a file or directory with the parts of single ranks, as verl, SkyRL and other RL engines save them (model_world_size_N_rank_K.pt)",
+        name="a checkpoint of verl, SkyRL or another RL engine (parts of single ranks)",
         marks=(r"(model|optim)_world_size_\d+_rank_\d+\.pt",),
         file=r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",
         unless=_WEIGHTS,
@@ -114,7 +114,7 @@ KINDS: tuple[Kind, ...] = (
         "--target_dir OUT; then give OUT",
     ),
     Kind(
-        name="a file or directory with the parts of single ranks, as Accelerate saves them with use_dcp=False or LOCAL_STATE_DICT",
+        name="a checkpoint of Accelerate in parts of single ranks (use_dcp=False or LOCAL_STATE_DICT)",
         marks=(r"(pytorch_model_fsdp|pytorch_model|optimizer)(_\d+)?_rank\d+\.bin",),
         file=r"(pytorch_model_fsdp|pytorch_model|optimizer)(_\d+)?_rank\d+\.bin",
         instead="The place of each part in its tensor isn't stored. Resume it once with Accelerate at the same number of ranks, and save "
