@@ -403,7 +403,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology(
         "path.foreign",
         "No command of shardwise reads it: it is a model in GGUF",
-        replace(HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a model in GGUF", instead="Take another."),)),
+        replace(
+            HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a model in GGUF", instead="Take another."),)
+        ),
     ),
     Pathology("path.unknown", "Nothing was checked here", replace(HEALTHY, unknown=("/x/config.json",))),
 )

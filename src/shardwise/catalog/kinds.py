@@ -21,6 +21,7 @@ __all__ = [
     "KINDS",
     "Kind",
     "is_zip",
+    "kind_below",
     "kind_in",
     "kind_of",
     "refuse_below",
@@ -286,18 +287,26 @@ def refuse_foreign(path: str) -> None:
         raise SourceError(kind.refusal(path), path=path)
 
 
-def refuse_below(path: str) -> None:
-    """Refuse a directory in which nothing was recognised, if one of its folders is of a kind that can't be read.
-
-    Rank-local; lists at most 64 local folders. Raises :class:`SourceError`.
-    """
+def kind_below(path: str) -> tuple[str, Kind] | None:
+    """The first folder below a local directory that is of a kind that can't be read, and this kind. Lists at most 64 folders."""
     if is_url(path) or not os.path.isdir(path):
-        return
+        return None
     for name in sorted(_names(path))[:_MOST_FOLDERS]:
         folder = join(path, name)
         kind = kind_in(_names(folder)) if os.path.isdir(folder) else None
         if kind is not None and not kind.works:
-            raise SourceError(f"its folder {name} {kind.refusal(folder)}", path=path)
+            return name, kind
+    return None
+
+
+def refuse_below(path: str) -> None:
+    """Refuse a directory in which nothing was recognised, if one of its folders is of a kind that can't be read.
+
+    Rank-local. Raises :class:`SourceError`.
+    """
+    if found := kind_below(path):
+        name, kind = found
+        raise SourceError(f"its folder {name} {kind.refusal(join(path, name))}", path=path)
 
 
 def refuse_other(path: str, done: str) -> None:

@@ -31,7 +31,17 @@ _ALL_S, _EACH_S = 12.0, 10.0
 _MOST_FILES = 2_000
 
 
-_KINDS = ("places", "buckets", "accelerate", "arguments", "models", "checkpoints", "logs", "foreign", "unknown")
+_KINDS = (
+    "places",
+    "buckets",
+    "accelerate",
+    "arguments",
+    "models",
+    "checkpoints",
+    "logs",
+    "foreign",
+    "unknown",
+)
 
 
 @dataclass(slots=True)

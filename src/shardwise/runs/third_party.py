@@ -25,7 +25,7 @@ from ..catalog.dcp import (
     optimizers_in,
     read_dcp,
 )
-from ..catalog.kinds import Kind, kind_of, refuse_below, refuse_foreign
+from ..catalog.kinds import Kind, kind_below, kind_of, refuse_below, refuse_foreign
 from ..catalog.open import open_catalog
 from ..catalog.safetensors import has_safetensors
 from ..catalog.torchfile import FULL_STATE_STEM, has_torch_files, read_torch_file
@@ -190,13 +190,13 @@ def _as_text(options: Mapping[str, Any]) -> str:
 def is_third_party(path: str) -> bool:
     """Whether another program wrote a path, as its marks say: a run that can be restored, or one that is refused by its name."""
     with looking_once(path):
-        return kind_of(path) is not None or bool(is_directory(path) and _is_in_folders(path))
-
-
-def _is_in_folders(path: str) -> bool:
-    """Whether model or optimizer are DCP directories below ``path``, and this is no checkpoint of ours."""
-    found = _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM)
-    return bool(found) and not _has(path, "manifest.json")
+        if kind_of(path) is not None:
+            return True
+        if not is_directory(path) or _has(path, "manifest.json"):
+            return False
+        if _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM):
+            return True
+        return describe_steps(path) is None and kind_below(path) is not None
 
 
 def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
