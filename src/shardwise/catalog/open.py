@@ -85,7 +85,13 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
     if is_file(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
-        return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
+        if found.tensors:
+            return found
+        if not has_safetensors(root):
+            raise SourceError(
+                "holds no model: its state dict has an optimizer, or values that aren't tensors", path=root
+            )
+        return catalog_of_safetensors(root)
     if has_safetensors(root):
         return catalog_of_safetensors(root)
     return _without_safetensors(root)

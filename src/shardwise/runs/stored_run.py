@@ -242,7 +242,7 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
         except ShardwiseError as error:
             skipped.append(f"{name}: {error}")
             continue
-        if any(isinstance(v, dict) for v in found.values()) and not _is_in_a_file(run.path, name):
+        if any(isinstance(v, dict) for v in found.values()) and not run.is_in_a_file(name):
             skipped.append(
                 f"{name}: a state dict keeps every key as text, so the keys of its mappings lost their types"
             )
@@ -278,10 +278,6 @@ def _numbered(name: str, path: str) -> str:
         f"{name}: the optimizer's state, by parameter number, which only an optimizer built as in the saved run can match. To keep it: "
         f"sw.restore(sw.TrainState(model=model, optimizer=optimizer), {path!r}), and sw.save there"
     )
-
-
-def _is_in_a_file(root: str, name: str) -> bool:
-    return any(is_file(os.path.join(root, f"{name}.{end}")) for end in ("bin", "pt"))
 
 
 def _optimizer(

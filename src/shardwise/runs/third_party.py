@@ -314,6 +314,12 @@ class ThirdPartyRun:
         where = entries if _has(self.path, METADATA_NAME) else " or ".join(_DOCUMENT_FILES[name])
         raise StateError(f"{self.path}: holds no {name} ({where}); leave it out of the state")
 
+    def is_in_a_file(self, name: str) -> bool:
+        """Whether the state of ``scheduler`` or ``scaler`` is stored with the types of its keys, not as items of DCP."""
+        if any(_has(self.path, file) for file in _DOCUMENT_FILES[name]):
+            return True
+        return name == "scheduler" and _LIGHTNING_SCHEDULERS in self._meta
+
     @property
     def step(self) -> int | None:
         """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; None if none has it."""
@@ -417,6 +423,8 @@ def _of_dcp(found: DcpCheckpoint, head: str) -> StoredOptimizer:
                             f"its {rest} is one item, not one for each parameter", path=found.catalog.root
                         )
                     continue  # an optimizer without a step has an empty state
+                if part == "state" and _has_tensor(value):
+                    raise _no_tensor(owner, key, value, found.catalog.root)
                 (values if part == "state" else items).setdefault(owner, {})[key] = value
             elif part == "state":
                 tensors[short] = replace(t, name=short)
@@ -450,10 +458,7 @@ def _of_file(path: str) -> StoredOptimizer:
                 name = StateKey(str(owner), str(key)).name
                 tensors[name] = replace(value, name=name)
             elif _has_tensor(value):
-                raise StateError(
-                    f"{path}: the optimizer's state {brief(key)} of parameter {brief(owner)} is a {type(value).__name__} of tensors, "
-                    f"and only tensors and plain values can be put into shards. Restore the model alone (TrainState(model=…))"
-                )
+                raise _no_tensor(owner, key, value, path)
             else:
                 values.setdefault(str(owner), {})[str(key)] = plain.of(value)
     settings = [_group(plain.of(group), path) for group in groups]
@@ -463,7 +468,14 @@ def _of_file(path: str) -> StoredOptimizer:
 def _has_tensor(value: Any) -> bool:
     if type(value) in (list, tuple, dict):
         return any(map(_has_tensor, value.values() if type(value) is dict else value))
-    return isinstance(value, StoredTensor)
+    return isinstance(value, StoredTensor | torch.Tensor)
+
+
+def _no_tensor(owner: Any, key: Any, value: Any, path: str) -> StateError:
+    return StateError(
+        f"{path}: the optimizer's state {brief(key)} of parameter {brief(owner)} is a {type(value).__name__} of tensors, and only "
+        f"tensors and plain values can be put into shards. Restore the model alone (TrainState(model=…))"
+    )
 
 
 def _group(found: Any, path: str) -> dict[str, Any]:
