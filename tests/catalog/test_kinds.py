@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -100,7 +101,7 @@ def make(root: Path, names: list[str]) -> Path:
     return root
 
 
-CALLS: dict[str, Callable[[Path, Path], object]] = {
+CALLS: dict[str, Callable[[Any, Any], object]] = {
     "catalog": lambda path, out: open_catalog(path),
     "load": lambda path, out: sw.load(torch.nn.Linear(2, 3), path),
     "load_pretrained": lambda path, out: sw.load_pretrained(path),
@@ -191,6 +192,17 @@ def test_a_folder_above_is_told_what_is_in_it(tmp_path: Path) -> None:
     for call in CALLS.values():
         with pytest.raises(SourceError, match="its folder actor is a checkpoint of verl"):
             call(tmp_path / "global_step_3", tmp_path / "out")
+
+
+def test_urls_too() -> None:
+    """The store's listing says it, or an object's name."""
+    files = fsspec.filesystem("memory")
+    for name in ("zero/zero_to_fp32.py", "zero/latest", "one/model.gguf"):
+        files.pipe(f"/kinds/{name}", b"GGUF")
+    for url, name in (("memory://kinds/zero", "DeepSpeed"), ("memory://kinds/one/model.gguf", "GGUF")):
+        for call in ("catalog", "load", "verify", "diff", "convert", "export", "restore"):
+            with pytest.raises(SourceError, match=f"{url}: is a .*{name}.*which can't be read"):
+                CALLS[call](url, "unwritten")
 
 
 def test_what_is_recognised_and_not_ours_can_not_be_verified(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "refuse_below",
     "refuse_config",
     "refuse_foreign",
+    "refuse_named",
     "refuse_other",
 ]
 
@@ -246,12 +247,12 @@ def kind_of(path: str) -> Kind | None:
 
     Rank-local: lists the directory, or reads eight bytes of a local file. Of a URL that names an object only the name counts.
     """
-    if is_url(path) and is_file(path):
-        return _kind_of_file(_base(path), b"")
-    if is_directory(path):
-        names = _names(path)
+    # Of a store the listing is wanted anyway; a look at an object of this name would be one request more.
+    names = _names(path) if is_url(path) or is_directory(path) else []
+    if names:
         return None if "manifest.json" in names else kind_in(names)
-    return _kind_of_file(_base(path), _first_bytes(path)) if is_file(path) else None
+    kind = _kind_of_file(_base(path), _first_bytes(path))
+    return kind if kind is not None and is_file(path) else None
 
 
 def _kind_of_file(name: str, first: bytes) -> Kind | None:
@@ -297,6 +298,13 @@ def kind_below(path: str) -> tuple[str, Kind] | None:
         if kind is not None and not kind.works:
             return name, kind
     return None
+
+
+def refuse_named(path: str) -> None:
+    """Refuse one object of a store by its name alone: its folder may not be listed. Raises :class:`SourceError`."""
+    kind = _kind_of_file(_base(path), b"")
+    if kind is not None and not kind.works:
+        raise SourceError(kind.refusal(path), path=path)
 
 
 def refuse_below(path: str) -> None:

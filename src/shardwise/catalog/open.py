@@ -10,7 +10,7 @@ from ..limits import brief
 from ..storage import is_file, is_url, looking_once, place_of
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
-from .kinds import kind_of, refuse_below, refuse_foreign
+from .kinds import kind_of, refuse_below, refuse_foreign, refuse_named
 from .quantization import with_quantization
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, has_safetensors
@@ -67,7 +67,7 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
         raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
     if is_url(root) and model is None and variant is None and is_file(root):
         # who may read an object may not list its folder
-        refuse_foreign(root)
+        refuse_named(root)
         return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)

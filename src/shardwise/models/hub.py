@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..catalog.kinds import kind_in
 from ..catalog.safetensors import INDEX_NAME, SINGLE_NAME, with_variant
 from ..catalog.torchfile import TORCH_INDEX_NAME, TORCH_SINGLE_NAME
 from ..errors import SourceError
@@ -365,6 +366,9 @@ def needed_files(
         wanted += [n for n in inner if n.endswith(".py")]
     weights, index = _weights(here, variant)
     if not weights and index is None:
+        kind = kind_in(here)
+        if kind is not None and not kind.works:
+            raise SourceError(kind.refusal(where), path=where)
         of = f" of variant {variant!r}" if variant else ""
         other = sorted(
             {os.path.splitext(n)[1] for n in here if n.endswith((".gguf", ".safetensors", ".bin", ".pt"))}

@@ -223,7 +223,9 @@ def _sources(root: str, stem: str) -> tuple[str, ...]:
     if _has(root, METADATA_NAME):
         return (root,)
     found: list[str] = []
-    names: list[tuple[str, ...]] = [(f"{stem}_0", f"{stem}.bin", f"{stem}.pt")]  # Accelerate's, and the HF Trainer's
+    names: list[tuple[str, ...]] = [
+        (f"{stem}_0", f"{stem}.bin", f"{stem}.pt")
+    ]  # Accelerate's, and the HF Trainer's
     while names:
         folder, *files = (os.path.join(root, n) for n in names.pop())
         here = folder if _has(folder, METADATA_NAME) else next(filter(is_file, files), None)
