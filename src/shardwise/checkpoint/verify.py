@@ -35,7 +35,7 @@ from ..format.steps import misnamed
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
-from ..storage import Stat, absolute, files_below, is_file, is_url, join
+from ..storage import Stat, absolute, files_below, is_url
 from ..transfer import SourceReader
 from .check import read_head
 
@@ -89,8 +89,8 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
         raise ValueError(f"threads must be at least 1, got {threads}")
     try:
         manifest = read_manifest(root)
-    except SourceError:
-        if not is_file(join(root, MANIFEST_NAME)):
+    except SourceError as error:
+        if error.path == root:  # it has no manifest
             refuse_other(root, "verified")
         raise
     work = _Verification(root, manifest, this_operation(root))
