@@ -373,7 +373,9 @@ class ThirdPartyRun:
             read |= {n for n, t in found.catalog.tensors.items() if not t.chunks or t.chunks[0] in kept}
             entries = {key for name in documents for key in _DOCUMENT_KEYS.get(name, ())}
             read |= {n for n, path in found.paths.items() if path[0] in entries}
-            lines += [f"{name}: an entry of the state dict, not read" for name in entries_left_out(found, read)]
+            lines += [
+                f"{name}: an entry of the state dict, not read" for name in entries_left_out(found, read)
+            ]
         if self._meta:
             known = {"global_step", *((_LIGHTNING_SCHEDULERS,) if "scheduler" in documents else ())}
             rest = [str(key) for key in self._meta if key not in known]
