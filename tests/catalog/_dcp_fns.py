@@ -60,6 +60,11 @@ def save_with_torch(folder: str, kind: str, dtype: str) -> dict[str, torch.Tenso
     return whole(model)
 
 
+def saves_its_own(folder: str) -> None:
+    """As RL engines do, on every rank."""
+    torch.save(sharded(1).state_dict(), f"{folder}/of_rank_{dist.get_rank()}.pt")
+
+
 def load_with_us(folder: str, dtype: str) -> tuple[dict[str, torch.Tensor], int]:
     model = sharded(2, dtype=getattr(torch, dtype))
     report = sw.load(model, folder, allow_plain=("gate",))

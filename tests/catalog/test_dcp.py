@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+import shardwise as sw
 from shardwise.catalog.dcp import read_dcp
-from shardwise.errors import FormatError, IntegrityError, SourceError
+from shardwise.catalog.open import open_catalog
+from shardwise.errors import FormatError, IntegrityError, SourceError, StateError
 from tests.catalog import _dcp_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long
@@ -306,6 +310,63 @@ def test_what_is_not_there_is_refused(ranks: RankPool, saved: Path) -> None:
         for name in ("scaler", "dataloader", "scheduler"):
             assert found[name].startswith("StateError"), found[name]
             assert "leave" in found[name]
+
+
+def trained(names: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model, and the state dict of an optimizer that has made a step."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=names == "flat")
+    return model, get_optimizer_state_dict(model, optimizer, options=options)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("names", ["nested", "flat"])
+@pytest.mark.parametrize(
+    "entries", [("net", "opt"), ("state_dict", "optimizer_0"), ("state.model", "state.optimizers.AdamW")]
+)
+def test_an_optimizer_is_told_by_its_groups(tmp_path: Path, entries: tuple[str, str], names: str) -> None:
+    """Whatever its entry is called: no moment is ever a weight, and it is read with its model."""
+    model, of_optimizer = trained(names)
+    state: dict[str, Any] = {}
+    for entry, content in zip(entries, (model.state_dict(), of_optimizer), strict=True):
+        *above, last = entry.split(".")
+        place = state
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = content
+    dcp.save(state | {"note": "kept"}, checkpoint_id=tmp_path / "x", no_dist=True)
+    catalog = open_catalog(tmp_path / "x")
+    assert catalog.tensors.keys() == {"weight", "bias"}
+    report = sw.convert(tmp_path / "x", tmp_path / "out")
+    assert (report.tensors, report.optimizer_tensors) == (2, 6)
+    assert any(line.startswith("note: ") for line in report.skipped)
+    again = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(again.parameters())
+    for source in ("x", "out"):
+        sw.restore(sw.TrainState(model=again, optimizer=optimizer), tmp_path / source)
+        assert torch.equal(again.weight, model.weight)
+        assert all(state["exp_avg"].any() for state in optimizer.state.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_entries_of_which_none_is_known_to_be_the_model(tmp_path: Path) -> None:
+    model, of_optimizer = trained("nested")
+    state = {"actor": model.state_dict(), "ema": torch.nn.Linear(3, 2).state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    for write in (sw.convert, sw.export_hf):
+        with pytest.raises(
+            StateError, match=r"has tensors in 'actor, ema', and none of them is known to be the model"
+        ):
+            write(tmp_path / "x", tmp_path / "out")
+    again = torch.nn.Linear(3, 2)
+    sw.load(again, tmp_path / "x", names=lambda n: n.removeprefix("actor."), allow_unused=("ema.*",))
+    assert torch.equal(again.weight, model.weight)
+    dcp.save(of_optimizer, checkpoint_id=tmp_path / "optimizer", no_dist=True)
+    with pytest.raises(SourceError, match="holds no model: its state dict has an optimizer"):
+        open_catalog(tmp_path / "optimizer")
 
 
 @pytest.mark.parametrize("flat_optimizer", [False, True])

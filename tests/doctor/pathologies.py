@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.doctor.facts import Checkpoint, Cores, Facts, Limits, Log, Settings
+from shardwise.doctor.facts import Checkpoint, Cores, Facts, Foreign, Limits, Log, Settings
 from shardwise.doctor.logs import KNOWN
 from tests.doctor.healthy import (
     ARGUMENTS,
@@ -417,5 +417,12 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _rank(1, files={"/models/qwen/model.safetensors": 7}),
     ),
     Pathology("ranks.not-shared", "rank 3 (node3) did not see", _rank(3, unseen={"/data/run": (0, 1, 2)})),
+    Pathology(
+        "path.foreign",
+        "No command of shardwise reads it: it is a model in GGUF",
+        replace(
+            HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a model in GGUF", instead="Take another."),)
+        ),
+    ),
     Pathology("path.unknown", "Nothing was checked here", replace(HEALTHY, unknown=("/x/config.json",))),
 )

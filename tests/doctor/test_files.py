@@ -277,7 +277,7 @@ CHECKPOINTS: dict[tuple[str, ...], Callable[[Path], Path]] = {
     ("checkpoint.damaged",): spoil_step,
     ("checkpoint.set-aside",): put_aside,
     ("checkpoint.leftovers",): leave_temporary,
-    ("checkpoint.per-rank", "checkpoint.pickle"): per_rank,
+    ("checkpoint.per-rank", "checkpoint.pickle", "path.foreign"): per_rank,
     ("checkpoint.pickle",): of_dcp,
     ("checkpoint.unfinished",): unfinished,
 }

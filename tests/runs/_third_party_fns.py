@@ -154,7 +154,8 @@ def asks_too_much_of_dcp(folder: str) -> dict[str, Any]:
     model, optimizer = state.models["model"], state.optimizers["optimizer"]
     content = {"model": model, "optimizer": optimizer, "scaler": scaler}
     dcp.save({name: found.state_dict() for name, found in content.items()}, checkpoint_id=folder)
-    asked = {"optimizer": {"optimizer": optimizer}, "scheduler": {"scheduler": state.scheduler}, "model": {}}
+    other = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    asked = {"optimizer": {"optimizer": other}, "scheduler": {"scheduler": state.scheduler}, "model": {}}
     found: dict[str, Any] = {}
     for name, more in asked.items():
         try:
@@ -164,7 +165,22 @@ def asks_too_much_of_dcp(folder: str) -> dict[str, Any]:
             found[name] = type(error).__name__, str(error)
     fresh = torch.amp.GradScaler("cpu")
     sw.restore(sw.TrainState(model=model, scaler=fresh), folder)
-    return {**found, "scaler": fresh.get_scale()}
+    again = run_of(5, rate=1.0)
+    taken = again.optimizers["optimizer"]
+    report = sw.restore(sw.TrainState(model=again.models["model"], optimizer=taken), folder)
+    pairs = zip(model.parameters(), again.models["model"].parameters(), strict=True)
+    same = [
+        torch.equal(_full(optimizer.state[a][k]), _full(taken.state[b][k]))
+        for a, b in pairs
+        for k in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    return {
+        **found,
+        "scaler": fresh.get_scale(),
+        "same": same,
+        "rate": taken.param_groups[0]["lr"],
+        "said": report.differences,
+    }
 
 
 def accelerate_saves_per_rank(root: str, folder: str) -> None:
@@ -177,6 +193,7 @@ def accelerate_saves_per_rank(root: str, folder: str) -> None:
     if dist.get_rank() == 0:
         shutil.copytree(root, f"{folder}-numbered")
         plain: nn.Module = Lines()
-        optimizer = torch.optim.AdamW(plain.parameters())
+        first, *rest = plain.parameters()
+        optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
         torch.save(optimizer.state_dict() | {"state": {0: {"step": 1}}}, f"{folder}-numbered/optimizer.bin")
     dist.barrier()

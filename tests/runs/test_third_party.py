@@ -113,20 +113,25 @@ def test_what_can_not_be_read_is_named(
     (tmp_path / "nothing").mkdir()
     paths = [str(tmp_path / name) for name in ("ranks", "ranks-numbered", "nothing")]
     for per_rank, numbered, nothing in ranks.run_ranks(2, fns.errors_of, paths):
-        assert "the parts of single ranks" in per_rank
+        assert "is a checkpoint of Accelerate in parts of single ranks" in per_rank
         assert "FULL_STATE_DICT" in per_rank
-        assert "by parameter number" in numbered
+        assert "by parameter number, in groups of [1, 13]; this run's has groups of [14]" in numbered
         assert "not a checkpoint" in nothing
 
 
 def test_a_dcp_directory_that_lacks_what_is_asked_for(ranks: RankPool, tmp_path: Path) -> None:
-    """``optimizer.state_dict()`` numbers parameters. Errors speak of a state dict, not of Accelerate's files."""
+    """``optimizer.state_dict()`` numbers parameters: matched by position, in the same groups. Errors speak of a state dict, not of
+    Accelerate's files."""
     (found,) = ranks.run_ranks(1, fns.asks_too_much_of_dcp, str(tmp_path / "saved"))
     kind, text = found["optimizer"]
     assert kind == "StateError"
     assert "by parameter number" in text
     assert "TrainState(model=…)" in text
-    assert "get_optimizer_state_dict" in text
+    assert "same groups, same order" in text
+    assert len(found["same"]) == 14 * 3
+    assert all(found["same"])
+    assert found["rate"] == 1e-2
+    assert any("matched by their positions" in line for line in found["said"])
     assert "no entry 'lr_scheduler' or 'scheduler' in the state dict" in found["scheduler"][1]
     assert ".bin" not in found["scheduler"][1]
     assert found["model"] == "restored"

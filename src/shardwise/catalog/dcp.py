@@ -9,7 +9,8 @@ Python: plain records stand for the few classes of the format, and any other nam
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -28,20 +29,34 @@ from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, 
 
 __all__ = [
     "METADATA_NAME",
+    "UNKNOWN_ENTRIES",
     "ByteRange",
     "DcpCheckpoint",
     "ItemFiles",
     "catalog_of_dcp",
+    "entries_left_out",
     "model_in",
+    "optimizers_in",
     "read_dcp",
 ]
 
 METADATA_NAME = ".metadata"
 #: Files that are open at a time.
 _MOST_OPEN = 64
-_MODEL_PATHS: tuple[tuple[str, ...], ...] = (("model",), ("app", "model"), ("state", "model"))
+#: Where a state dict has its model: Accelerate, the HF Trainer, Fabric and FSDP1 in Lightning; torch's examples; Composer;
+#: Lightning's ModelParallelStrategy.
+_MODEL_PATHS: tuple[tuple[str, ...], ...] = (
+    ("model",),
+    ("app", "model"),
+    ("state", "model"),
+    ("state_dict",),
+)
 #: Entries of a state dict that do not belong to the model, if the model's tensors lie at the top (torchtitan).
 _BESIDE = frozenset(("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"))
+#: Entries of a state dict that are named after an optimizer, also where its groups aren't stored.
+_OPTIMIZER = re.compile(r"(?:.*\.)?optim(?:izer)?s?(?:_\d+)?")
+#: Key of a catalog's metadata: entries with tensors, none of which is known to be the model.
+UNKNOWN_ENTRIES = "shardwise.unknown_entries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +81,77 @@ def catalog_of_dcp(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of the model in a DCP directory, under module names; see :func:`read_dcp`.
 
     If the saved state dict has an entry ``model`` (also inside ``app`` or ``state``), as Accelerate, the HF Trainer
-    and torch's own examples write it, these are the tensors of that entry. Otherwise they are all tensors except
-    those of an optimizer and of the other entries that torchtitan puts beside them. May be empty.
+    and torch's own examples write it, or ``state_dict``, as Lightning does, these are the tensors of that entry. Otherwise they
+    are all tensors at the top (torchtitan), or those of the only entry. No optimizer's tensor is ever one of them
+    (:func:`optimizers_in`). Several entries whose meaning isn't known are listed under their whole names, and named in the
+    metadata as :data:`UNKNOWN_ENTRIES`. May be empty.
     """
     return model_in(read_dcp(path))
 
 
 def model_in(found: DcpCheckpoint) -> Catalog:
     """The model's part of a DCP directory already read; see :func:`catalog_of_dcp`."""
-    paths = {n: found.paths.get(n, (n,)) for n in found.catalog.tensors}
-    prefix = next((p for p in _MODEL_PATHS if any(path[: len(p)] == p for path in paths.values())), ())
+    taken = {name for items in optimizers_in(found).values() for name in items}
+    paths = {n: found.paths.get(n, (n,)) for n in found.catalog.tensors if n not in taken}
+    prefix: tuple[str | int, ...] = next(
+        (p for p in _MODEL_PATHS if any(path[: len(p)] == p for path in paths.values())), ()
+    )
+    unknown: set[str | int] = set()
+    if not prefix:
+        paths = {n: path for n, path in paths.items() if len(path) == 1 or path[0] not in _BESIDE}
+        unknown = {path[0] for path in paths.values() if len(path) > 1}
+        if len(unknown) == 1 and all(len(path) > 1 for path in paths.values()):
+            prefix, unknown = (unknown.pop(),), set()
     tensors = {
         name: replace(found.catalog.tensors[stored], name=name)
         for stored, path in paths.items()
-        if path[: len(prefix)] == prefix
-        and (prefix or len(path) == 1 or path[0] not in _BESIDE)
-        and (name := ".".join(map(str, path[len(prefix) :])))
+        if path[: len(prefix)] == prefix and (name := ".".join(map(str, path[len(prefix) :])))
     }
-    return replace(found.catalog, tensors=tensors)
+    entries = {UNKNOWN_ENTRIES: ", ".join(sorted(map(str, unknown)))} if unknown else {}
+    return replace(found.catalog, tensors=tensors, metadata={**found.catalog.metadata, **entries})
+
+
+def optimizers_in(found: DcpCheckpoint) -> dict[str, dict[str, str]]:
+    """The optimizers of a DCP directory, in order: their entry → stored name → the rest of its path (``state.…``, ``param_groups.…``).
+
+    An optimizer is told by torch's own form of its state dict: ``param_groups`` stands next to ``state``. So is an entry that is named
+    after one (``optimizer``, ``optim``, ``optimizer_0``) and has ``state``.
+    """
+    texts = {
+        name: ".".join(map(str, found.paths.get(name, (name,))))
+        for name in (*found.catalog.tensors, *found.objects)
+    }
+    heads = {head for text in texts.values() if (head := _optimizer_of(text)) is not None}
+    parts: dict[str, dict[str, str]] = {head: {} for head in sorted(heads, key=lambda h: (len(h), h))}
+    for name, text in texts.items():
+        for head in parts:
+            rest = text.removeprefix(f"{head}.") if head else text
+            if (not head or rest != text) and rest.partition(".")[0] in ("state", "param_groups"):
+                parts[head][name] = rest
+                break
+    return parts
+
+
+def _optimizer_of(text: str) -> str | None:
+    """The entry of the optimizer to which an item with this path surely belongs; None for others."""
+    head, groups, rest = text.partition("param_groups")
+    if groups and rest[:1] in ("", ".") and (not head or head.endswith(".")):
+        return head.removesuffix(".")
+    head, state, _ = text.partition(".state.")
+    return head if state and _OPTIMIZER.fullmatch(head) else None
+
+
+def entries_left_out(found: DcpCheckpoint, read: Collection[str]) -> list[str]:
+    """The entries of a DCP directory, none of whose items is in ``read``, and single items of those in part read."""
+    tops: dict[str, set[str]] = {}
+    for name in (*found.catalog.tensors, *found.objects):
+        path = found.paths.get(name, (name,))
+        tops.setdefault(str(path[0]), set()).add(name)
+    left: list[str] = []
+    for top, names in tops.items():
+        lost = names.difference(read)
+        left += [top] if lost == names else sorted(lost)
+    return left
 
 
 def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:

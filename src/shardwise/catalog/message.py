@@ -33,6 +33,7 @@ def packed_catalog(catalog: Catalog) -> bytes:
         "ignored_files": catalog.ignored_files,
         "passed_over": catalog.passed_over,
         "unheld": dict(catalog.unheld),
+        "ignored_entries": catalog.ignored_entries,
         "metadata": dict(catalog.metadata),
         "digests": dict(catalog.digests),
         "settings": dict(catalog.quantization.settings),
@@ -59,6 +60,7 @@ def unpacked_catalog(content: bytes) -> Catalog:
         ignored_files=tuple(document["ignored_files"]),
         passed_over=tuple(document["passed_over"]),
         unheld=document["unheld"],
+        ignored_entries=tuple(document["ignored_entries"]),
         metadata=document["metadata"],
         digests=document["digests"],
         quantization=Quantization(

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
+from ..limits import brief
 from ..ranks.ranks import Ranks
 from ..storage import is_directory, is_file, is_url, looking_once, place_of
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
+from .kinds import kind_of, refuse_below, refuse_foreign, refuse_named
 from .modules import weights_of_modules
 from .quantization import with_quantization
 from .records import Catalog
@@ -40,13 +42,31 @@ def open_catalog(path: str | os.PathLike[str], model: str | None = None, *, choi
     ``from_pretrained`` takes is a model of these (``choice`` as its arguments); one with ``.metadata`` is torch's (DCP),
     one with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
     one of several in a checkpoint. If the directory has other candidates, the first rank logs a warning that names
-    them. Raises :class:`SourceError`.
+    them. Raises :class:`SourceError`, by its name for what another program wrote and can't be read (:mod:`.kinds`).
     """
     with looking_once(os.fspath(path)):
-        found = with_quantization(_open(os.fspath(path), model, choice))
+        found = with_quantization(_plain(_open(os.fspath(path), model, choice)))
     if Ranks.current().rank == 0:
         _warn(found)
     return found
+
+
+def _plain(catalog: Catalog) -> Catalog:
+    """The catalog, if what it lists are plain tensors. Refuses by name what only its writer can put together."""
+    if any(name.endswith("_flat_param") for name in catalog.tensors):
+        raise SourceError(
+            "holds FSDP1's flat parameters (LOCAL_STATE_DICT), which only the same number of ranks can cut apart. Resume it once "
+            "with FSDP1, and save there with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            path=catalog.root,
+        )
+    codes = next((name for name in catalog.tensors if name.endswith(("_weight_qdata", ":qdata"))), None)
+    if codes is not None:
+        raise SourceError(
+            f"is quantised by torchao ({brief(codes)}), which can't be read. Load the model from which it was quantised, or let "
+            f"transformers open it and save plain weights",
+            path=catalog.root,
+        )
+    return catalog
 
 
 def holds_model(root: str) -> bool:
@@ -61,6 +81,7 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
     if is_url(root) and model is None and not choice.is_asked and is_file(root):
         # who may read an object may not list its folder
+        refuse_named(root)
         return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
     if not choice.is_asked and is_file(os.path.join(root, "manifest.json")):
         return catalog_of_checkpoint(root, model)
@@ -70,6 +91,7 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
             or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
         )
         raise SourceError(what, path=root)
+    refuse_foreign(root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
     if is_directory(root) and (found := _of_transformers(root, choice)) is not None:
@@ -77,7 +99,13 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
     if is_file(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
-        return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
+        if found.tensors:
+            return found
+        if not has_safetensors(root):
+            raise SourceError(
+                "holds no model: its state dict has an optimizer, or values that aren't tensors", path=root
+            )
+        return catalog_of_safetensors(root)
     return catalog_of_safetensors(root) if has_safetensors(root) else _without_safetensors(root)
 
 
@@ -107,6 +135,8 @@ def _without_safetensors(root: str) -> Catalog:
         return catalog_of_dcp(folder)
     if is_file(file):
         return catalog_of_torch_file(file)
+    if describe_steps(root) is None and kind_of(root) is None:
+        refuse_below(root)
     return catalog_of_safetensors(root)  # raises the error
 
 

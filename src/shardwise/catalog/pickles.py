@@ -16,6 +16,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import FormatError
@@ -29,7 +30,7 @@ from ..limits import (
 )
 from .pickled_trees import Record, check_walk
 
-__all__ = ["Name", "Names", "check_key", "is_name_of", "unpickled"]
+__all__ = ["AnyNames", "Name", "Names", "check_key", "is_name_of", "unpickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,25 @@ class Name:
 
 #: (module, name) → the :class:`Name` or value that it stands for.
 Names = Mapping[tuple[str, str], Any]
+
+
+class AnyNames(dict[tuple[str, str], Any]):
+    """:data:`Names` with a :class:`.Record` for each call of any other name: nothing is imported, and no code of it runs."""
+
+    def __missing__(self, asked: tuple[str, str]) -> Name:
+        module, name = asked
+        if len(module) + len(name) >= _MAX_LINE_BYTES:
+            raise KeyError(asked)
+        return Name(partial(_unread, f"{module}.{name}"))
+
+
+def _unread(kind: str, *args: Any) -> Record:
+    """Stands for an object of any class, with its first arguments: all that is ever said of it is what it is."""
+    return Record(kind, *args[:_MOST_ARGUMENTS])
+
+
+#: ``torch._tensor._rebuild_from_type_v2``, whose second argument is the class, has four.
+_MOST_ARGUMENTS = 8
 
 
 def is_name_of(found: Any, make: Callable[..., Any]) -> bool:
@@ -247,6 +267,8 @@ class _Machine:
 
     def _top(self, cls: type) -> Any:
         found = self._stack[-1]
+        if type(found) is Record:
+            return cls()  # what an object has as a list or dict isn't kept
         if type(found) is not cls:
             raise TypeError(f"expected a {cls.__name__}, got a {type(found).__name__}")
         return found
@@ -275,6 +297,10 @@ class _Machine:
 
     def call(self) -> None:
         args, name = self._stack.pop(), self._stack.pop()
+        if type(name) is Record and isinstance(self._names, AnyNames):
+            name = Name(
+                partial(_unread, name.kind)
+            )  # a method, as pickles of Python have it: getattr of a class
         if type(name) is not Name or type(args) is not tuple:
             raise TypeError(f"a call of a {type(name).__name__}")
         self._copied += len(args) + sum(len(one) for one in args if type(one) in _SIZED)

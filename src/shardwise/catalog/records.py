@@ -213,7 +213,8 @@ class Quantization:
 class Catalog:
     """Everything that planning knows of a source.
 
-    ``ignored_files`` look like payload but do not belong to the source (they are outside its index).
+    ``ignored_files`` look like payload but do not belong to the source (they are outside its index); ``ignored_entries`` are stored in
+    its file next to the model.
     ``digests`` are content digests by stored name, if the source records them.
     """
 
@@ -235,6 +236,7 @@ class Catalog:
     """Files among ``ignored_files`` that are another model, or another part of this one."""
     unheld: Mapping[str, str] = field(default_factory=dict)
     """Entries of the index, tensor and file, that none of the files holds."""
+    ignored_entries: tuple[str, ...] = ()
 
     @property
     def has_module_names(self) -> bool:

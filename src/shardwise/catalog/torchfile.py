@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..dtypes import itemsize
@@ -28,18 +29,22 @@ from ..limits import (
     numel_of,
 )
 from ..storage import is_file, is_url
-from .pickles import Name, Names, check_key, unpickled
+from .kinds import is_zip
+from .pickled_trees import Record
+from .pickles import AnyNames, Name, Names, check_key, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor
 from .small_reads import OpenFile, each, open_file
 from .torchzip import MemberReader, TorchZip
 from .weights import Choice, Weights, listed
 
 __all__ = [
+    "ANY_NAMES",
     "DTYPE_NAMES",
     "FULL_STATE_STEM",
     "TENSOR_NAMES",
     "Archive",
     "Dtype",
+    "Names",
     "Saved",
     "catalog_of_torch_file",
     "catalog_of_torch_files",
@@ -216,18 +221,24 @@ TENSOR_NAMES: Names = {
 }
 
 
+#: The same for a whole file, in which values of other classes may be stored next to the tensors: they become records.
+ANY_NAMES: Names = AnyNames(TENSOR_NAMES)
+#: Functions of torch by which tensors that are not plain ones are pickled.
+_REBUILDS = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.distributed._shard.")
+
+
 class Archive:
     """One ``torch.save``d object in a byte range of an open file: its description and its storages."""
 
-    def __init__(self, file: OpenFile, offset_bytes: int, nbytes: int) -> None:
-        """Reads the zip's directory and ``data.pkl``. Raises :class:`FormatError`."""
+    def __init__(self, file: OpenFile, offset_bytes: int, nbytes: int, names: Names = TENSOR_NAMES) -> None:
+        """Reads the zip's directory and ``data.pkl``, with ``names`` for its classes. Raises :class:`FormatError`."""
         self._path = file.stored.path
         self._zip = TorchZip(file, offset_bytes, nbytes)
         described = self._zip.members.get("data.pkl")
         if described is None or not described.is_stored:
             raise self._zip.wrong("its description (data.pkl) is lost or compressed")
         reader = MemberReader(self._zip, described)
-        self.content = unpickled(reader, described.nbytes, TENSOR_NAMES, self._path)
+        self.content = unpickled(reader, described.nbytes, names, self._path)
         reader.finish()
         self._name_chars_left = described.nbytes * MAX_VISITS_PER_BYTE
         order = self._zip.members.get("byteorder")
@@ -270,8 +281,8 @@ class Archive:
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether a path ends as files of ``torch.save`` do: ``.bin``, ``.pt`` or ``.pth``."""
-    return path.endswith((".bin", ".pt", ".pth")) and is_file(path)
+    """Whether a path ends as files of ``torch.save`` do, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``, or a local file begins as they do."""
+    return (path.endswith((".bin", ".pt", ".pth", ".ckpt")) and is_file(path)) or is_zip(path)
 
 
 #: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
@@ -286,6 +297,7 @@ def catalog_of_torch_files(root: str, weights: Weights, choice: Choice) -> Catal
     found = listed(root, weights, is_asked=choice.is_asked)
     tensors: dict[str, StoredTensor] = {}
     files: list[StoredFile] = []
+    ignored: list[str] = []
     for name in found.names:
         part = catalog_of_torch_file(inside(root, name))
         twice = sorted(tensors.keys() & part.tensors.keys())
@@ -293,6 +305,7 @@ def catalog_of_torch_files(root: str, weights: Weights, choice: Choice) -> Catal
             where = os.path.join(root, weights.name)
             raise FormatError(f"{twice[0]!r} is stored twice, in {name} and in a file before it", path=where)
         tensors |= part.tensors
+        ignored += part.ignored_entries
         files += part.files
     return Catalog(
         "torch",
@@ -302,6 +315,7 @@ def catalog_of_torch_files(root: str, weights: Weights, choice: Choice) -> Catal
         ignored_files=found.ignored,
         passed_over=found.passed_over,
         unheld=found.unheld(tensors),
+        ignored_entries=tuple(dict.fromkeys(ignored)),
     )
 
 
@@ -310,9 +324,12 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
 
     Reads and raises as :func:`read_torch_file`; :class:`FormatError` if there is no such dict.
     """
-    content, file = read_torch_file(path, _state_dict_in)
-    if not isinstance(content, dict):
-        raise FormatError("holds no dict of tensors", path=file.path)
+    ignored: list[str] = []
+
+    def pick(content: Any) -> Any:
+        return _state_dict_in(content, ignored)
+
+    content, file = read_torch_file(path, pick, names=ANY_NAMES)
     tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
     if len(tensors) != len(content):
         raise FormatError("two of its names differ only in type (1 and '1')", path=file.path)
@@ -322,30 +339,79 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
             path=file.path,
         )
     kind = "full state" if os.path.basename(file.path).startswith(FULL_STATE_STEM) else "torch"
-    return Catalog(kind, file.path, tensors, (file,))
+    return Catalog(kind, file.path, tensors, (file,), ignored_entries=tuple(ignored))
 
 
-def _state_dict_in(content: Any) -> Any:
+def _state_dict_in(content: Any, ignored: list[str]) -> dict[Any, Saved]:
+    """The dict of tensors in a file's content. Names each entry that isn't one of them in ``ignored``.
+
+    Raises :class:`FormatError` if there is no tensor, and for tensors that are not plain.
+    """
     for key in ("model", "state_dict", "module"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
+            ignored += [_entry(k, v) for k, v in content.items() if k != key]
             content = content[key]
-    if isinstance(content, dict):  # its other entries may hold tensors that can't be read
-        return {k: v for k, v in content.items() if isinstance(v, Saved)}
-    return content
+    if isinstance(content, Record):
+        raise FormatError(f"{_asks_for(content)}; save the state_dict() of the object")
+    if not isinstance(content, dict):
+        raise FormatError("holds no dict of tensors")
+    for name, value in content.items():
+        if isinstance(value, Record) and value.kind.startswith(_REBUILDS):
+            raise FormatError(_not_plain(name, value))
+    found = {k: v for k, v in content.items() if isinstance(v, Saved)}
+    objects = [v for v in content.values() if isinstance(v, Record)]
+    if objects and not found:
+        raise FormatError(f"{_asks_for(objects[0])}, and holds no tensors by name")
+    ignored += [_entry(k, v) for k, v in content.items() if k not in found]
+    return found
+
+
+def _entry(key: Any, value: Any) -> str:
+    return f"{brief(key)} ({value.kind})" if isinstance(value, Record) else brief(key)
+
+
+def _asks_for(value: Record) -> str:
+    kind = value.kind if value.kind.isprintable() else brief(value.kind)
+    return f"refused: its pickle asks for {kind}, which is not part of the format"
+
+
+def _not_plain(name: Any, value: Record) -> str:
+    """Why a tensor of another class can't be read, by the class that its pickle names."""
+    classes = [a.make.args[0] for a in value.args if isinstance(a, Name) and isinstance(a.make, partial)]
+    kind = next((c for c in reversed(classes) if not c.startswith(_REBUILDS)), value.kind)
+    if "DTensor" in kind or "ShardedTensor" in kind:
+        what = (
+            f"is one rank's part of a sharded model ({kind.rpartition('.')[2]}), saved by torch.save on each rank. Merge the "
+            f"files with the tool of the program that wrote them, or save with DCP or shardwise"
+        )
+    elif "torchao" in kind:
+        what = (
+            f"is quantised by torchao ({kind.rpartition('.')[2]}), which can't be read. Load the model from which it was quantised, or "
+            f"save plain tensors: {{n: t.dequantize() for n, t in state_dict.items()}}"
+        )
+    else:
+        what = f"is a tensor of {kind}, which is not part of the format; save plain, dense tensors"
+    return f"{brief(name)} {what}"
 
 
 def read_torch_file(
-    path: str | os.PathLike[str], pick: Callable[[Any], Any] = lambda content: content
+    path: str | os.PathLike[str],
+    pick: Callable[[Any], Any] = lambda content: content,
+    *,
+    names: Names = TENSOR_NAMES,
 ) -> tuple[Any, StoredFile]:
     """The content of one ``torch.save``d file: its dicts and lists, with a place in the file for each tensor.
 
-    ``pick`` selects a part before tensors are located. Rank-local; reads the zip's directory, the description and 30
+    ``pick`` selects a part before tensors are located; ``names`` stand for its classes. Rank-local; reads the zip's directory, the description and 30
     bytes per tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors
     and plain values, elements not in row-major order, a file from before torch 1.6).
     """
     with open_file(os.fspath(path)) as file:
-        archive = Archive(file, 0, file.stored.nbytes)
-        picked = pick(archive.content)
+        archive = Archive(file, 0, file.stored.nbytes, names)
+        try:
+            picked = pick(archive.content)
+        except FormatError as error:
+            raise error if error.path else FormatError(str(error), path=file.stored.path) from None
         archive.look_ahead(_saved_in(picked))
         return located(archive, picked, file.stored.path), file.stored
 
@@ -359,7 +425,7 @@ def _saved_in(value: Any, depth: int = 0) -> Iterator[Saved]:
     if isinstance(value, Saved):
         if value.code is not None and 0 not in value.sizes:
             yield value
-    elif depth < _MAX_DEPTH and type(value) in (dict, list):
+    elif depth < _MAX_DEPTH and type(value) in (dict, list, tuple):
         for inner in value.values() if type(value) is dict else value:
             yield from _saved_in(inner, depth + 1)
 
@@ -378,8 +444,8 @@ def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ())
         return value
     if type(value) is dict:
         return {k: located(archive, v, file, (*path, _part(k))) for k, v in value.items()}
-    if type(value) is list:
-        return [located(archive, v, file, (*path, k)) for k, v in enumerate(value)]
+    if type(value) in (list, tuple):
+        return type(value)(located(archive, v, file, (*path, k)) for k, v in enumerate(value))
     return value
 
 

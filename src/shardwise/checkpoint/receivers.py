@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import FormatError, StateError
+from ..format.manifest import CONVERTED
 from ..layout.live import LiveModel
 from ..limits import brief, cause
 from ..rng import RngPlan, devices_of, plan_rng
@@ -87,6 +88,11 @@ class _OfCheckpoint(Receiver):
             raise StateError(
                 f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, and this run has another number: "
                 f"its state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
+            )
+        if kind := manifest.software.get(CONVERTED):
+            raise StateError(
+                f"{path}: holds no {self.name}: it was converted from {kind}, and the conversion said under 'skipped' what it left out. "
+                f"Restore the source itself (sw.restore(state, SOURCE)); without its {self.name} a run goes on otherwise than it would have"
             )
         raise StateError(
             f"{path}: holds no {self.name}; leave it out of the state, or give the step that has it"

@@ -24,9 +24,10 @@ from ..catalog.checkpoint import (
     size_differs,
     size_problem,
 )
+from ..catalog.kinds import refuse_other
 from ..digests.digest import finish, partial_sum_bytes
 from ..dtypes import itemsize
-from ..errors import ShardwiseError
+from ..errors import ShardwiseError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from ..format.places import absent_places, describe_absent, files_by_place
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
@@ -86,7 +87,12 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    manifest = read_manifest(root)
+    try:
+        manifest = read_manifest(root)
+    except SourceError as error:
+        if error.path == root:  # it has no manifest
+            refuse_other(root, "verified")
+        raise
     work = _Verification(root, manifest, this_operation(root))
     work.run(threads or min(8, _cores()))
     return VerifyReport(

@@ -44,6 +44,8 @@ class SourceContents:
     files: int
     file_bytes: int
     ignored_files: tuple[str, ...]
+    ignored_entries: tuple[str, ...]
+    """What a file has next to the model, and isn't read."""
     tensors: int
     tensor_bytes: int
     dtypes: Mapping[str, int]
@@ -159,6 +161,7 @@ def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceC
         files=files,
         file_bytes=file_bytes,
         ignored_files=catalog.ignored_files,
+        ignored_entries=catalog.ignored_entries,
         tensors=len(catalog.tensors),
         tensor_bytes=catalog.nbytes,
         dtypes=_bytes_by_dtype(catalog.tensors.values()),

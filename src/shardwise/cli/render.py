@@ -59,6 +59,8 @@ def show_contents(out: Console, contents: Inspection) -> None:
     }
     if source.ignored_files:
         facts["ignored files"] = _some(source.ignored_files)
+    if source.ignored_entries:
+        facts["not read"] = f"next to the model: {_some(source.ignored_entries)}"
     if isinstance(contents, CheckpointContents):
         facts |= _checkpoint_facts(contents)
     _facts(out, source.path, facts)

@@ -21,8 +21,8 @@ __all__ = ["holds_checkpoint", "look_at_checkpoint"]
 
 #: A directory may hold many steps; a resume takes one of the newest.
 _STEPS_CHECKED = 3
-#: Of Accelerate (``use_dcp=False``) and of verl and SkyRL.
-_PER_RANK = re.compile(r".*_rank\d+\.(bin|pt)|.*world_size_\d+_rank_\d+\.pt")
+#: Of Accelerate (``use_dcp=False``).
+_PER_RANK = re.compile(r".*_rank\d+\.(bin|pt)")
 _OF_OTHERS = re.compile(
     r"\.metadata|.*\.distcp|(pytorch_model_fsdp|optimizer)(_\d+)?(\.bin|\.pt)?|trainer_state\.json|"
     r"random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)"

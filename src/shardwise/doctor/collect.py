@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 
+from ..catalog.kinds import kind_of
 from ..errors import SourceError
 from ..limits import brief
 from ..storage import absolute, is_directory, is_file, is_url, names_in
 from .bucket import look_at_bucket
 from .checkpoints import holds_checkpoint, look_at_checkpoint
-from .facts import Bucket, Checkpoint, Facts, Log, Model, Place, Settings
+from .facts import Bucket, Checkpoint, Facts, Foreign, Log, Model, Place, Settings
 from .logs import read_log
 from .machine import look_at_machine
 from .probe import PREFIX, delete_probes, look_at_place
@@ -31,7 +32,17 @@ _ALL_S, _EACH_S = 12.0, 10.0
 _MOST_FILES = 2_000
 
 
-_KINDS = ("places", "buckets", "accelerate", "arguments", "models", "checkpoints", "logs", "unknown")
+_KINDS = (
+    "places",
+    "buckets",
+    "accelerate",
+    "arguments",
+    "models",
+    "checkpoints",
+    "logs",
+    "foreign",
+    "unknown",
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +56,7 @@ class _Found:
     models: list[Model] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     logs: list[Log] = field(default_factory=list)
+    foreign: list[Foreign] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     silent: dict[str, float] = field(default_factory=dict)
 
@@ -80,6 +92,7 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
         models=tuple(found.models),
         checkpoints=tuple(found.checkpoints),
         logs=tuple(found.logs),
+        foreign=tuple(found.foreign),
         unknown=tuple(found.unknown),
         silent=found.silent,
     )
@@ -146,6 +159,7 @@ def _look_in(path: str, found: _Found) -> None:
         names = os.listdir(path)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    is_foreign = _note_foreign(path, found)
     if holds_checkpoint(path, names):
         checkpoint = look_at_checkpoint(path, names)
         found.checkpoints.append(checkpoint)
@@ -155,7 +169,7 @@ def _look_in(path: str, found: _Found) -> None:
             found.places.append(look_at_place(path))
     elif holds_weights(names):
         found.models.append(look_at_model(path))
-    else:
+    elif not is_foreign:
         found.places.append(look_at_place(path))
 
 
@@ -168,6 +182,8 @@ def _look_at_url(url: str, found: _Found) -> None:
     except SourceError as error:
         found.buckets.append(Bucket(url=url, failures={"list": str(error)}))
         return
+    if _note_foreign(url, found):
+        return
     if names and holds_checkpoint(url, names):
         found.checkpoints.append(look_at_checkpoint(url, names))
     elif names and holds_weights(names):
@@ -176,7 +192,18 @@ def _look_at_url(url: str, found: _Found) -> None:
     found.buckets.append(look_at_bucket(url))
 
 
+def _note_foreign(path: str, found: _Found) -> bool:
+    """Whether a path is of a kind that can't be read; notes its name."""
+    kind = kind_of(path)
+    if kind is None or kind.works:
+        return False
+    found.foreign.append(Foreign(path=path, name=kind.name, instead=kind.line(path)))
+    return True
+
+
 def _look_at_file(path: str, found: _Found) -> None:
+    if _note_foreign(path, found):
+        return
     if path.endswith((".yaml", ".yml", ".json")):
         settings = read_settings(path)
         if is_arguments(settings):
@@ -185,7 +212,7 @@ def _look_at_file(path: str, found: _Found) -> None:
             found.accelerate.append(settings)
         else:
             found.unknown.append(path)
-    elif os.path.isfile(path) and not path.endswith((".safetensors", ".bin", ".pt", ".pth")):
+    elif os.path.isfile(path) and not path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")):
         found.logs.append(read_log(path))
     else:
         found.unknown.append(path)

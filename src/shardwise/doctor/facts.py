@@ -225,6 +225,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What another program wrote, of a kind that can't be read."""
+
+    path: str
+    name: str
+    """What it is, with its article."""
+    instead: str
+    """The line to write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
     """A log, by the lines that are known."""
 
@@ -288,6 +299,7 @@ class Facts:
     checkpoints: tuple[Checkpoint, ...] = ()
     logs: tuple[Log, ...] = ()
     meeting: Meeting | None = None
+    foreign: tuple[Foreign, ...] = ()
     unknown: tuple[str, ...] = ()
     """Paths that are none of these."""
     silent: Mapping[str, float] = field(default_factory=dict)

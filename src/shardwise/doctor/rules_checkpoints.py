@@ -73,7 +73,7 @@ CHECKPOINTS = (
         bites=lambda c: (
             f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
         ),
-        why="Each file holds one rank's part without its place in the tensors (use_dcp=False, or an RL engine's own).",
+        why="Each file holds one rank's part without its place in the tensors (use_dcp=False).",
         do="Resume once where it was saved, and save there with DCP (use_dcp=True) or with shardwise.",
     ),
     each(

@@ -29,6 +29,16 @@ def _unknown(facts: Facts) -> Iterator[Bite]:
         )
 
 
+def _foreign(facts: Facts) -> Iterator[Bite]:
+    for one in facts.foreign:
+        yield Bite(
+            one.path,
+            f"No command of shardwise reads it: it is {one.name}.",
+            "Its names or first bytes say so; what it holds can't be put into shards from there.",
+            one.instead,
+        )
+
+
 RULES: tuple[Rule, ...] = (
     *MACHINE,
     *STORAGE,
@@ -40,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINTS,
     *LOGS,
     *RANKS,
+    Rule("path.foreign", "another program's files that can't be read", "docs/howto/sources.md", _foreign),
     Rule("path.unknown", "a given file of no known kind", "docs/howto/doctor.md", _unknown),
 )
 

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ..catalog.kinds import refuse_config, refuse_foreign
 from ..catalog.modules import modules_in
 from ..catalog.weights import ADAPTER_CONFIG
 from ..errors import FormatError, ShardwiseError, SourceError
@@ -78,7 +79,9 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
 
     if not os.path.isdir(directory):
         raise SourceError("no such directory; give a local model directory", path=directory)
+    refuse_foreign(directory)
     home = home_of(directory)
+    refuse_config(home)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
         raise SourceError(describe_steps(directory) or _without_config(directory), path=directory)

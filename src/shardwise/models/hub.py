@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..catalog.kinds import kind_in
 from ..catalog.weights import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -414,6 +415,9 @@ def needed_files(
     elif weights is not None:
         wanted.append(weights.name)
     if weights is None and adapter is None:
+        kind = kind_in(here)
+        if kind is not None and not kind.works:
+            raise SourceError(kind.refusal(where), path=where)
         of = f" of {choice}" if choice.is_asked else ""
         other = sorted(
             {os.path.splitext(n)[1] for n in here if n.endswith((".gguf", ".safetensors", ".bin", ".pt"))}

@@ -11,14 +11,24 @@ import torch
 
 from ..catalog import StoredFile, StoredTensor
 from ..catalog.dcp import ByteRange, DcpCheckpoint, ItemFiles
+from ..catalog.pickled_trees import Record
 from ..catalog.small_reads import OpenFile, open_file
-from ..catalog.torchfile import Archive, Dtype, Saved
+from ..catalog.torchfile import ANY_NAMES, TENSOR_NAMES, Archive, Dtype, Names, Saved
 from ..dtypes import itemsize, torch_dtype
 from ..errors import FormatError, IntegrityError
 from ..limits import MAX_BYTES_PER_BYTE, MAX_VALUE_BYTES, brief, is_count
 from ..transfer import SourceReader
 
-__all__ = ["Objects", "PlainValues", "count_of_steps", "nested", "plain_tensor", "plain_values", "step_in"]
+__all__ = [
+    "Objects",
+    "PlainValues",
+    "count_of_steps",
+    "nested",
+    "plain_parts",
+    "plain_tensor",
+    "plain_values",
+    "step_in",
+]
 
 
 #: Items up to this size are cached by their bytes.
@@ -62,8 +72,30 @@ def plain_values(path: str) -> Any:
         return _plain_values(file, 0, file.stored.nbytes)
 
 
-def _plain_values(file: OpenFile, offset_bytes: int, nbytes: int) -> Any:
-    archive, path = Archive(file, offset_bytes, nbytes), file.stored.path
+def plain_parts(path: str, wanted: Sequence[str]) -> dict[Any, Any]:
+    """The entries of the dict in a file of ``torch.save``, with the plain values of those in ``wanted`` and None for the others.
+
+    Other entries may have objects of any class, which aren't built. Raises as :func:`plain_values`.
+    """
+
+    def pick(content: Any) -> Any:
+        if type(content) is not dict:
+            raise FormatError(f"holds {brief(content)}, expected a dict", path=path)
+        return {key: value if key in wanted else None for key, value in content.items()}
+
+    with open_file(path) as file:
+        found: dict[Any, Any] = _plain_values(file, 0, file.stored.nbytes, ANY_NAMES, pick)
+        return found
+
+
+def _plain_values(
+    file: OpenFile,
+    offset_bytes: int,
+    nbytes: int,
+    names: Names = TENSOR_NAMES,
+    pick: Callable[[Any], Any] = lambda content: content,
+) -> Any:
+    archive, path = Archive(file, offset_bytes, nbytes, names), file.stored.path
     known: dict[int, torch.Tensor] = {}
 
     def read(saved: Any) -> torch.Tensor:
@@ -79,7 +111,7 @@ def _plain_values(file: OpenFile, offset_bytes: int, nbytes: int) -> Any:
         known[id(saved)] = found
         return found
 
-    return PlainValues(path, nbytes, read).of(archive.content)
+    return PlainValues(path, nbytes, read).of(pick(archive.content))
 
 
 class PlainValues:
@@ -107,6 +139,10 @@ class PlainValues:
             return self._within(value.nbytes, value)
         if cls is Saved and value.code is not None:
             return self._within(math.prod(value.sizes) * itemsize(value.code), value)
+        if cls is Record:
+            raise FormatError(
+                f"holds an object of {brief(value.kind)}, and only plain values are read", path=self._path
+            )
         raise FormatError(
             f"holds more than plain values, and only these are read: {brief(value)}", path=self._path
         )

@@ -21,7 +21,7 @@ from ..checkpoint.receivers import Receiver
 from ..checkpoint.restore import Filled, Saved, restore_into
 from ..checkpoint.resume_report import ResumeReport
 from ..dtypes import torch_dtype
-from ..errors import StateError
+from ..errors import SourceError, StateError
 from ..format.states import StateKey, by_name
 from ..layout.live import describe
 from ..limits import brief
@@ -44,9 +44,9 @@ __all__ = ["restore"]
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
-    Also takes checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, torchtitan,
+    Also takes checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, Lightning, torchtitan,
     transformers and torch's own examples: without digests, and without RNG and data position, which they do not store
-    in a readable form.
+    in a readable form. An optimizer stored by parameter number is matched by position, as torch's ``load_state_dict`` does.
 
     ``path`` may be a URL of an object store. Works under any mesh and world size. The directory may have any name; the report's ``step`` is the manifest's.
     Every rank of the default process group must call it. RNG is restored last. Memory: staging only, besides the state
@@ -73,6 +73,11 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
     with ranks.agree("read checkpoint") as claim, looking_once(path):
         state.watch()
         run = find_run(path)
+        if run.kind is not None and "restore" not in run.kind.works:
+            raise SourceError(
+                f"is {run.kind.name}, without training state that can be restored. {run.kind.line(path)}",
+                path=path,
+            )
         _check_asked(state, run)
         catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
         optimizers = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
@@ -82,8 +87,14 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         read = (*catalogs.values(), *(optimizer.catalog for optimizer in optimizers.values()))
         claim.alike([[f.path, f.version] for c in read for f in c.files if f.version is not None])
         lives = {name: describe(model) for name, model in state.models.items()}
+        differences = ["not written by shardwise: neither digests nor versions are recorded"]
         for name, optimizer in state.optimizers.items():
             part = trained_by(name, optimizer, lives)
+            if optimizers[name].is_numbered:
+                differences.append(
+                    f"{name}: its parameters were matched by their positions, as torch's load_state_dict does"
+                )
+                optimizers[name] = optimizers[name].named_like(_members(part))
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
         step, world_size = run.step or 0, run.world_size
         filled = Filled(lives, catalogs, ranks, io, started)
@@ -103,7 +114,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         Saved(path=path, step=step, world_size=world_size),
         filled,
         differences=(
-            "not written by shardwise: neither digests nor versions are recorded",
+            *differences,
             *(cast.in_words() for load in filled.loads for cast in load.casts),
         ),
         documents=tuple(documents),
@@ -188,11 +199,15 @@ def _with_keys_of(live: Any, stored: Any) -> Any:
     return Counter(found) if isinstance(live, Counter) else found
 
 
+def _members(part: TrainedBy) -> list[list[str]]:
+    """The names of this run's parameters, in each group of the optimizer."""
+    names = part.names()
+    return [[names[id(p)] for p in group["params"]] for group in part.optimizer.param_groups]
+
+
 def _groups_of(part: TrainedBy, stored: StoredOptimizer) -> list[dict[str, Any]]:
     """The stored settings by group, with this run's names. Refuses the settings of another kind of optimizer."""
-    names = part.names()
-    members = [[names[id(p)] for p in group["params"]] for group in part.optimizer.param_groups]
-    groups = stored.groups_like(members, part.live.first_names)
+    groups = stored.groups_like(_members(part), part.live.first_names)
     refuse_other_kind(part.optimizer, groups)
     return groups
 

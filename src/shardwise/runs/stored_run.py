@@ -18,6 +18,7 @@ from ..catalog.checkpoint import (
     packed_name,
     refuse_referred,
 )
+from ..catalog.dcp import UNKNOWN_ENTRIES
 from ..checkpoint.stored_documents import check_each, read_documents
 from ..checkpoint.verify import model_of
 from ..errors import FormatError, ShardwiseError, StateError
@@ -26,7 +27,7 @@ from ..format.places import refuse_part
 from ..format.states import StateKey
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Layout, whole_tensor
-from ..limits import MAX_COUNT, inside
+from ..limits import MAX_COUNT, brief, inside
 from ..loading.pretrained import build_meta
 from ..models.assets import read_assets
 from ..models.lend import documents_of
@@ -145,7 +146,13 @@ def _of_run(
 
 
 def as_stored(catalog: Catalog) -> StoredModel:
-    """Every stored tensor under its own name."""
+    """Every stored tensor under its own name. Raises :class:`StateError` if which of them are the model's isn't known."""
+    if entries := catalog.metadata.get(UNKNOWN_ENTRIES):
+        raise StateError(
+            f"{catalog.root}: its state dict has tensors in {brief(entries)}, and none of them is known to be the model (it is looked for "
+            f"at the top, and in 'model', 'app.model', 'state.model' and 'state_dict'). Load it by name, sw.load(model, path, names=lambda "
+            f"name: name.removeprefix('ENTRY.'), allow_unused=('OTHER.*',)), and save or export the live model"
+        )
     specs = {n: TensorSpec(t.dtype, t.shape) for n, t in catalog.tensors.items()}
     recipes = {n: Recipe(n, (identity(n, t.shape),)) for n, t in catalog.tensors.items()}
     return StoredModel(catalog, specs, recipes)
@@ -219,11 +226,16 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
         skipped.append(
             f"step: the source names none, so it is {step}: that of OUT's name (step-NNNNNNNN), or 0"
         )
-    count = len(run.optimizers)
-    for k in range(count):
-        if run.has_optimizer(k):
-            name = "optimizer" if count == 1 else f"optimizer_{k}"
-            stored = run.optimizer(k)
+    places = run.stored_optimizers
+    for k, (source, entry) in enumerate(places):
+        name = "optimizer" if len(places) == 1 else f"optimizer_{k}"
+        stored = run.optimizer(k)
+        names = [group.get("param_names") for group in stored.groups or ()]
+        if stored.is_numbered and all(names):
+            stored = stored.named_like([list(map(str, found)) for found in names if found is not None])
+        if stored.is_numbered:
+            skipped.append(_numbered(entry or os.path.basename(source), run.path))
+        else:
             optimizers[name], documents[document_of("optimizer", name)] = _optimizer(stored, models, run.path)
     for name in ("scheduler", "scaler"):
         try:
@@ -233,13 +245,22 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
         except ShardwiseError as error:
             skipped.append(f"{name}: {error}")
             continue
-        if any(isinstance(v, dict) for v in found.values()) and not _is_in_a_file(run.path, name):
+        if any(isinstance(v, dict) for v in found.values()) and not run.is_in_a_file(name):
             skipped.append(
                 f"{name}: a state dict keeps every key as text, so the keys of its mappings lost their types"
             )
             continue
         documents[name] = found
     kind = next(iter(models.values())).catalog.kind
+    assets = {file for m in models.values() for file in m.assets}
+    skipped += [
+        *(
+            f"{e}: an entry of the file that isn't read"
+            for m in models.values()
+            for e in m.catalog.ignored_entries
+        ),
+        *run.left_out(documents, assets),
+    ]
     return StoredRun(
         kind=kind,
         models=models,
@@ -254,8 +275,12 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
     )
 
 
-def _is_in_a_file(root: str, name: str) -> bool:
-    return any(is_file(os.path.join(root, f"{name}.{end}")) for end in ("bin", "pt"))
+def _numbered(name: str, path: str) -> str:
+    """What to do with an optimizer that a conversion can't give names."""
+    return (
+        f"{name}: the optimizer's state, by parameter number, which only an optimizer built as in the saved run can match. To keep it: "
+        f"sw.restore(sw.TrainState(model=model, optimizer=optimizer), {path!r}), and sw.save there"
+    )
 
 
 def _optimizer(

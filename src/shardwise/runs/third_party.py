@@ -10,14 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..catalog import Catalog, StoredTensor
-from ..catalog.dcp import METADATA_NAME, DcpCheckpoint, model_in, read_dcp
+from ..catalog.dcp import (
+    METADATA_NAME,
+    DcpCheckpoint,
+    entries_left_out,
+    model_in,
+    optimizers_in,
+    read_dcp,
+)
+from ..catalog.kinds import Kind, kind_below, kind_of, refuse_below, refuse_foreign
 from ..catalog.open import holds_model, open_catalog
 from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
@@ -25,15 +33,24 @@ from ..format.states import StateKey
 from ..format.steps import describe_steps
 from ..limits import brief, read_json
 from ..storage import is_directory, is_file, looking_once, names_in
-from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
+from .pickled_values import (
+    Objects,
+    PlainValues,
+    count_of_steps,
+    nested,
+    plain_parts,
+    plain_tensor,
+    plain_values,
+    step_in,
+)
 
 __all__ = ["StoredOptimizer", "ThirdPartyRun", "find_run", "is_third_party"]
 
 _OPTIMIZER_STEM = "optimizer"
-#: Names of slices by transformers (and DCP's safetensors writer), and of single ranks' parts by Accelerate.
-_SLICE_OR_PART = re.compile(rf"shard-\d+-model-\d+-of-\d+\.safetensors|{FULL_STATE_STEM}.*_rank\d+\.bin")
-#: Entries of a state dict that hold an optimizer, a scheduler or a scaler.
-_OPTIMIZER_KEYS = ("optimizer", "optim")
+#: What Lightning puts next to its DCP files: everything of the state that isn't sharded.
+_META_NAME, _LIGHTNING_SCHEDULERS = "meta.pt", "lr_schedulers"
+#: Entries of a state dict that hold a scheduler or a scaler.
+_FOREIGN_OPTIMIZER = re.compile(r"global_step\d+|.*_optim_states\.pt")
 _DOCUMENT_KEYS: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("lr_scheduler", "scheduler"),
     "scaler": ("scaler",),
@@ -56,6 +73,62 @@ class StoredOptimizer:
     does not keep the groups."""
     settings: Mapping[str, Mapping[str, Any]]
     """The settings of each parameter, if groups are not stored."""
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether parameters have numbers, as ``optimizer.state_dict()`` gives them, in place of names."""
+        return self.groups is not None and any(type(n) is int for g in self.groups for n in g["params"])
+
+    def named_like(self, members: Sequence[Sequence[str]]) -> StoredOptimizer:
+        """A numbered optimizer with this run's names. The number of a parameter is its position in the groups, as for torch's own
+        ``load_state_dict``.
+
+        ``members``: the names in each group of the live optimizer. Raises :class:`StateError` for groups of other sizes, or if
+        the stored groups have names (``param_names``) in another order.
+        """
+        if not self.is_numbered:
+            return self
+        groups = self.groups or ()
+        sizes = [len(g["params"]) for g in groups]
+        if sizes != [len(names) for names in members]:
+            raise self._not_matched(
+                f"in groups of {sizes}; this run's has groups of {[len(m) for m in members]}"
+            )
+        for group, names in zip(groups, members, strict=True):
+            stored = group.get("param_names")
+            if stored is not None and list(stored) != list(names):
+                first = next(
+                    (pair for pair in zip(stored, names, strict=False) if pair[0] != pair[1]), ("", "")
+                )
+                raise self._not_matched(f"and names {brief(first[0])} where this run has {first[1]}")
+        named = {
+            str(n): name
+            for g, m in zip(groups, members, strict=True)
+            for n, name in zip(g["params"], m, strict=True)
+        }
+        tensors: dict[str, StoredTensor] = {}
+        for short, key in self.keys.items():
+            if key.parameter not in named:
+                raise FormatError(
+                    f"has state of parameter {key.parameter}, which is in no group", path=self.catalog.root
+                )
+            name = StateKey(named[key.parameter], key.state).name
+            tensors[name] = replace(self.catalog.tensors[short], name=name)
+        return StoredOptimizer(
+            replace(self.catalog, tensors=tensors),
+            {named.get(owner, owner): values for owner, values in self.values.items()},
+            [
+                {**{k: v for k, v in g.items() if k != "param_names"}, "params": list(m)}
+                for g, m in zip(groups, members, strict=True)
+            ],
+            {},
+        )
+
+    def _not_matched(self, what: str) -> StateError:
+        return StateError(
+            f"{self.catalog.root}: keeps the optimizer's state by parameter number, {what}. Make the optimizer as the saved run did "
+            f"(same groups, same order), or restore the model alone (TrainState(model=…))"
+        )
 
     @property
     def keys(self) -> dict[str, StateKey]:
@@ -114,35 +187,34 @@ def _as_text(options: Mapping[str, Any]) -> str:
 
 
 def is_third_party(path: str) -> bool:
-    """Whether a directory holds a third-party training run: DCP, FSDP's full state, or slices."""
+    """Whether another program wrote a path, as its marks say: a run that can be restored, or one that is refused by its name."""
     with looking_once(path):
+        if kind_of(path) is not None:
+            return True
         if not is_directory(path) or _has(path, "manifest.json"):
             return False
         if _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM):
             return True
-        return any(_SLICE_OR_PART.fullmatch(name) for name in _listed(path))
+        return describe_steps(path) is None and kind_below(path) is not None
 
 
 def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     """The training run at ``path``. Reads only names of files.
 
-    Raises :class:`SourceError` if there is none, or if its ranks stored parts that only they can read.
+    Raises :class:`SourceError` if there is none, or by its name if it can't be read.
     """
     root = os.fspath(path)
+    refuse_foreign(root)
     models = _sources(root, FULL_STATE_STEM)
     if not models and (is_file(root) or holds_model(root)):
         models = (root,)
     if not models:
-        per_rank = [n for n in _listed(root) if re.fullmatch(rf"{FULL_STATE_STEM}.*_rank\d+\.bin", n)]
-        if per_rank:
-            raise SourceError(
-                f"{per_rank[0]} and similar files hold the parts of single ranks, without their place in each tensor; "
-                f"save with SHARDED_STATE_DICT and DCP (use_dcp=True), or with FULL_STATE_DICT",
-                path=root,
-            )
-        what = describe_steps(root) or "holds no known training state and no model"
-        raise SourceError(what, path=root)
-    return ThirdPartyRun(root, models, _sources(root, _OPTIMIZER_STEM))
+        what = describe_steps(root)
+        if what is None:
+            refuse_below(root)
+        _listed(root)  # raises if it can't be read
+        raise SourceError(what or "holds no known training state and no model", path=root)
+    return ThirdPartyRun(root, models, _sources(root, _OPTIMIZER_STEM), kind_of(root))
 
 
 def _sources(root: str, stem: str) -> tuple[str, ...]:
@@ -150,10 +222,12 @@ def _sources(root: str, stem: str) -> tuple[str, ...]:
     if _has(root, METADATA_NAME):
         return (root,)
     found: list[str] = []
-    names = [(f"{stem}_0", f"{stem}.bin")]
+    names: list[tuple[str, ...]] = [
+        (f"{stem}_0", f"{stem}.bin", f"{stem}.pt")
+    ]  # Accelerate's, and the HF Trainer's
     while names:
-        folder, file = (os.path.join(root, n) for n in names.pop())
-        here = folder if _has(folder, METADATA_NAME) else file if is_file(file) else None
+        folder, *files = (os.path.join(root, n) for n in names.pop())
+        here = folder if _has(folder, METADATA_NAME) else next(filter(is_file, files), None)
         if here is not None:
             found.append(here)
             names.append((f"{stem}_{len(found)}", f"{stem}_{len(found)}.bin"))
@@ -184,7 +258,10 @@ class ThirdPartyRun:
     path: str
     models: tuple[str, ...]
     optimizers: tuple[str, ...]
+    """Files and DCP directories with optimizers; a DCP directory may have several, or none."""
+    kind: Kind | None = None
     _read: dict[str, DcpCheckpoint] = field(default_factory=dict, repr=False)
+    _plain: dict[str, Mapping[Any, Any]] = field(default_factory=dict, repr=False)
 
     def model(self, k: int) -> Catalog:
         """The k-th model, under module names (or hub names, if there is only a hub directory)."""
@@ -194,22 +271,28 @@ class ThirdPartyRun:
             found = open_catalog(source)
         return replace(found, kind="slices") if "DCP_VERSION" in found.metadata else found
 
-    def has_optimizer(self, k: int) -> bool:
-        """Whether a k-th optimizer is stored."""
-        if k >= len(self.optimizers):
-            return False
-        source = self.optimizers[k]
-        if not _has(source, METADATA_NAME):
-            return True
-        found = self._dcp(source)
-        return any(map(_inside(found), (*found.catalog.tensors, *found.objects)))
+    @property
+    def stored_optimizers(self) -> tuple[tuple[str, str], ...]:
+        """The path of each optimizer, in order, and its entry in a DCP directory."""
+        found: list[tuple[str, str]] = []
+        for source in self.optimizers:
+            heads = optimizers_in(self._dcp(source)) if _has(source, METADATA_NAME) else ("",)
+            found += [(source, head) for head in heads]
+        return tuple(found)
 
     def optimizer(self, k: int) -> StoredOptimizer:
         """The k-th optimizer."""
-        if not self.has_optimizer(k):
-            raise StateError(f"{self.path}: holds no optimizer; leave it out of the state")
-        source = self.optimizers[k]
-        return _of_file(source) if is_file(source) else _of_dcp(self._dcp(source))
+        stored = self.stored_optimizers
+        if k >= len(stored):
+            raise StateError(f"{self.path}: {self._no_optimizer(k)}; leave it out of the state")
+        source, head = stored[k]
+        return _of_file(source) if is_file(source) else _of_dcp(self._dcp(source), head)
+
+    def _no_optimizer(self, k: int) -> str:
+        others = [name for name in _listed(self.path) if _FOREIGN_OPTIMIZER.fullmatch(name)] if k == 0 else []
+        if others:
+            return f"holds no optimizer that can be read ({', '.join(others[:3])} of DeepSpeed can't be)"
+        return "holds no optimizer" if k == 0 else f"holds {k} optimizer(s)"
 
     def document(self, name: str) -> dict[Any, Any]:
         """The stored state of ``scheduler`` or ``scaler``. From DCP, all mapping keys are text."""
@@ -225,9 +308,18 @@ class ThirdPartyRun:
                 found = nested(self._dcp(source), _DOCUMENT_KEYS[name])
                 if found:
                     return found
+        schedulers = self._meta.get(_LIGHTNING_SCHEDULERS) if name == "scheduler" else None
+        if type(schedulers) is list and len(schedulers) == 1 and type(schedulers[0]) is dict:
+            return schedulers[0]
         entries = f"no entry {' or '.join(map(repr, _DOCUMENT_KEYS[name]))} in the state dict that DCP saved"
         where = entries if _has(self.path, METADATA_NAME) else " or ".join(_DOCUMENT_FILES[name])
         raise StateError(f"{self.path}: holds no {name} ({where}); leave it out of the state")
+
+    def is_in_a_file(self, name: str) -> bool:
+        """Whether the state of ``scheduler`` or ``scaler`` is stored with the types of its keys, not as items of DCP."""
+        if any(_has(self.path, file) for file in _DOCUMENT_FILES[name]):
+            return True
+        return name == "scheduler" and _LIGHTNING_SCHEDULERS in self._meta
 
     @property
     def step(self) -> int | None:
@@ -241,6 +333,10 @@ class ThirdPartyRun:
         for source in dict.fromkeys((*self.models, *self.optimizers)):
             if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))) is not None:
                 return step
+        if "global_step" in self._meta:
+            return count_of_steps(
+                self._meta["global_step"], "global_step", os.path.join(self.path, _META_NAME)
+            )
         named = re.fullmatch(r"step-(\d{1,12})", os.path.basename(self.path))
         return int(named[1]) if named else None
 
@@ -249,6 +345,57 @@ class ThirdPartyRun:
         """The number of ranks that wrote the model; 1 for a full state, which doesn't record it."""
         files = {os.path.basename(f.path) for f in self.model(0).files}
         return len({m[1] for f in files if (m := re.match(r"__(\d+)_", f))}) or 1
+
+    @property
+    def _meta(self) -> Mapping[Any, Any]:
+        """The entries of Lightning's file, and the values of those that are read; empty if there is none."""
+        if _META_NAME not in self._plain:
+            file = os.path.join(self.path, _META_NAME)
+            is_there = _has(self.path, METADATA_NAME) and is_file(file)
+            self._plain[_META_NAME] = (
+                plain_parts(file, ("global_step", _LIGHTNING_SCHEDULERS)) if is_there else {}
+            )
+        return self._plain[_META_NAME]
+
+    def left_out(self, documents: Collection[str], assets: Collection[str]) -> list[str]:
+        """What is stored here and is neither a model, an optimizer, one of ``documents``, nor one of ``assets``: a line each."""
+        lines: list[str] = []
+        for source in dict.fromkeys((*self.models, *self.optimizers)):
+            if not _has(source, METADATA_NAME):
+                continue
+            found = self._dcp(source)
+            read = {name for items in optimizers_in(found).values() for name in items} | {
+                "step",
+                "train_state.step",
+            }
+            kept = {t.chunks[0] for t in model_in(found).tensors.values() if t.chunks}
+            read |= {n for n, t in found.catalog.tensors.items() if not t.chunks or t.chunks[0] in kept}
+            entries = {key for name in documents for key in _DOCUMENT_KEYS.get(name, ())}
+            read |= {n for n, path in found.paths.items() if path[0] in entries}
+            lines += [
+                f"{name}: an entry of the state dict, not read" for name in entries_left_out(found, read)
+            ]
+        if self._meta:
+            known = {"global_step", *((_LIGHTNING_SCHEDULERS,) if "scheduler" in documents else ())}
+            rest = [str(key) for key in self._meta if key not in known]
+            lines += [f"{_META_NAME}: its {', '.join(map(brief, rest))}"] if rest else []
+        return lines + self._files_left_out(documents, assets)
+
+    def _files_left_out(self, documents: Collection[str], assets: Collection[str]) -> list[str]:
+        """Files and folders of a run's directory that nothing was read from."""
+        if is_file(self.path) or self.kind is None or "restore" not in self.kind.works:
+            return []
+        known = {*assets, METADATA_NAME, _META_NAME, "trainer_state.json", "config.json"}
+        known |= {file for name in documents for file in _DOCUMENT_FILES.get(name, ())}
+        known |= {
+            os.path.basename(source) for source in (*self.models, *self.optimizers) if source != self.path
+        }
+        for k in range(len(self.models)):
+            catalog = self.model(k)
+            known |= {os.path.basename(f.path) for f in catalog.files} | set(catalog.ignored_files)
+            known |= {name for name in _listed(self.path) if name.endswith((".index.json", ".distcp"))}
+        rest = [name for name in _listed(self.path) if name not in known]
+        return [f"{name}: not read" for name in rest]
 
     def _dcp(self, source: str) -> DcpCheckpoint:
         if source not in self._read:
@@ -260,45 +407,32 @@ class ThirdPartyRun:
 # Optimizers
 
 
-def _inside(found: DcpCheckpoint) -> Any:
-    """A function from a stored name to its part inside the optimizer's entry; None for other entries."""
-
-    def inside(name: str) -> str | None:
-        path = [str(p) for p in found.paths.get(name, (name,))]
-        if path[0] in ("app", "state") and len(path) > 1 and path[1] in _OPTIMIZER_KEYS:
-            path = path[1:]
-        text = ".".join(path)
-        key = next(
-            (k for k in _OPTIMIZER_KEYS if text.startswith((f"{k}.state.", f"{k}.param_groups."))), None
-        )
-        return text.removeprefix(f"{key}.") if key else None
-
-    return inside
-
-
-def _of_dcp(found: DcpCheckpoint) -> StoredOptimizer:
-    inside = _inside(found)
+def _of_dcp(found: DcpCheckpoint, head: str) -> StoredOptimizer:
+    """The optimizer in the entry ``head`` of a DCP directory."""
+    parts = optimizers_in(found)[head]
     tensors: dict[str, StoredTensor] = {}
-    for name, t in found.catalog.tensors.items():
-        rest = inside(name)
-        if rest is not None and rest.startswith("state."):
-            short = rest.removeprefix("state.")
-            tensors[short] = replace(t, name=short)
     values: dict[str, dict[str, Any]] = {}
     items: dict[str, dict[str, Any]] = {}
-    read = Objects(found.catalog.files)
-    with read:
-        for name, where in found.objects.items():
-            rest = inside(name)
-            if rest is not None:
-                part, _, short = rest.partition(".")
-                owner, _, key = short.rpartition(".")
-                (values if part == "state" else items).setdefault(owner, {})[key] = read.value(where)
-    for name, t in found.catalog.tensors.items():  # a learning rate may be a tensor
-        rest = inside(name)
-        if rest is not None and rest.startswith("param_groups."):
-            owner, _, key = rest.removeprefix("param_groups.").rpartition(".")
-            items.setdefault(owner, {})[key] = plain_tensor(t, found.catalog.files)
+    with Objects(found.catalog.files) as read:
+        for name, rest in parts.items():
+            part, _, short = rest.partition(".")
+            owner, _, key = short.rpartition(".")
+            t = found.catalog.tensors.get(name)
+            if t is None:
+                value = read.value(found.objects[name])
+                if not short:
+                    if value:
+                        raise FormatError(
+                            f"its {rest} is one item, not one for each parameter", path=found.catalog.root
+                        )
+                    continue  # an optimizer without a step has an empty state
+                if part == "state" and _has_tensor(value):
+                    raise _no_tensor(owner, key, value, found.catalog.root)
+                (values if part == "state" else items).setdefault(owner, {})[key] = value
+            elif part == "state":
+                tensors[short] = replace(t, name=short)
+            else:  # a learning rate may be a tensor
+                items.setdefault(owner, {})[key] = plain_tensor(t, found.catalog.files)
     catalog = replace(found.catalog, tensors=tensors)
     if all(re.fullmatch("[0-9]{1,9}", owner) for owner in items):
         groups = [_group(items[owner], catalog.root) for owner in sorted(items, key=int)]
@@ -312,41 +446,47 @@ def _of_file(path: str) -> StoredOptimizer:
     state, groups = (
         (content.get(k) for k in ("state", "param_groups")) if isinstance(content, dict) else (0, 0)
     )
-    if not isinstance(state, dict) or not isinstance(groups, list):
+    if (
+        not isinstance(state, dict)
+        or not isinstance(groups, list)
+        or not all(type(n) in (int, str) and isinstance(v, dict) for n, v in state.items())
+    ):
         raise FormatError("not an optimizer's state dict: expected entries state and param_groups", path=path)
-    if not all(isinstance(n, str) and isinstance(v, dict) for n, v in state.items()):
-        raise _numbered(path)
     plain = PlainValues(path, file.nbytes, lambda t: plain_tensor(t, (file,)))
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for owner, states in state.items():
         for key, value in states.items():
             if isinstance(value, StoredTensor):
-                name = StateKey(owner, key).name
+                name = StateKey(str(owner), str(key)).name
                 tensors[name] = replace(value, name=name)
+            elif _has_tensor(value):
+                raise _no_tensor(owner, key, value, path)
             else:
-                values.setdefault(owner, {})[str(key)] = plain.of(value)
+                values.setdefault(str(owner), {})[str(key)] = plain.of(value)
     settings = [_group(plain.of(group), path) for group in groups]
     return StoredOptimizer(Catalog("full state", path, tensors, (file,)), values, settings, {})
 
 
-def _numbered(path: str) -> StateError:
-    """The error for what ``optimizer.state_dict()`` returned."""
+def _has_tensor(value: Any) -> bool:
+    if type(value) in (list, tuple, dict):
+        return any(map(_has_tensor, value.values() if type(value) is dict else value))
+    return isinstance(value, StoredTensor | torch.Tensor)
+
+
+def _no_tensor(owner: Any, key: Any, value: Any, path: str) -> StateError:
     return StateError(
-        f"{path}: keeps the optimizer's state by parameter number, not by name, so it can't be matched with shards. Restore "
-        f"the model alone (TrainState(model=…)), or save the optimizer with get_optimizer_state_dict"
+        f"{path}: the optimizer's state {brief(key)} of parameter {brief(owner)} is a {type(value).__name__} of tensors, and only "
+        f"tensors and plain values can be put into shards. Restore the model alone (TrainState(model=…))"
     )
 
 
 def _group(found: Any, path: str) -> dict[str, Any]:
-    """The settings of a group. Raises :class:`StateError` if it numbers its parameters, :class:`FormatError` if it does
-    not list them."""
+    """The settings of a group. Raises :class:`FormatError` if it does not list its parameters, by name or by number."""
     params = found.get("params") if type(found) is dict else None
-    if type(params) is list and params and all(type(n) is int for n in params):
-        raise _numbered(path)
-    if type(params) is not list or not all(isinstance(n, str) for n in params):
+    if type(params) is not list or {type(n) for n in params} not in ({int}, {str}, set()):
         raise FormatError(
-            f"expected an optimizer's group, a dict with a list of params by name, got {brief(found)}",
+            f"expected an optimizer's group, a dict with a list of params by name or by number, got {brief(found)}",
             path=path,
         )
     return {str(k): v for k, v in found.items()}

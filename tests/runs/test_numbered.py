@@ -1,0 +1,177 @@
+"""Optimizers that number their parameters: of a plain HF Trainer, of Accelerate without FSDP; and odd values in an optimizer's state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from click.testing import CliRunner
+from torch import nn
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.errors import ShardwiseError, StateError
+
+
+def qwen() -> Any:
+    config = transformers.Qwen3Config(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def trainer(root: Path, model: Any, **more: Any) -> transformers.Trainer:
+    """As its users make it: two groups, one of them without weight decay."""
+    arguments = transformers.TrainingArguments(
+        str(root), use_cpu=True, report_to=[], disable_tqdm=True, weight_decay=0.1, learning_rate=1e-2, **more
+    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 31, (16, 6))]
+    return transformers.Trainer(model, arguments, train_dataset=rows)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder that a plain Trainer saved, its model, and its optimizer."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("plain")
+    made = trainer(root, qwen(), max_steps=3, save_steps=3, per_device_train_batch_size=2)
+    made.train()
+    return root / "checkpoint-3", made.model, getattr(made.optimizer, "optimizer", made.optimizer)
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {f"{n}.{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+
+
+def test_a_plain_trainers_checkpoint_is_restored_with_its_optimizer(
+    trained: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    root, model, optimizer = trained
+    again = qwen()
+    made = trainer(tmp_path, again)
+    report = sw.restore(sw.TrainState(model=again, optimizer=made.create_optimizer()), root)
+    assert (report.step, report.exact) == (3, False)
+    assert any("matched by their positions" in line for line in report.differences)
+    expected, found = states(model, optimizer), states(again, made.optimizer)
+    assert found.keys() == expected.keys()
+    assert len(found) == 3 * len(list(model.parameters()))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert [g["weight_decay"] for g in made.optimizer.param_groups] == [0.1, 0.0]
+    one_group = torch.optim.AdamW(again.parameters())
+    with pytest.raises(
+        StateError, match=r"by parameter number, in groups of \[16, 9\]; this run's has groups of \[25\]"
+    ):
+        sw.restore(sw.TrainState(model=again, optimizer=one_group), root)
+
+
+def test_a_conversion_names_every_file_that_it_leaves_out(
+    trained: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    root, *_ = trained
+    runner = CliRunner()
+    arguments = ["convert", str(root), str(tmp_path / "out"), "--to", "checkpoint"]
+    result = runner.invoke(main, arguments, prog_name="shardwise")
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "optimizer.pt: the optimizer's state, by parameter number" in text
+    assert "To keep it: sw.restore(sw.TrainState(model=model, optimizer=optimizer)" in text
+    arguments[2] = str(tmp_path / "again")
+    skipped = json.loads(runner.invoke(main, [*arguments, "--json"], prog_name="shardwise").stdout)["skipped"]
+    named = {line.partition(":")[0] for line in skipped}
+    stored = {file.name for file in root.iterdir()}
+    read = {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "scheduler.pt",
+        "trainer_state.json",
+    }
+    assert stored - read <= named
+    again = qwen()
+    with pytest.raises(StateError, match=r"converted from safetensors.*Restore the source itself"):
+        sw.restore(
+            sw.TrainState(model=again, optimizer=torch.optim.AdamW(again.parameters())), tmp_path / "out"
+        )
+
+
+def test_an_accelerator_without_fsdp(tmp_path: Path) -> None:
+    """``optimizer.bin``: its model alone can be converted; its optimizer is restored by position."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(str(tmp_path / "state"))
+    report = sw.convert(tmp_path / "state", tmp_path / "out")
+    assert (report.tensors, report.optimizer_tensors) == (4, 0)
+    named = {line.partition(":")[0] for line in report.skipped}
+    assert named >= {"optimizer.bin", "random_states_0.pkl"}
+    assert sw.verify(tmp_path / "out").ok
+    again = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    taken = torch.optim.AdamW(again.parameters())
+    sw.restore(sw.TrainState(model=again, optimizer=taken), tmp_path / "state")
+    expected, found = states(model, optimizer.optimizer), states(again, taken)
+    assert len(found) == 12
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert taken.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_that_stores_names_with_its_numbers(tmp_path: Path) -> None:
+    """``AdamW(model.named_parameters())`` keeps ``param_names``: no position is trusted against them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    report = sw.convert(tmp_path, tmp_path / "out")
+    assert report.optimizer_tensors == 12
+    again = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    taken = torch.optim.AdamW(again.named_parameters())
+    for source in (tmp_path, tmp_path / "out"):
+        sw.restore(sw.TrainState(model=again, optimizer=taken), source)
+        found, expected = states(again, taken), states(model, optimizer)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    turned = torch.optim.AdamW(reversed(list(again.named_parameters())))
+    with pytest.raises(StateError, match=r"names '0\.weight' where this run has 1\.bias"):
+        sw.restore(sw.TrainState(model=again, optimizer=turned), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["betas", "a pair"])
+def test_tensors_in_tuples(tmp_path: Path, kind: str) -> None:
+    """torch.optim takes tensors as betas; a pair of tensors in a state can't be put into shards."""
+    model = nn.Linear(4, 4)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    pair, betas = (torch.ones(2), torch.ones(2)), (torch.tensor(0.8), torch.tensor(0.9))
+    group = {"lr": 0.1, "betas": betas if kind == "betas" else (0.8, 0.9), "params": ["weight", "bias"]}
+    state = {} if kind == "betas" else {"weight": {"pair": pair}}
+    torch.save({"state": state, "param_groups": [group]}, tmp_path / "optimizer.bin")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if kind == "betas":
+        sw.convert(tmp_path, tmp_path / "out")
+        assert sw.verify(tmp_path / "out").ok
+        for source in (tmp_path, tmp_path / "out"):
+            optimizer.param_groups[0]["betas"] = (0.1, 0.2)
+            sw.restore(sw.TrainState(model=model, optimizer=optimizer), source)
+            found = optimizer.param_groups[0]["betas"]
+            assert [type(found), *map(float, found)] == [tuple, pytest.approx(0.8), pytest.approx(0.9)]
+        return
+    for call in (
+        lambda: sw.convert(tmp_path, tmp_path / "out"),
+        lambda: sw.restore(sw.TrainState(model=model, optimizer=optimizer), tmp_path),
+    ):
+        with pytest.raises(ShardwiseError, match="state 'pair' of parameter 'weight' is a tuple of tensors"):
+            call()
