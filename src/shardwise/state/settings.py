@@ -176,7 +176,7 @@ def _of_model(at: str, live: LiveModel) -> dict[str, str]:
         modules[canonical_name(name)] = module  # of wrappers the innermost
     described = Described({id(module): "" for _, module in live.modules})
     for name, module in modules.items():
-        kind = original_class(module)
+        kind: Any = original_class(module)
         found[name] = kind.__qualname__
         held = vars(module)
         for argument in argument_names(kind):
