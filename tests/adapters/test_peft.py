@@ -19,12 +19,14 @@ from shardwise.sharding.groups import describe_groups
 from tests.adapters import _peft_fns as fns
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long, long_but
+from tests.harness.tiers import nightly, nightly_but
 from tests.loading._load_fns import tensors_of
 
 
-@pytest.mark.parametrize("world_size", [3, *long(1, 2)])
-@pytest.mark.parametrize("kind", long_but(fns.KINDS, "lora", "dora-transposed", "tied-saved-head", "experts"))
+@pytest.mark.parametrize("world_size", [3, *nightly(1, 2)])
+@pytest.mark.parametrize(
+    "kind", nightly_but(fns.KINDS, "lora", "dora-transposed", "tied-saved-head", "experts")
+)
 def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     fns.write_reference(kind, str(tmp_path))
     expected = load_file(tmp_path / "expected.safetensors")
@@ -37,7 +39,7 @@ def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_siz
 SEEDED = [k for k in fns.KINDS if k not in ("lora", "saved-head", "tied-embedding")]
 
 
-@pytest.mark.parametrize("kind", long_but(SEEDED, "two"))
+@pytest.mark.parametrize("kind", nightly_but(SEEDED, "two"))
 def test_seeded_alike(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Without files: PEFT's rule, the same values at every world size; what follows from the base as in PEFT."""
     fns.write_reference(kind, str(tmp_path))
@@ -63,15 +65,15 @@ def test_seeded_alike(ranks: RankPool, tmp_path: Path, kind: str) -> None:
 TRAINED = [k for k in fns.KINDS if k not in ("renamed-base", "biases")]
 
 
-@pytest.mark.parametrize("world_size", [2, *long(3)])
-@pytest.mark.parametrize("kind", long_but(TRAINED, "dora-bf16", "experts"))
+@pytest.mark.parametrize("world_size", [2, *nightly(3)])
+@pytest.mark.parametrize("kind", nightly_but(TRAINED, "dora-bf16", "experts"))
 def test_trains_as_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     """Frozen parameters beside trainable ones in one FSDP group; adapters in fp32 over a base in bf16."""
     fns.write_reference(kind, str(tmp_path))
     ranks.run_ranks(world_size, fns.trains_as_plain_peft, kind, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["tied-saved-head", *long("lora", "dora")])
+@pytest.mark.parametrize("kind", ["tied-saved-head", *nightly("lora", "dora")])
 def test_a_run_resumes(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     fns.write_reference(kind, str(tmp_path))
     base, runs = str(tmp_path / "base"), str(tmp_path / "runs")
@@ -91,7 +93,7 @@ def test_a_base_that_is_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run_ranks(2, fns.base_from_a_checkpoint, "saved-head", str(tmp_path), str(tmp_path / "runs"))
 
 
-@pytest.mark.parametrize("world_size", [3, *long(1)])
+@pytest.mark.parametrize("world_size", [3, *nightly(1)])
 def test_a_plain_module(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     torch.manual_seed(1)
     base = fns.Plain()
@@ -127,7 +129,7 @@ def test_a_new_head(ranks: RankPool, tmp_path: Path) -> None:
         assert all(torch.equal(t, found[0][n]) for n, t in values.items())
 
 
-@pytest.mark.parametrize("kind", ["lora", *long("tied-embedding")])
+@pytest.mark.parametrize("kind", ["lora", *nightly("tied-embedding")])
 def test_a_base_of_the_hub(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     fns.write_reference(kind, str(tmp_path))
     file = tmp_path / "adapter" / "adapter_config.json"

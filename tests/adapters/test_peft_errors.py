@@ -16,7 +16,7 @@ from tests.adapters import _peft_errors_fns as error_fns
 from tests.adapters import _peft_fns as fns
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 HELD = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"
@@ -63,7 +63,7 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, *long(3)])
+@pytest.mark.parametrize("world_size", [2, *nightly(3)])
 def test_a_wrong_directory(ranks: RankPool, reference: Path, tmp_path: Path, world_size: int) -> None:
     root = Path(shutil.copytree(reference, tmp_path / "lora"))
     (_variant(root, "no config") / "adapter_config.json").unlink()

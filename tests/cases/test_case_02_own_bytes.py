@@ -12,7 +12,7 @@ from tests.cases import _fns as fns
 from tests.cases._fns import MIB
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("shape", [(4,), *long((2, 2))])
+@pytest.mark.parametrize("shape", [(4,), *nightly((2, 2))])
 def test_what_a_load_costs(ranks: RankPool, tmp_path: Path, large: str, shape: tuple[int, ...]) -> None:
     models.write_hub_directory("qwen3", tmp_path, torch.float32)
     costs = ranks.run_ranks(4, fns.cost_of_a_load, str(tmp_path), large, shape)

@@ -9,10 +9,10 @@ import pytest
 from tests.cases import _fns as fns
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(3, (3,)), *long_rows((4, (4,)), (4, (1, 4)))])
+@pytest.mark.parametrize(("world_size", "shape"), [(3, (3,)), *nightly_rows((4, (4,)), (4, (1, 4)))])
 def test_loads_trains_saves_and_restores(
     ranks: RankPool, tmp_path: Path, world_size: int, shape: tuple[int, ...]
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 import shardwise as sw
 from tests.checkpoint import _resume_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 
 
 def no_gradient(root: str, optimizer: str) -> dict[str, list[str]]:
@@ -42,7 +42,7 @@ def no_gradient(root: str, optimizer: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "optimizer"), [(2, "adamw"), *long_rows((1, "adamw"), (2, "sgd"), (2, "adagrad"))]
+    ("world_size", "optimizer"), [(2, "adamw"), *nightly_rows((1, "adamw"), (2, "sgd"), (2, "adagrad"))]
 )
 def test_resumes(ranks: RankPool, tmp_path: Path, world_size: int, optimizer: str) -> None:
     for found in ranks.run_ranks(world_size, no_gradient, str(tmp_path), optimizer):

@@ -21,7 +21,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, IntegrityError, SourceError, StateError
 from tests.catalog import _dcp_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *long("float32")])
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
 @pytest.mark.parametrize("kind", ["nested", "app", "flat"])
 @pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.nightly)])
 def test_torch_saves_and_we_load(
@@ -287,7 +287,7 @@ def fns_catalog(path: Path) -> None:
     open_catalog(path)
 
 
-@pytest.mark.parametrize("now", [3, *long(2)])
+@pytest.mark.parametrize("now", [3, *nightly(2)])
 def test_a_run_that_accelerate_began_goes_on_here(ranks: RankPool, tmp_path: Path, now: int) -> None:
     """Accelerate's own checkpoint, with the optimizer and the scheduler: the same losses as its run has."""
     root = str(tmp_path / "state")

@@ -18,12 +18,12 @@ from shardwise.ranks.ranks import Ranks
 from tests.checkpoint import _async_save_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import ROOT, worker_env
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 MIB = 1024**2
 
 
-@pytest.mark.parametrize("world_size", [2, *long(1, 3)])
+@pytest.mark.parametrize("world_size", [2, *nightly(1, 3)])
 @pytest.mark.parametrize("budget", [None, 2 * MIB])
 def test_the_state_at_the_call_is_stored(
     ranks: RankPool, tmp_path: Path, world_size: int, budget: int | None

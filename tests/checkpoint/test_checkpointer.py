@@ -16,7 +16,7 @@ from tests.harness.logged import warnings_logged
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.harness.small_disks import small_disk_at
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def pristine(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
-@pytest.mark.parametrize("world_size", [2, *long(1)])
+@pytest.mark.parametrize("world_size", [2, *nightly(1)])
 def test_damaged_step_is_skipped_with_a_warning(
     ranks: RankPool, tmp_path: Path, pristine: str, world_size: int
 ) -> None:

@@ -12,7 +12,7 @@ import shardwise as sw
 from tests.checkpoint import _continue_fns as fns
 from tests.checkpoint._continue_fns import Recipe
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 
 RECIPES = {
     "adamw, workers": Recipe("adamw", workers=2),
@@ -32,7 +32,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(
     "name",
-    long_but(
+    nightly_but(
         RECIPES,
         "sgd, scaler, in a cycle",
     ),

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.cli import main
 from tests.checkpoint.earlier import runs
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 EARLIER = Path(__file__).resolve().parent / "earlier"
 WRITTEN = [
@@ -95,7 +95,7 @@ def test_its_bytes_are_verified(root: Path, writer: str, kind: str) -> None:
 
 
 @every_checkpoint
-@pytest.mark.parametrize("world_size", [2, *long(3)])
+@pytest.mark.parametrize("world_size", [2, *nightly(3)])
 def test_it_is_resumed_from(ranks: RankPool, root: Path, writer: str, kind: str, world_size: int) -> None:
     expected = expected_of(writer, kind)
     stored = expected["content"]

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint import _exact_matrix_fns as fns
 from tests.checkpoint import _exact_quantised_fns as quantised
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 #: One kind for each way in which shards make a difference.
 KEPT = ("AdamW", "own state dict", "state dict hooks", "tied", "sharded state outside")
@@ -38,7 +38,7 @@ def test_exact_if_and_only_if_bitwise(ranks: RankPool, tmp_path: Path, name: str
         _check(fns.KINDS[name], by_kind[name])
 
 
-@pytest.mark.parametrize("name", [*KEPT, *long(*REST)])
+@pytest.mark.parametrize("name", [*KEPT, *nightly(*REST)])
 def test_exact_if_and_only_if_bitwise_on_shards(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for by_kind in found(ranks, tmp_path, KEPT if name in KEPT else REST, sharded=True):
         _check(fns.SHARDED[name], by_kind[name])

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.format.manifest import read_manifest
 from tests.checkpoint import _low_bit_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 
 STEP = f"step-{fns.BEFORE:08d}"
 _SAVED: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
@@ -80,7 +80,7 @@ def test_on_other_ranks_states_and_steps_are_those_of_states_placed_by_hand(
         assert same(fns.joined([r["held"] for r in found[: 1 if mesh_kind == "plain" else 2]]), whole)
 
 
-@pytest.mark.parametrize("name", long_but(fns.NAMES, "AdamW4bit"))
+@pytest.mark.parametrize("name", nightly_but(fns.NAMES, "AdamW4bit"))
 def test_a_chain_of_meshes_gives_the_same_digests(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str
 ) -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from tests.checkpoint import _reshard_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 #: 1 → 2 → 3 → 4 → HSDP 2 × 2 → FSDP 2 × TP 2 → 3 → FSDP 2 × TP 2 → 1.
 CHAIN = ((1, "1d"), (2, "1d"), (3, "1d"), (4, "1d"), (4, "hsdp"), (4, "tp"), (3, "1d"), (4, "tp"), (1, "1d"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *long("adagrad", "sgd")])
+@pytest.mark.parametrize("optimizer", ["adamw", *nightly("adagrad", "sgd")])
 def test_digests_are_equal_at_every_stop(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     source, expected = None, None
     for stop, (world_size, mesh_kind) in enumerate(CHAIN):

@@ -10,7 +10,7 @@ import shardwise as sw
 from tests.checkpoint import _resume_fns as fns
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long, long_but
+from tests.harness.tiers import nightly, nightly_but
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_transformers_model_goes_on_bitwise(ranks: RankPool, tmp_path: Path, gpt
     assert found[0]["loss"] != found[1]["loss"], "ranks train on their own data"
 
 
-@pytest.mark.parametrize("optimizer", long_but(fns.OPTIMIZERS, "adamw", "eight bits"))
+@pytest.mark.parametrize("optimizer", nightly_but(fns.OPTIMIZERS, "adamw", "eight bits"))
 def test_every_kind_of_optimizer_goes_on_bitwise(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     ranks.run_ranks(2, fns.resumed_equals_uninterrupted, str(tmp_path), optimizer)
 
@@ -57,7 +57,7 @@ def mesh_of(world_size: int) -> str:
     return f"axis0 {world_size}"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *long("adagrad", "master")])
+@pytest.mark.parametrize("optimizer", ["adamw", *nightly("adagrad", "master")])
 def test_tensors_survive_other_world_sizes(
     ranks: RankPool, tmp_path: Path, gpt2: str, optimizer: str
 ) -> None:

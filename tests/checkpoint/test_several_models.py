@@ -8,11 +8,11 @@ import pytest
 
 from tests.checkpoint import _several_models_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("world_size", [2, *long(1)])
+@pytest.mark.parametrize("world_size", [2, *nightly(1)])
 def test_actor_and_critic_go_on_exactly(ranks: RankPool, tmp_path: Path, world_size: int, mode: str) -> None:
     for found in ranks.run_ranks(world_size, fns.goes_on_exactly, str(tmp_path / "run"), mode):
         assert found["same"]

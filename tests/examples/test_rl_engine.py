@@ -8,14 +8,14 @@ import pytest
 
 from tests.examples import _rl_engine_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 
 MODES = {"dense": (), "vlm": ("--model", "vlm"), "lora": ("--lora",), "from scratch": ("--from-scratch",)}
 LOOP_MODES = {"dense": (), "moe": ("--model", "moe"), "vlm": ("--model", "vlm"), "lora": ("--lora",)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("dense", False), ("vlm", True), *long_rows(("dense", True), ("vlm", False))]
+    ("kind", "lora"), [("dense", False), ("vlm", True), *nightly_rows(("dense", True), ("vlm", False))]
 )
 def test_models_are_those_of_an_ordinary_load(ranks: RankPool, tmp_path: Path, kind: str, lora: bool) -> None:
     for compared in ranks.run_ranks(2, fns.as_ordinary, kind, lora, str(tmp_path / "base")):

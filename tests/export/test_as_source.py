@@ -28,7 +28,7 @@ from shardwise.quantized.dequantized import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.quantized._boxes import State
 from tests.quantized._made import fp8_directory, plain_tensors, quantised_directories
 from tests.quantized._references import quantised_by_library
@@ -111,7 +111,7 @@ def _nearly(found: State, expected: State) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    long_but(((1, True), (2, True), (3, True), (2, False)), (2, False)),
+    nightly_but(((1, True), (2, True), (3, True), (2, False)), (2, False)),
     ids=lambda run: f"{run[0]}-{'all' if run[1] else 'some'}",
 )
 def test_every_format_on_ranks(

@@ -24,7 +24,7 @@ from shardwise.transfer.copy import FileFiller
 from tests.export import _export_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import worker_env
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 
 AUTO: dict[str, Any] = {
     "llama-tied": transformers.LlamaForCausalLM,
@@ -53,7 +53,7 @@ def _check_readable(directory: Path, source: Path, kind: str, values: dict[str, 
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("llama-tied", 2), ("gpt2", 3), *long_rows(("llama-bf16", 3), ("bert", 2))],
+    [("llama-tied", 2), ("gpt2", 3), *nightly_rows(("llama-bf16", 3), ("bert", 2))],
 )
 def test_from_pretrained_reads_exports(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     source = tmp_path / "source"

@@ -19,7 +19,7 @@ from tests.export._export_fns import Odd
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 KINDS = ("qwen3-moe", "mixtral", "qwen3-tied", "llava")
 
@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, *long(3, 4)])
+@pytest.mark.parametrize("world_size", [2, *nightly(3, 4)])
 def test_hub_names_are_what_the_export_writes(ranks: RankPool, root: Path, world_size: int) -> None:
     orders = ranks.run_ranks(world_size, fns.as_exported, KINDS, str(root))
     assert all(order == orders[0] for order in orders), "ranks must give tensors in one order"

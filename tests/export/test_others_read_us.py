@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import shardwise as sw
 from tests.export import _export_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 
 # torch's DCP reader announces that it works without a group, also below from_pretrained.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -51,7 +51,7 @@ def _read_files(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("llama-tied", 2), ("gpt2", 1), *long_rows(("llama-bf16", 3), ("gpt2", 3))],
+    [("llama-tied", 2), ("gpt2", 1), *nightly_rows(("llama-bf16", 3), ("gpt2", 3))],
 )
 def test_transformers_models(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     source, path = tmp_path / "source", tmp_path / "checkpoint"

@@ -15,28 +15,28 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-__all__ = ["examples", "long", "long_but", "long_rows", "share_of"]
+__all__ = ["examples", "nightly", "nightly_but", "nightly_rows", "share_of"]
 
 #: Random searches of ``make test`` try this many times fewer examples than those of ``make nightly``.
 _FEWER = 5
 
 
-def long(*values: Any) -> list[Any]:
+def nightly(*values: Any) -> list[Any]:
     """``values`` as parameters that run nightly."""
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
-def long_rows(*rows: tuple[Any, ...]) -> list[Any]:
+def nightly_rows(*rows: tuple[Any, ...]) -> list[Any]:
     """``rows`` as parameters of tests with several arguments, all of which run nightly."""
     return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
-def long_but(values: Iterable[Any], *kept: Any) -> list[Any]:
+def nightly_but(values: Iterable[Any], *kept: Any) -> list[Any]:
     """All of ``values`` as parameters; those that are not ``kept`` run nightly. Raises ValueError if one kept is none of them."""
     values = list(values)
     if missing := [value for value in kept if value not in values]:
         raise ValueError(f"no parameters: {missing}")
-    return [value if value in kept else long(value)[0] for value in values]
+    return [value if value in kept else nightly(value)[0] for value in values]
 
 
 def share_of(examples: int) -> int:

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.integrations import _accelerate_models_fns as fns
 
 
-@pytest.mark.parametrize("compiled", [True, *long(False)], ids=["compiled", "plain"])
+@pytest.mark.parametrize("compiled", [True, *nightly(False)], ids=["compiled", "plain"])
 def test_no_dims_and_few_rows(ranks: RankPool, tmp_path: Path, compiled: bool) -> None:
     """A 0-d parameter and three one-row ones, through ``accelerator.prepare``, as one process trains them."""
     torch.manual_seed(0)

@@ -9,12 +9,12 @@ import pytest
 import shardwise as sw
 from tests.checkpoint.test_local_directories import merge
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.integrations import _local_hosts_fns as fns
 from tests.integrations.test_trainer import hub as hub
 
 
-@pytest.mark.parametrize("automatic", [False, *long(True)])
+@pytest.mark.parametrize("automatic", [False, *nightly(True)])
 def test_accelerate(ranks: RankPool, tmp_path: Path, automatic: bool) -> None:
     hosts, places = tmp_path / "hosts", [0, 0, 1]
     below = "run/checkpoints" if automatic else "run"

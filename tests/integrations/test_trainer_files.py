@@ -11,12 +11,12 @@ import shardwise as sw
 from shardwise.format.manifest import MANIFEST_NAME
 from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.integrations import _trainer_files_fns as fns
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # below from_pretrained
-@pytest.mark.parametrize("world_size", [2, *long(1)])
+@pytest.mark.parametrize("world_size", [2, *nightly(1)])
 @pytest.mark.nightly
 def test_files_of_other_classes_and_from_pretrained(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -16,7 +16,7 @@ from tests.export import _full_fns as fns
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 KINDS = ("qwen3-tied", "llava", "qwen3-moe")
 
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, *long(1, 4)])
+@pytest.mark.parametrize("world_size", [2, *nightly(1, 4)])
 def test_as_the_first_is_now(ranks: RankPool, root: Path, world_size: int) -> None:
     ranks.run_ranks(world_size, fns.clone_of, KINDS if world_size == 2 else KINDS[:1], str(root))
 

@@ -15,7 +15,7 @@ from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import shard
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.sharding import _shard_fns as fns
 
 KINDS = ["rules", "llama", "mixtral", "gpt2", "t5", "mamba"]
@@ -27,7 +27,7 @@ def _plain(kind: str, seed: int = 3) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", long_but(KINDS, "rules", "mixtral"))
+@pytest.mark.parametrize("kind", nightly_but(KINDS, "rules", "mixtral"))
 def test_same_values_at_every_world_size(ranks: RankPool, kind: str) -> None:
     expected = _plain(kind)
     layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ((2, None), (3, None), (4, (2, 2)))

@@ -13,7 +13,7 @@ import shardwise as sw
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.loading import _load_fns as fns
 
 SHAPE = (8, 17)  # of blocks.0.down.weight
@@ -108,7 +108,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, *long(4)])
+@pytest.mark.parametrize("world_size", [1, 2, *nightly(4)])
 def test_broken_checkpoints(ranks: RankPool, broken: Path, world_size: int) -> None:
     outcomes = ranks.run_ranks(world_size, fns.refused, str(broken))
     assert outcomes[0].keys() == EXPECTED.keys()

@@ -17,7 +17,7 @@ import shardwise as sw
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.loading import _load_fns as fns
 
 #: Every kind in fp32; the other dtypes where they make a difference (T5 keeps some modules in fp32).
@@ -45,19 +45,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*found, str(several)]
 
 
-@pytest.mark.parametrize("world_size", [3, *long(2, 4)])
+@pytest.mark.parametrize("world_size", [3, *nightly(2, 4)])
 def test_equals_the_ordinary_load(ranks: RankPool, directories: list[str], world_size: int) -> None:
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, directories, timeout_s=160)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *long(torch.float32, torch.float16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *nightly(torch.float32, torch.float16)])
 def test_in_another_dtype(ranks: RankPool, directories: list[str], dtype: torch.dtype) -> None:
     chosen = [d for d in directories if Path(d).name in ("qwen3-bfloat16", "t5-float32", "gemma-float32")]
     assert len(chosen) == 3
     ranks.run_ranks(3, fns.pretrained_equals_ordinary, chosen, dtype=dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, *long(3, 4)])
+@pytest.mark.parametrize("world_size", [2, *nightly(3, 4)])
 def test_the_real_minilm(ranks: RankPool, world_size: int) -> None:
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, [str(models.minilm_directory())])
 
@@ -112,7 +112,7 @@ def test_a_compiled_model_is_the_model_inside(
     assert stored[0] == stored[1], "exported under hub names"
 
 
-@pytest.mark.parametrize("world_size", [2, *long(4)])
+@pytest.mark.parametrize("world_size", [2, *nightly(4)])
 def test_experts_stored_one_by_one(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """Three experts, stacked and concatenated from one stored tensor each; with 4 ranks one gets none."""
     directories = []

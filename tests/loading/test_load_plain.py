@@ -14,7 +14,7 @@ from tests.harness import models
 from tests.harness.models import Plain
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.loading import _load_fns as fns
 
 
@@ -37,7 +37,7 @@ def finite(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(models.write_state(state, tmp_path_factory.mktemp("finite")))
 
 
-@pytest.mark.parametrize("world_size", [3, *long(2, 4)])
+@pytest.mark.parametrize("world_size", [3, *nightly(2, 4)])
 def test_a_module_without_transformers(ranks: RankPool, plain: tuple[str, str], world_size: int) -> None:
     ranks.run_ranks(world_size, fns.plain_through_load, *plain)
 

@@ -13,13 +13,13 @@ import torch
 
 from benchmarks.architectures import architectures, write_checkpoint
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long, long_but
+from tests.harness.tiers import nightly, nightly_but
 from tests.meta import _wrong_conversions_fns as fns
 
 MODEL_TYPES = sorted({model_type for model_type, _ in fns.ERRORS})
 
 
-@pytest.fixture(scope="module", params=long_but(MODEL_TYPES, "molmo2_text"))
+@pytest.fixture(scope="module", params=nightly_but(MODEL_TYPES, "molmo2_text"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A tiny checkpoint as the library saves it: experts stored one by one, fused weights stored whole."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -28,7 +28,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, str(directory)
 
 
-@pytest.mark.parametrize("world_size", [3, *long(2)])
+@pytest.mark.parametrize("world_size", [3, *nightly(2)])
 @pytest.mark.slow
 def test_a_wrong_conversion_shows(
     ranks: RankPool, checkpoint: tuple[str, str], tmp_path: Path, world_size: int

@@ -16,7 +16,7 @@ from tests.harness.launch import Launch
 from tests.harness.models import write_state
 from tests.harness.pool import RankPool
 from tests.harness.remote_model import CODE, build_class, write_code, write_remote
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.models import _remote_code_fns as fns
 
 
@@ -28,7 +28,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, *long(1, 3)])
+@pytest.mark.parametrize("world_size", [2, *nightly(1, 3)])
 @pytest.mark.parametrize("kind", CODE)
 def test_equals_the_ordinary_load(
     ranks: RankPool, directories: dict[str, Path], kind: str, world_size: int

@@ -20,7 +20,7 @@ from shardwise.internals.transformers import build_from_config, one_sequence_a_s
 from shardwise.phases.activations import step_of
 from shardwise.phases.groups import groups_of
 from shardwise.phases.products import Products, products_of
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 
 QWEN = {
     "hidden_size": 256,
@@ -153,7 +153,7 @@ def tracked(kind: str, ranks: int, replicas: int, policy: sw.ShardPolicy, traini
         ("dense", 3, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=128, checkpointing=True)),
         ("tied", 4, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=128)),
         ("moe", 8, 2, MIXED, sw.Training(batch_size=2, sequence_length=128)),
-        *long_rows(
+        *nightly_rows(
             ("dense", 8, 2, MIXED, sw.Training(batch_size=2, sequence_length=128)),
             ("dense", 4, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=64)),
             ("dense", 4, 1, sw.ShardPolicy(), sw.Training(batch_size=4, sequence_length=256)),

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.errors import SourceError
 from shardwise.internals.torch import fake_tensors
 from shardwise.phases import measure
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 CONFIGS = Path(__file__).parent / "configs"
 #: Parameters, as their publishers count them or as the class builds them.
@@ -33,7 +33,7 @@ def planned(name: str, ranks: int, **options: object) -> sw.PlanReport:
     return sw.plan(CONFIGS / f"{name}.json", ranks=ranks, nodes=-(-ranks // 8), training=training, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", *long("gpt-oss-20b", *REST)])
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", *nightly("gpt-oss-20b", *REST)])
 def test_sizes(name: str) -> None:
     report = planned(name, 8)
     assert report.from_config

@@ -11,7 +11,7 @@ import pytest
 
 import shardwise as sw
 from tests.harness.launch import Launch
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.preemption import campaign
 
 RANKS = campaign.RANKS
@@ -53,7 +53,7 @@ def stopped(name: str, tmp_path: Path, options: dict[str, Any], second_after_s: 
 
 @pytest.mark.timeout(150)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own loop", *long("Accelerate", "Trainer")])
+@pytest.mark.parametrize("name", ["own loop", *nightly("Accelerate", "Trainer")])
 @pytest.mark.parametrize("why", ["deadline", "second signal"])
 def test_no_time_for_the_last_save(tmp_path: Path, name: str, why: str) -> None:
     if why == "deadline":

@@ -16,7 +16,7 @@ from shardwise.models.kept import put_into
 from tests.harness import models
 from tests.harness.bombs import refused_within
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("peft")
@@ -76,7 +76,7 @@ def _per_tensor(plain: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3, 5), 3))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 5), 3))
 def test_shards_are_those_of_the_stored_tensors(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
 ) -> None:
@@ -88,7 +88,7 @@ def test_shards_are_those_of_the_stored_tensors(
         assert sum(own for own, *_ in found) >= found[0][1], name
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 2))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3), 2))
 def test_lora_on_top_is_that_of_the_unsharded_model(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
 ) -> None:
@@ -126,7 +126,7 @@ def test_saved_at_two_exported_and_resumed_at_three(
         assert settings[0]["quant_method"] == settings[1]["quant_method"]
 
 
-@pytest.mark.parametrize("world_size", long_but((2, 4), 2))
+@pytest.mark.parametrize("world_size", nightly_but((2, 4), 2))
 def test_other_layouts_compute_the_same(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.quantized import _expert_fns
 from tests.quantized._layout_fns import different
 from tests.quantized._made import (
@@ -31,7 +31,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     return [(str(quantised), str(plain)) for quantised, plain in twins]
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3, 4, 5), 3))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 4, 5), 3))
 def test_every_layout(world_size: int, pairs: list[tuple[str, str]], ranks: RankPool) -> None:
     found = ranks.run_ranks(world_size, different, pairs, ["bfloat16"], timeout_s=500)
     for cases, wrong in found:
@@ -39,7 +39,7 @@ def test_every_layout(world_size: int, pairs: list[tuple[str, str]], ranks: Rank
         assert not wrong, wrong[:5]
 
 
-@pytest.mark.parametrize("world_size", long_but((2, 4), 2))
+@pytest.mark.parametrize("world_size", nightly_but((2, 4), 2))
 def test_experts_over_ranks(world_size: int, tmp_path: Path, ranks: RankPool) -> None:
     """transformers' expert parallelism: FP8 experts that are stored one by one, and gpt-oss' in MXFP4."""
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError, PlanError, StateError, Unsupported
 from shardwise.format.manifest import read_manifest
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -57,7 +57,7 @@ def asked(root: Path, kind: str) -> tuple[str, Any]:
     return str(root / ("nf4" if kind == "kept" else "nested")), "keep"
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3, 4), 3))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 4), 3))
 def test_losses_and_gradients_are_those_of_the_unsharded_model(
     world_size: int, root: Path, ranks: RankPool
 ) -> None:
@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_those_of_the_unsharded_model(
         assert found == [fns.STEPS * 28] * world_size, kind
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3, 4), 3))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 4), 3))
 def test_each_rank_holds_its_part_of_the_codes(world_size: int, root: Path, ranks: RankPool) -> None:
     for kind in KINDS:
         for own, total, row in ranks.run_ranks(world_size, fns.held_bytes, *asked(root, kind)):
@@ -110,7 +110,7 @@ def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: Rank
         sw.restore(sw.TrainState(model=other), tmp_path / "run" / "step-00000005")
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 3))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3), 3))
 def test_a_merged_export_is_what_peft_merges(
     world_size: int, root: Path, tmp_path: Path, ranks: RankPool
 ) -> None:
@@ -276,7 +276,7 @@ def test_a_trained_copy_of_a_tied_tensor_is_not_merged(module: str, tmp_path: Pa
     assert sw.export_hf(model, tmp_path / "adapter").tensors
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 5), 5))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 5), 5))
 def test_weights_of_no_whole_number_of_blocks(world_size: int, tmp_path: Path, ranks: RankPool) -> None:
     """The last block is filled up, some ranks hold none, and the merged model computes what the live one does."""
     config = transformers.LlamaConfig(

@@ -19,7 +19,7 @@ from shardwise.transfer import SourceReader
 from shardwise.transfer.box import wanted_box
 from shardwise.transfer.copy import Destination, Staging, execute
 from shardwise.transfer.decoded import DecodingReader
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.quantized._made import decoded, plain_tensors, quantised_directories, whole
 
 
@@ -48,7 +48,7 @@ def test_any_range_of_bytes(directories: list[Path]) -> None:
     assert cases > 500
 
 
-@pytest.mark.parametrize("elements", long_but((50, 300, 1000), 300))
+@pytest.mark.parametrize("elements", nightly_but((50, 300, 1000), 300))
 def test_elements_in_steps_of_any_size(
     directories: list[Path], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

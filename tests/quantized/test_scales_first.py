@@ -15,7 +15,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.errors import IntegrityError
 from shardwise.quantized.dequantized import dequantized
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 from tests.quantized import _scales_fns as fns
 from tests.quantized._layout_fns import build_meta_of
 from tests.quantized._made import fp8_directory, quantised_directories
@@ -51,7 +51,7 @@ def _spoilt(directory: Path, out: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
+    ("world_size", "strategy"), [(2, "own"), *nightly_rows((1, "own"), (2, "once"), (3, "node"))]
 )
 def test_named_before_any_weight(
     world_size: int, strategy: str, directories: list[Path], tmp_path: Path, ranks: RankPool
@@ -70,7 +70,7 @@ def test_named_before_any_weight(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
+    ("world_size", "strategy"), [(2, "own"), *nightly_rows((1, "own"), (2, "once"), (3, "node"))]
 )
 @pytest.mark.parametrize("group", [-1, 10**6])
 def test_groups_that_do_not_exist_are_named_before_any_weight(
@@ -94,7 +94,7 @@ def test_groups_that_do_not_exist_are_named_before_any_weight(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
+    ("world_size", "strategy"), [(2, "own"), *nightly_rows((1, "own"), (2, "once"), (3, "node"))]
 )
 def test_are_read_once(
     world_size: int,

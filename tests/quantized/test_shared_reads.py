@@ -11,14 +11,14 @@ from benchmarks.quantized_formats import write
 from shardwise.catalog.open import open_catalog
 from shardwise.dtypes import itemsize
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.quantized import _shared_fns as fns
 
 _COUNT, _ROWS, _COLUMNS = 3, 1024, 1536
 
 
 @pytest.mark.parametrize(
-    "kind", ["awq", "gpt-oss", *long("gptq", "nvfp4", "fp8", "int4", "nf4", "mxfp4", "int8")]
+    "kind", ["awq", "gpt-oss", *nightly("gptq", "nvfp4", "fp8", "int4", "nf4", "mxfp4", "int8")]
 )
 def test_parts_are_read_once(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """A bucket is far smaller than a tensor. Cuts between ranks lie on words and blocks."""

@@ -17,7 +17,7 @@ from shardwise.errors import RankError
 from shardwise.ranks import beats, verdicts
 from shardwise.ranks.ranks import Ranks
 from tests.harness.process import Process, kill_all, spawn, worker_env
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 pytestmark = pytest.mark.processes
 
@@ -108,7 +108,7 @@ def values(notes: Notes, name: str) -> list[Any]:
     return [note[name]["value"] for note in notes]
 
 
-@pytest.mark.parametrize("world_size", [3, *long(2)])
+@pytest.mark.parametrize("world_size", [3, *nightly(2)])
 def test_agreement(world_size: int, tmp_path: Path) -> None:
     notes = launch("calm", world_size, tmp_path)
     last = world_size - 1

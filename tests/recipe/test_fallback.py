@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.recipe import _fallback_fns as fns
 
 MIB = 1024**2
@@ -22,8 +22,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *long("float32")])
-@pytest.mark.parametrize("world_size", [1, 3, *long(2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
+@pytest.mark.parametrize("world_size", [1, 3, *nightly(2)])
 def test_converted_whole_and_right(ranks: RankPool, checkpoint: Path, world_size: int, dtype: str) -> None:
     for found in ranks.run_ranks(world_size, fns.load_beside_ordinary, str(checkpoint), dtype, timeout_s=120):
         assert found["different"] == []

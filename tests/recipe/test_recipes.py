@@ -15,7 +15,7 @@ from shardwise.names import named_tensors
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.loading._load_fns import bits, ordinary_model, whole
 from tests.recipe import _recipes_fns as fns
 from tests.recipe._prefixes_fns import write_source
@@ -37,7 +37,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", long_but(KINDS, "mixtral", "llava"))
+@pytest.mark.parametrize("kind", nightly_but(KINDS, "mixtral", "llava"))
 def test_rules_of_a_wrapped_model(ranks: RankPool, directories: dict[str, Path], kind: str) -> None:
     assert ranks.run_ranks(2, fns.rules_of_wrapped, str(directories[kind])) == [KINDS[kind]] * 2
 
@@ -113,8 +113,8 @@ def test_save_pretrained_gives_the_hub_s_names_back(
         assert_same_files(tmp_path / name, sources[kind])
 
 
-@pytest.mark.parametrize("how", long_but(fns.LOADED, "load"))
-@pytest.mark.parametrize("kind", long_but(SAVED, "mixtral", "gemma3-doubled", "bert-legacy"))
+@pytest.mark.parametrize("how", nightly_but(fns.LOADED, "load"))
+@pytest.mark.parametrize("kind", nightly_but(SAVED, "mixtral", "gemma3-doubled", "bert-legacy"))
 def test_a_gathered_model_is_saved_with_the_hub_s_names(
     ranks: RankPool, sources: dict[str, Path], tmp_path: Path, kind: str, how: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_gathered_model_is_saved_with_the_hub_s_names(
     assert_same_files(tmp_path / "out", sources[kind], ties)
 
 
-@pytest.mark.parametrize("kind", long_but(SAVED, "mixtral", "gemma3-doubled", "bert-legacy"))
+@pytest.mark.parametrize("kind", nightly_but(SAVED, "mixtral", "gemma3-doubled", "bert-legacy"))
 def test_exports_have_the_same_names(
     ranks: RankPool, sources: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.catalog import _dcp_fns
 from tests.export import _export_fns
 from tests.harness.pool import RankPool
 from tests.harness.process import worker_env
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.runs import _convert_fns as fns
 from tests.runs import _third_party_fns
 
@@ -31,7 +31,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert _export_fns.same(found[name], tensor), name
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", *long("FULL_STATE_DICT")])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", *nightly("FULL_STATE_DICT")])
 def test_what_accelerate_stores(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     root = str(tmp_path / "state")
     expected = ranks.run_ranks(2, _dcp_fns.accelerate_trains, root, kind, 3, 6)
@@ -91,7 +91,7 @@ def test_a_hub_directory_becomes_a_checkpoint_and_comes_back(ranks: RankPool, tm
         assert (tmp_path / f"{name}-out" / "tokenizer_config.json").read_text() == "{}\n"
 
 
-@pytest.mark.parametrize("kind", ["tied", *long("moe")])
+@pytest.mark.parametrize("kind", ["tied", *nightly("moe")])
 def test_a_dcp_checkpoint_of_a_transformers_model(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """With the config, and without: as a checkpoint from which a Checkpointer resumes, and as a hub directory."""
     source, folder = str(tmp_path / "source"), str(tmp_path / "dcp")

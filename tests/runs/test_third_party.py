@@ -15,7 +15,7 @@ from shardwise.catalog.torchfile import FULL_STATE_STEM
 from tests.catalog import _dcp_fns
 from tests.export import _export_fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.runs import _convert_fns
 from tests.runs import _third_party_fns as fns
 
@@ -27,7 +27,7 @@ def full_state(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tup
     return root, ranks.run_ranks(2, _dcp_fns.accelerate_trains, str(root), "FULL_STATE_DICT", 3, 6)
 
 
-@pytest.mark.parametrize("now", [1, *long(2)])
+@pytest.mark.parametrize("now", [1, *nightly(2)])
 def test_full_state_of_accelerate(
     ranks: RankPool, full_state: tuple[Path, list[list[float]]], now: int
 ) -> None:

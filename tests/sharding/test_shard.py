@@ -15,7 +15,7 @@ from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import ShardPolicy, describe_groups, largest_group, shard
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.sharding import _shard_fns as fns
 
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -39,7 +39,7 @@ def test_training_is_that_of_the_plain_model(
         assert sorted(found) == sorted(groups)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "t5", *long("llama", "gpt2", "mamba")])
+@pytest.mark.parametrize("kind", ["mixtral", "t5", *nightly("llama", "gpt2", "mamba")])
 @on_ranks(2)
 def test_training_a_transformers_model(kind: str) -> None:
     """Loss and gradients of a sharded transformers model are those of the plain one."""

@@ -26,7 +26,7 @@ from shardwise.errors import StateError
 from shardwise.rng import capture_host_rng, capture_rng, derive_rng, plan_rng, preserve_rng, restore_rng
 from shardwise.state.data import ResumableLoader
 from shardwise.state.typed_json import decode, encode
-from tests.harness.tiers import examples, long_but
+from tests.harness.tiers import examples, nightly_but
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +286,7 @@ def test_resumed_run_equals_uninterrupted(name: str, data: st.DataObject) -> Non
     assert interrupted(LOADERS[name], stops) == expected
 
 
-@pytest.mark.parametrize("name", long_but(WORKER_LOADERS, "own generator"))
+@pytest.mark.parametrize("name", nightly_but(WORKER_LOADERS, "own generator"))
 @pytest.mark.processes
 def test_resumed_run_equals_uninterrupted_with_workers(name: str) -> None:
     expected = uninterrupted(WORKER_LOADERS[name])

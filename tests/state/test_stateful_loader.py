@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardwise.rng import preserve_rng
 from shardwise.state.data import ResumableLoader, data_caveats, make_iterator
 from shardwise.state.typed_json import decode, encode
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ def text(state: Any) -> str:
     return json.dumps([encoded.document, {key: t.tolist() for key, t in encoded.tensors.items()}])
 
 
-@pytest.mark.parametrize("workers", [2, *long(0)])
-@pytest.mark.parametrize("kind", ["own generator", "iterable", *long("shuffled", "persistent")])
+@pytest.mark.parametrize("workers", [2, *nightly(0)])
+@pytest.mark.parametrize("kind", ["own generator", "iterable", *nightly("shuffled", "persistent")])
 @pytest.mark.processes
 def test_states_of_torchdata_come_back_equal_and_go_on(kind: str, workers: int) -> None:
     torch.manual_seed(7)
@@ -110,7 +110,7 @@ def test_caveats_of_torchdata_and_of_several_loaders() -> None:
     assert "iterable" in data_caveats({"a": ResumableLoader(DataLoader(Counting()))})[0]
 
 
-@pytest.mark.parametrize("workers", [0, *long(2)])
+@pytest.mark.parametrize("workers", [0, *nightly(2)])
 @pytest.mark.processes
 def test_the_end_of_an_epoch_is_a_caveat(workers: int) -> None:
     """After its last batch torchdata's loader ends its epoch with an empty loop; a loop that counts epochs by steps loses one."""

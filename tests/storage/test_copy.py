@@ -24,7 +24,7 @@ from shardwise.operations import operation as operations
 from shardwise.storage import files_below
 from shardwise.store.marks import mark
 from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 
 ROOT = f"s3://{BUCKET}/copies"
 
@@ -244,7 +244,7 @@ def cut_reads(asked: Asked) -> Do | None:
     return Do(cut_after=1_000_000) if asked.method == "GET" and asked.number % 4 == 0 else None
 
 
-@pytest.mark.parametrize("decide", long_but((busy, lost_replies, cut_reads), lost_replies))
+@pytest.mark.parametrize("decide", nightly_but((busy, lost_replies, cut_reads), lost_replies))
 def test_faults_that_pass(step: Path, proxy: Proxy, decide: object, tmp_path: Path) -> None:
     proxy.reset(decide)  # type: ignore[arg-type]
     url = f"{ROOT}/{getattr(decide, '__name__', '')}"

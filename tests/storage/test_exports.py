@@ -26,7 +26,7 @@ from tests.export._as_source_fns import touch
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.quantized import _qlora_fns as qlora
 from tests.quantized._made import fp8_directory
 
@@ -139,7 +139,7 @@ def export_merged(endpoint: str, hub: str, places: list[str]) -> None:
         job.WINDOW_BYTES = own
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 3))
+@pytest.mark.parametrize("world_size", nightly_but((1, 2, 3), 3))
 def test_merged_weights_are_the_files_of_a_directory(
     proxy: Proxy, ranks: RankPool, tmp_path: Path, world_size: int
 ) -> None:
@@ -176,7 +176,7 @@ def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict
         job.WINDOW_BYTES, requantised._WINDOW_BYTES = own
 
 
-@pytest.mark.parametrize("kind", long_but(("qwen3-moe", "qwen3"), "qwen3-moe"))
+@pytest.mark.parametrize("kind", nightly_but(("qwen3-moe", "qwen3"), "qwen3-moe"))
 def test_as_source_from_a_store_into_a_store(
     hub: Path, proxy: Proxy, server: S3Server, ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
@@ -197,7 +197,7 @@ def test_as_source_from_a_store_into_a_store(
         assert origin["copied"] > 10
 
 
-@pytest.mark.parametrize("failing", long_but(("00002-of", "index.json", "config.json"), "00002-of"))
+@pytest.mark.parametrize("failing", nightly_but(("00002-of", "index.json", "config.json"), "00002-of"))
 def test_a_write_that_fails_on_one_rank(hub: Path, proxy: Proxy, ranks: RankPool, failing: str) -> None:
     url = f"{ROOT}/failing/{failing.strip('.')}"
     proxy.reset(

@@ -13,7 +13,7 @@ from shardwise.storage import folders_in, read_whole
 from tests.harness.models import build_reference
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
+from tests.harness.tiers import nightly
 from tests.storage import _fallback_fns as fns
 
 
@@ -29,7 +29,7 @@ def fallback() -> str:
     return f"s3://{BUCKET}/fallback/{os.urandom(6).hex()}"
 
 
-@pytest.mark.parametrize("mode", ["sync", *long("async")])
+@pytest.mark.parametrize("mode", ["sync", *nightly("async")])
 def test_own_loop(ranks: RankPool, proxy: Proxy, tmp_path: Path, fallback: str, mode: str) -> None:
     root = tmp_path / "run"
     found = ranks.run_ranks(2, fns.own_loop, proxy.endpoint, str(root), fallback, mode, timeout_s=100)

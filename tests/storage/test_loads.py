@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but, long_rows
+from tests.harness.tiers import nightly_but, nightly_rows
 from tests.storage._states import without_staging
 
 ROOT = f"s3://{BUCKET}/loads"
@@ -87,7 +87,8 @@ def load_one(endpoint: str, kind: str, strategy: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, "auto"), *long_rows((3, "once"), (3, "own"), (4, "node"), (4, "auto"))]
+    ("world_size", "strategy"),
+    [(2, "auto"), *nightly_rows((3, "once"), (3, "own"), (4, "node"), (4, "auto"))],
 )
 def test_shards_have_the_bits_of_a_local_load(
     hub: Path, proxy: Proxy, ranks: RankPool, world_size: int, strategy: str
@@ -158,7 +159,7 @@ def test_what_passes_is_not_noticed(hub: Path, proxy: Proxy, ranks: RankPool, de
     assert [one["same"] for one in found] == [True, True]
 
 
-@pytest.mark.parametrize("strategy", long_but(("own", "node", "once"), "node"))
+@pytest.mark.parametrize("strategy", nightly_but(("own", "node", "once"), "node"))
 def test_an_error_of_one_rank_is_raised_on_all(
     hub: Path, proxy: Proxy, ranks: RankPool, strategy: str
 ) -> None:

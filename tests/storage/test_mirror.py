@@ -17,7 +17,7 @@ from shardwise.storage import files_below, names_in
 from shardwise.store import head_line
 from tests.harness.object_store import Do, Proxy, S3Server
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.storage.test_runs import ROOT, digest_of_seed, head_of
 from tests.storage.test_saves import small_state, use
 
@@ -61,7 +61,7 @@ def resumed(root: Any, mirror: Any, step: int | None = None) -> sw.ResumeReport:
         return report
 
 
-@pytest.mark.parametrize("mode", long_but(("sync", "async"), "async"))
+@pytest.mark.parametrize("mode", nightly_but(("sync", "async"), "async"))
 def test_the_first_place_is_lost(proxy: Proxy, mirror: str, tmp_path: Path, mode: str) -> None:
     root = tmp_path / "run"
     save_each(root, mirror, 1, 2, 3, 4, keep_last=2, keep_every=2, mode=mode)

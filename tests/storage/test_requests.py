@@ -28,7 +28,7 @@ from shardwise.transfer.objects import PART_BYTES
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 from tests.recipe import _fallback_fns as conversions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/howto/object-stores.md"
@@ -98,7 +98,7 @@ def restore(endpoint: str, path: str, url: str) -> dict[str, int]:
     [
         (1, "auto", "auto", 8),
         (2, "auto", "bfloat16", 8),
-        *long_rows(
+        *nightly_rows(
             (2, "own", "auto", 8),
             (3, "auto", "auto", 2),
             (4, "auto", "auto", 8),

@@ -30,7 +30,7 @@ from shardwise.store import head_line
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.storage._states import trained
 from tests.storage.test_saves import small_state, use
 
@@ -118,7 +118,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mode", long_but(("sync", "async"), "async"))
+@pytest.mark.parametrize("mode", nightly_but(("sync", "async"), "async"))
 def test_as_in_a_directory(
     hub: Path, proxy: Proxy, ranks: RankPool, tmp_path: Path, root: str, mode: str
 ) -> None:

@@ -25,7 +25,7 @@ from shardwise.store.target import ObjectTarget
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.storage._states import trained
 
 ROOT = f"s3://{BUCKET}/saves"
@@ -134,7 +134,9 @@ def test_ranks_save_and_other_ranks_resume(hub: Path, proxy: Proxy, ranks: RankP
         assert len({digest for pair in found for digest in pair}) == 1
 
 
-@pytest.mark.parametrize("failing", long_but(("rank/00001.json", "manifest.json", "model/"), "manifest.json"))
+@pytest.mark.parametrize(
+    "failing", nightly_but(("rank/00001.json", "manifest.json", "model/"), "manifest.json")
+)
 def test_a_write_that_fails_on_one_rank(hub: Path, proxy: Proxy, ranks: RankPool, failing: str) -> None:
     url = f"{ROOT}/failing/{len(failing)}"
     proxy.reset(

@@ -32,7 +32,7 @@ from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 from tests.harness.process import ROOT
 from tests.harness.servers import SERVERS, NotInstalled, Running, allow_guest, as_owner
-from tests.harness.tiers import long_but
+from tests.harness.tiers import nightly_but
 from tests.storage.test_saves import digest_of, small_state
 
 pytestmark = pytest.mark.processes
@@ -42,7 +42,7 @@ PAGE = ROOT / "docs" / "howto" / "stores" / "s3.md"
 MANY = {"moto": 1_001, "ceph": 1_001, "azurite": 5_001}
 
 
-@pytest.fixture(scope="module", params=long_but(SERVERS, "moto"))
+@pytest.fixture(scope="module", params=nightly_but(SERVERS, "moto"))
 def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server; this process uses its bucket."""
     name = request.param

@@ -21,7 +21,7 @@ from shardwise.storage import bytes_below, files_below, is_file, names_in, read_
 from shardwise.store.in_store import ObjectWriter
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, Reply, S3Server, use_store
-from tests.harness.tiers import long_rows
+from tests.harness.tiers import nightly_rows
 from tests.storage.test_saves import small_state
 
 ROOT = f"s3://{BUCKET}/single"
@@ -292,7 +292,9 @@ def survived(
     return wrong
 
 
-@pytest.mark.parametrize(("call", "point"), long_rows(*((call, point) for call in CALLS for point in POINTS)))
+@pytest.mark.parametrize(
+    ("call", "point"), nightly_rows(*((call, point) for call in CALLS for point in POINTS))
+)
 def test_every_single_fault_is_survived(
     proxy: Proxy, things: Things, call: Callable[[Things, str], Look], point: str
 ) -> None:
