@@ -83,15 +83,18 @@ def fsdp_groups(module: object) -> list[FsdpGroup]:
 
 
 def precision_of(module: object) -> dict[str, str]:
-    """The mixed precision of FSDP2 at one module, and the divisor of its gradients, as text; empty for any other module.
+    """The mixed precision of FSDP2 at one module, and the divisor of its gradients, as text, if they were set; else empty.
 
     torch 2.12-2.14: ``FSDPState._mp_policy``. Without it, a resume under another policy would be called exact.
     """
     if not isinstance(module, FSDPModule):
         return {}
     state: Any = module._get_fsdp_state()
-    factors = [group.divide_factor for group in fsdp_groups(module)]
-    return {"mixed_precision": repr(state._mp_policy), "gradient_divide_factor": repr(factors)}
+    policy = state._mp_policy
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
+    found = {"mixed_precision": repr(policy)} if any(dtypes) else {}
+    factors = {repr(g.divide_factor) for g in fsdp_groups(module) if g.divide_factor is not None}
+    return found | ({"gradient_divide_factor": ", ".join(sorted(factors))} if factors else {})
 
 
 def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:
