@@ -62,9 +62,8 @@ def look_at_place(path: str) -> Place:
 
 def delete_probes() -> None:
     """Delete the folders of probes that other threads run, before the process ends and those threads with it."""
-    for folder in list(_running):
-        for _ in range(3):  # the probe may make a file meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in [*_running] * 3:  # the probe may make a file meanwhile
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try(failures: dict[str, str], what: str, work: Callable[[], None]) -> None:
