@@ -121,8 +121,8 @@ def _look_with_limit(path: str, found: _Found, limit_s: float) -> None:
             errors.append(error)
 
     thread = threading.Thread(target=copy_context().run, args=(look,), daemon=True, name="shardwise-doctor")
-    thread.start()
     try:
+        thread.start()
         thread.join(limit_s)
     except (
         BaseException

@@ -6,9 +6,9 @@ import fcntl
 import mmap
 import os
 import random
+import secrets
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -33,12 +33,14 @@ def look_at_place(path: str) -> Place:
     free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else None
     failures: dict[str, str] = {}
     speeds, ahead_s = None, 0.0
+    folder = os.path.join(path, f"{PREFIX}{secrets.token_hex(8)}")
+    _running.add(folder)  # before it is there: an interrupt may come at any moment
     try:
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=path)
+        os.mkdir(folder, 0o700)
     except OSError as error:
+        _running.discard(folder)
         failures["write"] = error.strerror or str(error)
     else:
-        _running.add(folder)
         try:
             speeds, ahead_s = _measure(
                 folder, _BYTES if free_bytes is None else min(_BYTES, free_bytes // 4), failures
@@ -62,9 +64,8 @@ def look_at_place(path: str) -> Place:
 
 def delete_probes() -> None:
     """Delete the folders of probes that other threads run, before the process ends and those threads with it."""
-    for folder in list(_running):
-        for _ in range(3):  # the probe may make a file meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in [*_running] * 20:  # the probe may make a file meanwhile
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try(failures: dict[str, str], what: str, work: Callable[[], None]) -> None:
