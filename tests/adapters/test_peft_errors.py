@@ -141,7 +141,7 @@ def test_a_quantised_base(ranks: RankPool, reference: Path, tmp_path: Path) -> N
     found = ranks.run_ranks(2, error_fns.refused_configs, str(base), {"base": {"target_modules": ["q_proj"]}})
     assert found[0] == found[1]
     assert found[0]["base"][0] == "UnsupportedConversionError"
-    assert "quantised (bitsandbytes, says the config)" in found[0]["base"][1]
+    assert "says that it is quantised (bitsandbytes)" in found[0]["base"][1]
 
 
 def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:

@@ -171,5 +171,5 @@ def test_which_files_of_a_repository() -> None:
     }
     inner = ["inner/config.json", "inner/model.safetensors"]
     assert chosen([*documents, *inner, "model.safetensors"], subfolder="inner") == set(inner)
-    with pytest.raises(SourceError, match=r"\.gguf files under other names"):
+    with pytest.raises(SourceError, match=r"is a model in GGUF"):
         chosen(["config.json", "q4.gguf"])

@@ -74,8 +74,8 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
     found = _Found()
     end = time.monotonic() + _ALL_S
     for path in paths:
-        if "\0" in path:
-            raise SourceError("no path has a NUL character", path=brief(path))
+        if "\0" in os.fspath(path):
+            raise SourceError("no path has a NUL character", path=brief(os.fspath(path)))
         _look_with_limit(absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
     environment = launch_variables()
     machine = look_at_machine()

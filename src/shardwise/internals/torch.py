@@ -31,6 +31,7 @@ __all__ = [
     "fake_store",
     "fake_device_or_view",
     "fake_tensors",
+    "fused_attention",
     "is_checkpointed",
     "compiled_by",
     "is_stateful_loader",
@@ -95,6 +96,32 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside, attention runs as on a device whose values have fewer features than its keys (DeepSeek-V3: 128 of 192).
+
+    Kernels of devices keep no matrix of tokens x tokens: some take such values, others get them padded to the features of keys.
+    Padded ones are an upper bound of both. torch 2.12-2.14: ``functional.scaled_dot_product_attention`` is replaced, because a
+    function mode is not asked where a backward recomputes. Without it, a plan for a GPU counts the matrix that the CPU keeps.
+    """
+    functional = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+
+    def padded(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        features, more = value.shape[-1], query.shape[-1] - value.shape[-1]
+        if more <= 0:
+            return original(query, key, value, *args, **kwargs)
+        return original(query, key, functional.pad(value, (0, more)), *args, **kwargs)[..., :features]
+
+    setattr(functional, "scaled_dot_product_attention", padded)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(functional, "scaled_dot_product_attention", original)  # noqa: B010
 
 
 @contextmanager

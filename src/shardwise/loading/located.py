@@ -13,7 +13,7 @@ from ..models.classes import config_and_class, home_of
 from ..models.hub import Found, find_for_all
 from ..ranks.ranks import Ranks
 
-__all__ = ["Located", "choice_of", "locate"]
+__all__ = ["Located", "choice_of", "holds_config", "locate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,15 @@ def locate(request: Pretrained, asked: Arguments, ranks: Ranks) -> Located:
 def choice_of(request: Pretrained, asked: Arguments, directory: str) -> Choice:
     """Which of several models in ``directory`` a load takes, by its arguments and the config of its class."""
     given = request.config, request.auto_class
-    if request.config is None and not os.path.isfile(os.path.join(home_of(directory), CONFIG_NAME)):
+    if request.config is None and not holds_config(directory):
         return asked.hub.choice  # whoever opens the weights says whether there is anything at all
     config, _ = config_and_class(directory, *given, trust_remote_code=request.trust_remote_code)
     return replace(asked.hub.choice, config=config)
+
+
+def holds_config(directory: str) -> bool:
+    """Whether a local directory, or the model's directory in a checkpoint, has a ``config.json``."""
+    return os.path.isfile(os.path.join(home_of(directory), CONFIG_NAME))
 
 
 def _is_checkpoint(found: Found) -> bool:

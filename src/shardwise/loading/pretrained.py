@@ -47,7 +47,7 @@ from ..storage import counting
 from .as_stored import as_stored_in, kept_parts, refuse_policy
 from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
-from .located import choice_of, locate
+from .located import choice_of, holds_config, locate
 from .report import LoadReport
 from .source import open_for_all
 
@@ -204,6 +204,10 @@ def prepare(
     code is imported already. ``catalog``: its weights, where they lie elsewhere. ``base``: the model on meta, if it is built already.
     """
     given = request.config, request.auto_class
+    if catalog is None and request.config is None and not holds_config(directory):
+        open_catalog(
+            directory, choice=asked.hub.choice
+        )  # says what is there instead of a model, if that is known
     config, model_class = known or config_and_class(
         directory, *given, trust_remote_code=request.trust_remote_code
     )

@@ -133,7 +133,9 @@ def read_documents(folder: str, *, without: Collection[str] = ()) -> dict[str, b
         nbytes, why = _size_of(folder, path)
         if nbytes > MAX_DOCUMENT_BYTES or total + nbytes > MAX_DOCUMENTS_BYTES:
             why = f"{nbytes} bytes"
-        if why:
+        if why and not (
+            name == "config.json" and nbytes > MAX_DOCUMENT_BYTES
+        ):  # without one there is no model: its reader raises
             left.append(f"{name} ({why})")
             continue
         found[name] = read_small(path, name, MAX_DOCUMENT_BYTES)

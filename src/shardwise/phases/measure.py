@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from ..internals.torch import TorchDispatchMode, fake_device_or_view, fake_tensors, storage_key, tree_leaves
+from ..internals.torch import (
+    TorchDispatchMode,
+    fake_device_or_view,
+    fake_tensors,
+    fused_attention,
+    storage_key,
+    tree_leaves,
+)
 from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
 from .groups import Event, StepGroup
@@ -89,23 +94,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.live
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention as a device computes it whose values have fewer features than its keys (DeepSeek-V3: 128 of 192).
-
-    The CPU has no fused kernel for that, and keeps a matrix of tokens x tokens for each head. Kernels of devices keep none: some
-    take such values, others get them padded to the features of keys. Padded ones are an upper bound of both.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or len(args) < 3:
-            return func(*args, **(kwargs or {}))
-        query, _, value = args[:3]
-        features, keys = value.shape[-1], query.shape[-1]
-        if features < keys:
-            args = (*args[:2], F.pad(value, (0, keys - features)), *args[3:])
-        return func(*args, **(kwargs or {}))[..., :features]
-
-
 def alike(groups: Sequence[StepGroup]) -> dict[int, int]:
     """For each block, the first block of the same class, shapes and settings; itself, if it is the first."""
     first: dict[Any, int] = {}
@@ -155,7 +143,7 @@ def measure(
         stack.enter_context(fake_tensors())
         stack.enter_context(one_sequence_a_sample())
         if training.device != "cpu":
-            stack.enter_context(_FusedAttention())
+            stack.enter_context(fused_attention())
         parameters = stack.enter_context(_fake_parameters(model, skipped, compute))
         outputs: dict[int, Any] = {}
         reached: set[int] = set()

@@ -6,6 +6,7 @@ and the mapping of a wrapped model is silently empty.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Mapping
@@ -217,7 +218,10 @@ def embedding_names(model: nn.Module) -> frozenset[str]:
     model = base_of(model)
     if not is_transformers_model(model):
         return frozenset()
-    found = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    found = []
+    for method in (model.get_input_embeddings, model.get_output_embeddings):
+        with contextlib.suppress(NotImplementedError):  # by classes with several embeddings, or none
+            found.append(method())  # type: ignore[operator]
     return frozenset(
         canonical_name(f"{path}.{attribute}")
         for path, module in modules_once(model)

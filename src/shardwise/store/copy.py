@@ -111,7 +111,9 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
     last = [name for name in LAST if name in files]
     work.check_target(last)
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
-        list(pool.map(work.one, [name for name in files if name not in last]))
+        list(pool.map(work.try_one, [name for name in files if name not in last]))
+    if work.error is not None:
+        raise work.error
     for name in last:
         work.one(name)
     if not is_url(final):
@@ -217,7 +219,8 @@ class _Copy:
         self._origin, self._files = origin, files
         self._there = files_below(place) if is_directory(place) else {}
         self._lock = threading.Lock()
-        self._stopped = False
+        self.error: BaseException | None = None
+        """The first error of a file. Others stop because of it."""
         self._done = self._most = 0
         self._counted = counted
         counted.expect(lambda: 2 * sum(file.nbytes for file in files.values()))
@@ -235,15 +238,16 @@ class _Copy:
                 f"{self.place}: holds something else: {', '.join(sorted(others)[:3])}{more}; give another URL, or delete it"
             )
 
+    def try_one(self, name: str) -> None:
+        """Copy a file as :meth:`one` does, and keep its error."""
+        try:
+            self.one(name)
+        except BaseException as error:
+            with self._lock:
+                self.error = self.error or error
+
     def one(self, name: str) -> None:
         """Copy a file, unless it is there; then compare both."""
-        try:
-            self._one(name)
-        except BaseException:
-            self._stopped = True
-            raise
-
-    def _one(self, name: str) -> None:
         if self._is_there(name):
             return
         target, nbytes = inside(self.place, name), self._files[name].nbytes
@@ -335,7 +339,7 @@ class _Copy:
         stored = StoredFile(path, file.nbytes, file.version)
         with SourceReader(files=[stored]) as reader, reader.expecting([(path, 0, file.nbytes)]):
             for start in range(0, file.nbytes, _PIECE_BYTES):
-                if self._stopped:
+                if self.error is not None:
                     raise CheckpointError("the copy was stopped by the error of another file")
                 piece = memoryview(bytearray(min(_PIECE_BYTES, file.nbytes - start)))
                 reader.read_into(path, start, piece)
