@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import logging
+import math
 import mmap
 import os
 import random
@@ -29,9 +30,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import tests.fuzz.inputs
-import tests.fuzz.peers  # noqa: F401  # both register targets
-from tests.fuzz import bombs
+import tests.fuzz.peers  # noqa: F401  # registers targets
+from tests.fuzz import bombs, inputs
 from tests.fuzz.bombs import BOMBS
 from tests.fuzz.guard import CPU_S, WALL_S, Guard
 from tests.fuzz.seeds import make_seeds
@@ -63,6 +63,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     _quiet()
+    inputs.prepare()
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None, prefix="fuzz-") as root:
         seeds = make_seeds(Path(root) / "seeds")
@@ -158,9 +159,9 @@ class _Campaign:
             # The target that is furthest behind its share.
             name = min(self.names, key=lambda n: self.done[n] / weights[n])
             short = self.options.inputs is None and self.options.seconds < 600  # every target gets its turn
-            count = max(4, (_BATCH // 10 if short else _BATCH) * weights[name] // 90)
+            count = max(4, int((_BATCH // 10 if short else _BATCH) * weights[name] / 90))
             if self.options.inputs is not None:
-                count = min(count, -(-self.options.inputs * weights[name] // total))
+                count = min(count, math.ceil(self.options.inputs * weights[name] / total))
             left = None if self.options.inputs is not None else self.options.seconds - elapsed
             self._batch(name, count, left)
         self._print(time.monotonic() - started)

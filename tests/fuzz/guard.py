@@ -153,6 +153,8 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 def _leads_to_a_peer(event: str, args: tuple[Any, ...]) -> bool:
     if event == "socket.connect":
         return tuple(args[1][:2]) in Guard.peers
+    if event == "urllib.Request":
+        return any(str(args[0]).startswith(f"http://{host}:{port}/") for host, port in Guard.peers)
     return event == "socket.getaddrinfo" and (args[0], args[1]) in Guard.peers
 
 

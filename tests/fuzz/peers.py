@@ -53,6 +53,8 @@ _CONTENT = bytes(range(256)) * 12
 _OUTSIDE = b"no other host may read this"
 #: The other side ends each of its connections: only one that keeps silent lasts so long.
 _PATIENCE_S = 0.2
+#: So long a hostile host waits for a request, while the reader may wait for more of a reply.
+_HASTE_S = 0.03
 
 
 def _numbers(rng: random.Random, likely: int) -> int:
@@ -185,6 +187,7 @@ def _memory_server(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Bytes of a hostile reader, which may know the run's secret."""
     _ring(place)
     (place / "script").write_bytes(rng.randbytes(16))
+    _server()
 
 
 # ------------------------------------------------------------------------------------ the link's reader
@@ -223,6 +226,7 @@ def _listener(use: str) -> _Listener:
 def _answer_reader(script: bytes, link: socket.socket) -> None:
     """What a hostile host says: to requests that it reads, or to none."""
     rng = random.Random(script)
+    link.settimeout(_HASTE_S)
     knows = rng.random() < 0.85
     nonce = rng.randbytes(_NONCE_BYTES)
     link.sendall(_damaged(rng, nonce))
@@ -290,6 +294,7 @@ def _remote(reader_of: Callable[[], Reader], place: Path) -> None:
 def _memory_reader(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Replies of a hostile host, which may know the run's secret."""
     (place / "script").write_bytes(rng.randbytes(16))
+    _listener("reader")
 
 
 # ------------------------------------------------------------------------------------------------ stores
@@ -498,5 +503,6 @@ def _served_by_http(place: Path) -> None:
 def _store_server(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Replies of a hostile server to obstore itself."""
     (place / "script").write_bytes(rng.randbytes(16))
+    _listener("http")
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "Target",
     "copied",
     "fix_checksums",
+    "removed",
     "replaced",
     "restored",
     "resumed",
@@ -62,7 +63,7 @@ class Target:
     """One kind of input: ``make`` writes it into a directory, and each of ``calls`` reads it as a user would."""
 
     name: str
-    weight: int
+    weight: float
     """Share of the inputs, among all targets'."""
     make: Callable[[random.Random, Seeds, Path], None]
     calls: tuple[Call, ...]
@@ -71,7 +72,7 @@ class Target:
 TARGETS: dict[str, Target] = {}
 
 
-def target(weight: int, *calls: Call) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def target(weight: float, *calls: Call) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def register(make: Callable[..., None]) -> Callable[..., None]:
         name = make.__name__.removeprefix("_")
         TARGETS[name] = Target(name, weight, make, calls)
@@ -417,7 +418,7 @@ def _run_directory(rng: random.Random, seeds: Seeds, place: Path) -> None:
     for _ in range(rng.randint(1, 3)):
         targets = (place / rng.choice(beside), place / "step-00000002" / rng.choice(within))
         path = rng.choice(targets)
-        _remove(path)
+        removed(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = rng.randrange(5)
         if kind == 0:
@@ -430,7 +431,7 @@ def _run_directory(rng: random.Random, seeds: Seeds, place: Path) -> None:
             path.write_bytes(rng.randbytes(20))
 
 
-def _remove(path: Path) -> None:
+def removed(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.parent.is_dir():
