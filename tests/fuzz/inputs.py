@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.adapters.files import _check_patterns, attach, open_adapter, read_adapter_config
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.weights import Choice, listed, weights_in
@@ -25,18 +26,18 @@ from shardwise.doctor.logs import KNOWN, read_log
 from shardwise.doctor.settings import is_accelerate, is_arguments, read_settings
 from shardwise.doctor.table import findings_of
 from shardwise.doctor.weights import holds_weights, look_at_model
+from shardwise.errors import ShardwiseError
+from shardwise.format.manifest import read_manifest
 from shardwise.format.steps import describe_steps
 from shardwise.memory.record import Record, read_or_make_record, write_record
 from shardwise.memory.ring import Ring
 from shardwise.memory.units import proved_units
-from shardwise.format.manifest import read_manifest
 from shardwise.models.documents import code_of, read_documents
 from shardwise.planning.records import IOOptions
 from shardwise.quantized.dequantized import dequantized
 from shardwise.report.material import find_material
 from shardwise.report.write import render
 from shardwise.runs.history import is_root, steps_below
-from shardwise.errors import ShardwiseError
 from shardwise.store.marks import has_note, is_checkpoint, is_ours, mark, remove_ours
 from shardwise.transfer import SourceReader
 from shardwise.transfer.decoded import DecodingReader
@@ -89,9 +90,35 @@ _ARGUMENTS: dict[str, Any] = {
     "report_to": ["wandb"],
 }
 _YAML = (
-    *(b"&a [*a, *a]", b"<<: [*a, *a]\n", b"!!python/object/apply:tests.fuzz.guard.canary []", b"!!bool maybe", b"!!int ''"),
-    *(b"!!timestamp 9999-99-99", b"!!binary '\xff'", b"!!set {a, b}", b"? [a]\n: b\n", b"1:1:1:1", b"0x", b".inf", b"0b2"),
-    *(b"- " * 300, b"[" * 300, b"---\n", b"%YAML 9.9\n", b"\t", b"|\n", b"a: &x 1\nb: *y\n", b"'", b"1" * 5000, b"!!omap [a: 1]"),
+    *(
+        b"&a [*a, *a]",
+        b"<<: [*a, *a]\n",
+        b"!!python/object/apply:tests.fuzz.guard.canary []",
+        b"!!bool maybe",
+        b"!!int ''",
+    ),
+    *(
+        b"!!timestamp 9999-99-99",
+        b"!!binary '\xff'",
+        b"!!set {a, b}",
+        b"? [a]\n: b\n",
+        b"1:1:1:1",
+        b"0x",
+        b".inf",
+        b"0b2",
+    ),
+    *(
+        b"- " * 300,
+        b"[" * 300,
+        b"---\n",
+        b"%YAML 9.9\n",
+        b"\t",
+        b"|\n",
+        b"a: &x 1\nb: *y\n",
+        b"'",
+        b"1" * 5000,
+        b"!!omap [a: 1]",
+    ),
 )
 
 
@@ -103,7 +130,7 @@ def _facts() -> Facts:
 def prepare() -> None:
     """Look at this machine, and let matplotlib make its caches, before any input is guarded."""
     import matplotlib.font_manager
-    import matplotlib.pyplot  # noqa: F401
+    import matplotlib.pyplot
 
     assert matplotlib.font_manager.fontManager
     _facts()
@@ -139,7 +166,11 @@ def _doctor_settings(rng: random.Random, seeds: Seeds, place: Path) -> None:
     for _ in range(rng.choice((0, 0, 1, 1, 3))):
         lines = text.split(b"\n")
         at = rng.randrange(len(lines))
-        lines[at] = lines[at].partition(b":")[0] + b": " + rng.choice(_YAML) if rng.random() < 0.6 else rng.choice(_YAML)
+        lines[at] = (
+            lines[at].partition(b":")[0] + b": " + rng.choice(_YAML)
+            if rng.random() < 0.6
+            else rng.choice(_YAML)
+        )
         text = b"\n".join(lines)
     replaced(place / "a.yaml", mutate_bytes(rng, text) if rng.random() < 0.1 else text[:200_000])
 
@@ -151,8 +182,23 @@ def _log_read(place: Path) -> None:
 _LINES = [text for known in KNOWN for text in known.lines]
 _IN_LOGS = (
     *_LINES,
-    *("exitcode  : -9", "'loss': 2.31", "loss=" + "9" * 9 + "." + "1" * 20, "loss : " * 500, "optim Missing key", "| MISSING | layers.0."),
-    *("Connection refused remote=[127.0.0.1]", "\x1b[31m", "\0", "é", "\r", "exitcode" + " " * 5000, "Missing key" * 300),
+    *(
+        "exitcode  : -9",
+        "'loss': 2.31",
+        "loss=" + "9" * 9 + "." + "1" * 20,
+        "loss : " * 500,
+        "optim Missing key",
+        "| MISSING | layers.0.",
+    ),
+    *(
+        "Connection refused remote=[127.0.0.1]",
+        "\x1b[31m",
+        "\0",
+        "é",
+        "\r",
+        "exitcode" + " " * 5000,
+        "Missing key" * 300,
+    ),
 )
 
 
@@ -216,7 +262,9 @@ def _rendered(place: Path) -> None:
 
 def _make_report(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["report"], place)
-    path = rng.choice(sorted(p for p in place.rglob("*") if p.suffix in (".jsonl", ".json") and "step-" not in str(p)))
+    path = rng.choice(
+        sorted(p for p in place.rglob("*") if p.suffix in (".jsonl", ".json") and "step-" not in str(p))
+    )
     if path.suffix == ".json":
         replaced(path, mutated_text(rng, json.loads(path.read_bytes())))
         return
@@ -256,9 +304,24 @@ _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "bitsandby
 _SETTINGS = (
     *(("bits", n) for n in (0, 1, 2, 3, 4, 5, 8, 32, -4, "4", 4.0, True)),
     *(("group_size", n) for n in (0, -1, 1, 7, 32, 128, 2**40, "32", None)),
-    *(("weight_block_size", n) for n in (None, [], [0, 0], [1, 1], [128], [4, 8, 8], [-1, 4], [2**40, 1], ["4", 8], "x")),
-    *(("desc_act", True), ("sym", True), ("sym", "no"), ("zero_point", False), ("version", "gemv"), ("checkpoint_format", "gptq_v2")),
-    *(("bnb_4bit_quant_type", "fp4"), ("load_in_8bit", True), ("load_in_4bit", True), ("format", "mxfp4-pack-quantized")),
+    *(
+        ("weight_block_size", n)
+        for n in (None, [], [0, 0], [1, 1], [128], [4, 8, 8], [-1, 4], [2**40, 1], ["4", 8], "x")
+    ),
+    *(
+        ("desc_act", True),
+        ("sym", True),
+        ("sym", "no"),
+        ("zero_point", False),
+        ("version", "gemv"),
+        ("checkpoint_format", "gptq_v2"),
+    ),
+    *(
+        ("bnb_4bit_quant_type", "fp4"),
+        ("load_in_8bit", True),
+        ("load_in_4bit", True),
+        ("format", "mxfp4-pack-quantized"),
+    ),
     *(("modules_to_not_convert", n) for n in (None, ["lm_head"], "lm_head", [1], ["re:(a|a)*x"], ["*"])),
     *(("ignore", n) for n in (None, ["re:.*"], ["re:(a|a)*$"], ["re:("], [None], "re:.*")),
     *(("num_bits", n) for n in (0, 1, 3, 4, 16, -1, "8")),
@@ -330,9 +393,25 @@ def _quantized_values(rng: random.Random, seeds: Seeds, place: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the hub
 
 _CANDIDATES = (
-    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
-    *("model.fp16.safetensors", "model.safetensors.index.fp16.json", "pytorch_model.fp16.bin", "pytorch_model.bin.index.fp16.json"),
-    *("adapter_model.bin", "adapter_model.safetensors", "shard-00000-model-00001-of-00002.safetensors", "modules.json", "own.safetensors"),
+    *(
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
+    *(
+        "model.fp16.safetensors",
+        "model.safetensors.index.fp16.json",
+        "pytorch_model.fp16.bin",
+        "pytorch_model.bin.index.fp16.json",
+    ),
+    *(
+        "adapter_model.bin",
+        "adapter_model.safetensors",
+        "shard-00000-model-00001-of-00002.safetensors",
+        "modules.json",
+        "own.safetensors",
+    ),
 )
 _CHOICES = (Choice(), Choice(variant="fp16"), Choice(use_safetensors=True), Choice(use_safetensors=False))
 
@@ -354,26 +433,87 @@ def _hub_indexes(rng: random.Random, seeds: Seeds, place: Path) -> None:
         kind = rng.randrange(7)
         removed(path)
         if kind == 0:
-            path.symlink_to(rng.choice(("nowhere", path.name, "../../../../etc/passwd", "model-00001-of-00002.safetensors")))
+            path.symlink_to(
+                rng.choice(
+                    ("nowhere", path.name, "../../../../etc/passwd", "model-00001-of-00002.safetensors")
+                )
+            )
         elif kind == 1:
             os.mkfifo(path)
         elif kind == 2:
             path.mkdir()
         elif "index" in path.name or path.name == "modules.json":
-            replaced(path, mutated_text(rng, index if "index" in path.name else [{"idx": 0, "name": "0", "path": "a"}]))
+            replaced(
+                path,
+                mutated_text(rng, index if "index" in path.name else [{"idx": 0, "name": "0", "path": "a"}]),
+            )
         else:
             replaced(path, mutate_header(rng, _bytes(seeds["trainer"] / "model.safetensors")))
     if rng.random() < 0.5:
-        names = (*_CANDIDATES, *TEXTS, "../x.safetensors", "/x.safetensors", "a/b.safetensors", "x" * 3000 + ".safetensors", 1, [])
+        names = (
+            *_CANDIDATES,
+            *TEXTS,
+            "../x.safetensors",
+            "/x.safetensors",
+            "a/b.safetensors",
+            "x" * 3000 + ".safetensors",
+            1,
+            [],
+        )
         config = {"architectures": ["X"], "transformers_weights": rng.choice(names)}
-        replaced(place / "config.json", mutated_text(rng, config) if rng.random() < 0.3 else json.dumps(config).encode())
+        replaced(
+            place / "config.json",
+            mutated_text(rng, config) if rng.random() < 0.3 else json.dumps(config).encode(),
+        )
+
+
+_DEEP = (
+    b'{"transformers_weights": "model.safetensors", "a": ' + b"[" * 400 + b"]" * 400 + b"}",
+    b'{"a":' * 900 + b"1" + b"}" * 900,
+)
+
+
+def _exported(place: Path) -> None:
+    sw.export_hf(place, place.parent / "out", dtype="float16")
+
+
+@target(3, _exported)
+def _exports(rng: random.Random, seeds: Seeds, place: Path) -> None:
+    """A model's directory whose documents an export copies or changes."""
+    copied(seeds["model"], place)
+    name = rng.choice(("config.json", "config.json", "generation_config.json"))
+    content = mutated_text(rng, json.loads(_bytes(seeds["model"] / name)))
+    replaced(place / name, rng.choice(_DEEP) if rng.random() < 0.1 else content)
 
 
 # ------------------------------------------------------------------------------------------------ adapters
 
 _PATTERNS = (
-    *("q_proj", ".*", "(a|a)*x", "(.*)*x", ".*.*.*.*.*x", "(?=.*)*", "(", "[", "*", "\\", "(?P<a>x)(?P=a)*", "a{1,9999999}"),
-    *("a{2147483648}", "(?:" * 60 + "a" + ")*" * 60, "x" * 5000, "model.layers.0.*", "layers\\.(\\d+)+\\.", "(?i)Q_PROJ", "^", "$", "|" * 500),
+    *(
+        "q_proj",
+        ".*",
+        "(a|a)*x",
+        "(.*)*x",
+        ".*.*.*.*.*x",
+        "(?=.*)*",
+        "(",
+        "[",
+        "*",
+        "\\",
+        "(?P<a>x)(?P=a)*",
+        "a{1,9999999}",
+    ),
+    *(
+        "a{2147483648}",
+        "(?:" * 60 + "a" + ")*" * 60,
+        "x" * 5000,
+        "model.layers.0.*",
+        "layers\\.(\\d+)+\\.",
+        "(?i)Q_PROJ",
+        "^",
+        "$",
+        "|" * 500,
+    ),
     *("all-linear", "(\\w+\\.?)+$", "(?:a?){30}a{30}", "(?>a+)b", "a++", "(?(1)a|b)", "\ud800", "\0", ""),
 )
 
@@ -421,7 +561,9 @@ def _make_adapter(rng: random.Random, seeds: Seeds, place: Path) -> None:
 
     copied(seeds["model"] / "adapter", place)
     config = json.loads(_bytes(seeds["model"] / "adapter" / "adapter_config.json"))
-    for name in rng.sample(("target_modules", "rank_pattern", "alpha_pattern", "layers_pattern", "more", "any"), 2):
+    for name in rng.sample(
+        ("target_modules", "rank_pattern", "alpha_pattern", "layers_pattern", "more", "any"), 2
+    ):
         if name == "target_modules":
             config[name] = rng.choice((pattern(), [pattern(), "q_proj"], {"a": 1}, None, "all-linear", [1]))
         elif name == "layers_pattern":
@@ -432,8 +574,17 @@ def _make_adapter(rng: random.Random, seeds: Seeds, place: Path) -> None:
         elif name == "alpha_pattern":
             config[name] = patterns(rng.choice((1, 2.5, 1e308, -1, "x", None)))
         elif name == "more":
-            more = ("exclude_modules", "modules_to_save", "target_parameters", "trainable_token_indices", "peft_type", "bias")
-            config[rng.choice(more)] = rng.choice((pattern(), [pattern()], "LOHA", "IA3", "all", [0], {"a": [1]}, None))
+            more = (
+                "exclude_modules",
+                "modules_to_save",
+                "target_parameters",
+                "trainable_token_indices",
+                "peft_type",
+                "bias",
+            )
+            config[rng.choice(more)] = rng.choice(
+                (pattern(), [pattern()], "LOHA", "IA3", "all", [0], {"a": [1]}, None)
+            )
         else:
             config = mutate_json(rng, config, 2)
             if not isinstance(config, dict):
@@ -456,13 +607,47 @@ def _adapter_attached(rng: random.Random, seeds: Seeds, place: Path) -> None:
 # ------------------------------------------------------------------------------------- files of directories
 
 _DOCUMENTS = (
-    *("config.json", "tokenizer.json", "modules.json", "chat_template.jinja", "README.md", "vocab.txt", "own.py", "generation_config.json"),
-    *("1_Pooling/config.json", "1_Pooling/model.safetensors", "additional_chat_templates/a.jinja", "custom_generate/generate.py"),
-    *("token.json", ".env", "a\nb.json", "x" * 200, "processor/preprocessor_config.json", "a.tar.gz", "é.txt", "deep/er/a.json"),
+    *(
+        "config.json",
+        "tokenizer.json",
+        "modules.json",
+        "chat_template.jinja",
+        "README.md",
+        "vocab.txt",
+        "own.py",
+        "generation_config.json",
+    ),
+    *(
+        "1_Pooling/config.json",
+        "1_Pooling/model.safetensors",
+        "additional_chat_templates/a.jinja",
+        "custom_generate/generate.py",
+    ),
+    *(
+        "token.json",
+        ".env",
+        "a\nb.json",
+        "x" * 200,
+        "processor/preprocessor_config.json",
+        "a.tar.gz",
+        "é.txt",
+        "deep/er/a.json",
+    ),
 )
 _CONTENTS = (
-    *(b'[{"path": "1_Pooling"}, {"path": ".."}]', b'[{"path": "/etc"}]', b'[{"path": "deep"}]', b'{"auto_map": {"A": "own.B"}}'),
-    *(b'{"auto_map": {"A": ["own.B", "../x.B", null]}}', b"from .own import a\nfrom .other import b\n", b"import .own\n" * 50, b"", b"[" * 5000),
+    *(
+        b'[{"path": "1_Pooling"}, {"path": ".."}]',
+        b'[{"path": "/etc"}]',
+        b'[{"path": "deep"}]',
+        b'{"auto_map": {"A": "own.B"}}',
+    ),
+    *(
+        b'{"auto_map": {"A": ["own.B", "../x.B", null]}}',
+        b"from .own import a\nfrom .other import b\n",
+        b"import .own\n" * 50,
+        b"",
+        b"[" * 5000,
+    ),
     *(b'{"auto_map": []}', b"\xff\xfe", b" " * 100_000 + b"from . own import", b"from .a import (\n" * 100),
 )
 
@@ -476,7 +661,7 @@ def _put_something(rng: random.Random, path: Path, contents: Callable[[], bytes]
     """A file, or what stands in its place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() or path.exists() and not path.is_dir():
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
             path.unlink()
         kind = rng.randrange(10)
         if kind == 0:
@@ -505,8 +690,20 @@ def _some_document(rng: random.Random) -> bytes:
 
 _NONCE = "0123456789abcdef"
 _OURS = (
-    *(f".tmp-step-00000005-{_NONCE}", f".trash-step-00000005-{_NONCE}", f".tmp-{_NONCE}-view", f"x.copying-{_NONCE}"),
-    *(f".tmp-latest-{_NONCE}", f".tmp-place-{_NONCE}", f".tmp-memory-{_NONCE}", f".tmp-probe-{_NONCE}-7", f".tmp-x-{_NONCE}", "step-00000005"),
+    *(
+        f".tmp-step-00000005-{_NONCE}",
+        f".trash-step-00000005-{_NONCE}",
+        f".tmp-{_NONCE}-view",
+        f"x.copying-{_NONCE}",
+    ),
+    *(
+        f".tmp-latest-{_NONCE}",
+        f".tmp-place-{_NONCE}",
+        f".tmp-memory-{_NONCE}",
+        f".tmp-probe-{_NONCE}-7",
+        f".tmp-x-{_NONCE}",
+        "step-00000005",
+    ),
 )
 
 
@@ -529,7 +726,9 @@ def _marks(rng: random.Random, seeds: Seeds, place: Path) -> None:
     note = json.dumps({"shardwise": "x", "nonce": _NONCE}).encode()
     for _ in range(rng.randint(1, 3)):
         path = place / rng.choice(_OURS)
-        if rng.random() < 0.6 and not path.exists():
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if rng.random() < 0.6 and not os.path.lexists(path):
             path.mkdir()
             if rng.random() < 0.3:
                 mark(str(path))
@@ -541,8 +740,10 @@ def _marks(rng: random.Random, seeds: Seeds, place: Path) -> None:
             if rng.random() < 0.3:
                 _put_something(rng, path / "foreign", lambda: b"y")
         else:
-            contents = (b"step-0000", b"0123", b'{"format": "x"', b"\0" * 50, b"", b"x" * 2000, note)
-            _put_something(rng, path, lambda: rng.choice(contents))
+            content = rng.choice(
+                (b"step-0000", b"0123", b'{"format": "x"', b"\0" * 50, b"", b"x" * 2000, note)
+            )
+            _put_something(rng, path, partial(bytes, content))
 
 
 def _history_of(place: Path) -> None:
@@ -555,7 +756,16 @@ def _history_of(place: Path) -> None:
 def _history(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """A run's directory, as inspect and reports list it."""
     copied(seeds["run"], place)
-    names = ("latest", ".lock", "step-00000003", "step-1", "step-99999999999999999999", f".tmp-step-00000003-{_NONCE}", "set-aside", "step-00000002/manifest.json")
+    names = (
+        "latest",
+        ".lock",
+        "step-00000003",
+        "step-1",
+        "step-99999999999999999999",
+        f".tmp-step-00000003-{_NONCE}",
+        "set-aside",
+        "step-00000002/manifest.json",
+    )
     if rng.random() < 0.6:
         _mutate_manifest(rng, place / "step-00000002")
     for _ in range(rng.randint(0, 2)):
@@ -575,13 +785,20 @@ def _recorded(place: Path) -> None:
 @target(15, _recorded)
 def _memory_records(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """The record of a run's memory, and its mark."""
-    content: dict[str, Any] = {"format": "shardwise-memory", "version": 2, "name": "ab" * 16, "line": "cd" * 16}
+    content: dict[str, Any] = {
+        "format": "shardwise-memory",
+        "version": 2,
+        "name": "ab" * 16,
+        "line": "cd" * 16,
+    }
     if rng.random() < 0.4:
         write_record(str(place), Record("ab" * 16, "cd" * 16))
     if rng.random() < 0.8:
         _put_something(rng, place / ".memory.json", lambda: mutated_text(rng, content))
     if rng.random() < 0.6:
-        _put_something(rng, place / "memory-id", lambda: rng.choice((b"", b"ab" * 16, rng.randbytes(30), b"x" * 20_000)))
+        _put_something(
+            rng, place / "memory-id", lambda: rng.choice((b"", b"ab" * 16, rng.randbytes(30), b"x" * 20_000))
+        )
 
 
 def _slots_read(place: Path) -> None:
@@ -612,7 +829,13 @@ def _memory_slots(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["run"] / "step-00000001", slot)
     if rng.random() < 0.7:
         _mutate_manifest(rng, slot)
-    files = [*sorted(p for p in slot.rglob("*") if p.is_file()), ring / "lines", ring / "view-1", ring / "own-0", slot / "more"]
+    files = [
+        *sorted(p for p in slot.rglob("*") if p.is_file()),
+        ring / "lines",
+        ring / "view-1",
+        ring / "own-0",
+        slot / "more",
+    ]
     for _ in range(rng.randint(0, 2)):
         path = rng.choice(files)
         if not path.is_dir() or path.is_symlink():

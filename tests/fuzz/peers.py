@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -116,8 +117,23 @@ def _server() -> tuple[Server, _Served, list[BaseException]]:
 
 def _names_of_files(rng: random.Random) -> bytes:
     names = (
-        *(_NAME, f"{_SLOT}/link", f"{_SLOT}/folder/secret", f"{_SLOT}/pipe", f"{_SLOT}", "own-0.files/x", "lines"),
-        *(f"{_SLOT}/../../secret", "../secret", f"{_SLOT}//{_FILE}", "held-1/manifest.json", "/etc/passwd", *TEXTS),
+        *(
+            _NAME,
+            f"{_SLOT}/link",
+            f"{_SLOT}/folder/secret",
+            f"{_SLOT}/pipe",
+            f"{_SLOT}",
+            "own-0.files/x",
+            "lines",
+        ),
+        *(
+            f"{_SLOT}/../../secret",
+            "../secret",
+            f"{_SLOT}//{_FILE}",
+            "held-1/manifest.json",
+            "/etc/passwd",
+            *TEXTS,
+        ),
     )
     return rng.choice(names).encode(errors="surrogatepass") * rng.choice((1, 1, 1, 1, 2, 200))
 
@@ -149,7 +165,9 @@ def _attacked(place: Path) -> None:
         is_friend = rng.random() < 0.8
         own, secret = rng.randbytes(_NONCE_BYTES), _SECRET if is_friend else rng.randbytes(16)
         hello = _damaged(rng, _keyed(secret, b"reader", nonce + own) + own)
-        is_friend = is_friend and len(hello) == 48 and hello[:32] == _keyed(_SECRET, b"reader", nonce + hello[32:])
+        is_friend = (
+            is_friend and len(hello) == 48 and hello[:32] == _keyed(_SECRET, b"reader", nonce + hello[32:])
+        )
         requests, _ = _seals(secret, nonce + own)
         sent = hello
         for _ in range(rng.randint(1, 3)):
@@ -170,7 +188,9 @@ def _attacked(place: Path) -> None:
         _end_at_once(link)
     _wait_for_threads("shardwise-memory-link")
     assert _OUTSIDE not in came, "the server sent a file from outside of its ring"
-    assert is_friend or len(came) <= _HASH_BYTES and _CONTENT[:32] not in came, "the server answered a stranger"
+    assert is_friend or (len(came) <= _HASH_BYTES and _CONTENT[:32] not in came), (
+        "the server answered a stranger"
+    )
     if ended:
         raise ended.pop()
 
@@ -266,7 +286,7 @@ def _copy(reader_of: Callable[[], Reader], place: Path) -> None:
     out = place / "out"
     out.write_bytes(bytes(len(_CONTENT)))
     cuts = (0, 100, 2000, len(_CONTENT))
-    units = [Unit(a, b - a, xxhash.xxh3_64_hexdigest(_CONTENT[a:b])) for a, b in zip(cuts, cuts[1:], strict=False)]
+    units = [Unit(a, b - a, xxhash.xxh3_64_hexdigest(_CONTENT[a:b])) for a, b in itertools.pairwise(cuts)]
     with closing(reader_of()) as reader:
         copy_units(reader, _NAME, units, str(out), lambda: None)
     assert out.read_bytes() == _CONTENT, "damage was copied without an error"
@@ -321,7 +341,20 @@ _STARTS = (
     "{} HTTP error: response body ",
     "non-partial response {}",
 )
-_STATUSES = ("200 OK", "301 Moved", "400 Bad Request", "401", "403 Forbidden", "404", "412", "416", "500", "503 Slow Down", "x", "9" * 400)
+_STATUSES = (
+    "200 OK",
+    "301 Moved",
+    "400 Bad Request",
+    "401",
+    "403 Forbidden",
+    "404",
+    "412",
+    "416",
+    "500",
+    "503 Slow Down",
+    "x",
+    "9" * 400,
+)
 
 
 def _said(rng: random.Random) -> str:
@@ -337,7 +370,8 @@ def _explained(place: Path) -> None:
     error = Exception((place / "error.txt").read_text())
     Guard.peers.add((_HERE, 9))
     for text in (explained(error), text_of(error)):
-        assert len(text) < 5000 and text.isprintable(), text
+        assert len(text) < 5000, text
+        assert text.isprintable(), repr(text)
         assert "abcdefgh" not in text or "security-token" not in text, "an error repeats a token"
     for tells in (is_too_short, is_forbidden, has_answered, is_lost, is_unknown_upload, is_unexplained):
         tells(error)
@@ -357,7 +391,20 @@ class _Client:
         self._rng = rng
 
     def _name(self, k: int) -> str:
-        odd = ("", ".", "..", "a/../b", "/etc/passwd", "x" * 1025, "a//b", "\0", "é", "a/", "b/c", "\U0010ffff")
+        odd = (
+            "",
+            ".",
+            "..",
+            "a/../b",
+            "/etc/passwd",
+            "x" * 1025,
+            "a//b",
+            "\0",
+            "é",
+            "a/",
+            "b/c",
+            "\U0010ffff",
+        )
         return f"a/{k:06}" if self._rng.random() < 0.97 else self._rng.choice(odd)
 
     def _object(self, k: int) -> dict[str, Any]:
@@ -388,7 +435,10 @@ class _Client:
     def list_with_delimiter(self, store: Any, folder: Any) -> Any:
         self._raise(0.2)
         n = self._rng.choice((0, 1, 5, 50))
-        return {"objects": [self._object(k) for k in range(n)], "common_prefixes": [self._name(k) for k in range(n)]}
+        return {
+            "objects": [self._object(k) for k in range(n)],
+            "common_prefixes": [self._name(k) for k in range(n)],
+        }
 
     def head(self, store: Any, key: str) -> Any:
         self._raise(0.4)
@@ -479,7 +529,9 @@ def _answer_http(script: bytes, link: socket.socket) -> None:
     head += b'\r\nETag: "x"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nConnection: close\r\nContent-Range: bytes 0-19/20'
     length = len(body) if rng.random() < 0.8 else rng.choice((0, 5, 10**6, 2**63, -1))
     head += f"\r\nContent-Length: {length}\r\n\r\n".encode()
-    reply = (mutate_bytes(rng, head) if rng.random() < 0.3 else head) + (b"" if asked.startswith(b"HEAD") else body)
+    reply = (mutate_bytes(rng, head) if rng.random() < 0.3 else head) + (
+        b"" if asked.startswith(b"HEAD") else body
+    )
     link.sendall(reply)
     link.shutdown(socket.SHUT_WR)
 
@@ -504,5 +556,3 @@ def _store_server(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Replies of a hostile server to obstore itself."""
     (place / "script").write_bytes(rng.randbytes(16))
     _listener("http")
-
-
