@@ -375,4 +375,4 @@ class MemorySave:
         for name, fields in records.items():
             entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
             path = held.room_for(name, entry.nbytes)
-            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._behind.tick)
+            copy_units(reader, f"{slot}/{name}", units_of(entry, path=name), path, self._behind.tick)
