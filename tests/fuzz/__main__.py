@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import logging
+import math
 import mmap
 import os
 import random
@@ -29,7 +30,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.fuzz import bombs
+import tests.fuzz.peers  # noqa: F401  # registers targets
+from tests.fuzz import bombs, inputs
 from tests.fuzz.bombs import BOMBS
 from tests.fuzz.guard import CPU_S, WALL_S, Guard
 from tests.fuzz.seeds import make_seeds
@@ -61,6 +63,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     _quiet()
+    inputs.prepare()
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None, prefix="fuzz-") as root:
         seeds = make_seeds(Path(root) / "seeds")
@@ -126,6 +129,7 @@ class _Campaign:
         self.options, self.seeds, self.root = options, seeds, root
         self.names = options.target or list(TARGETS)
         self.done: Counter[str] = Counter()
+        self.spent_s: Counter[str] = Counter()
         self.next = dict.fromkeys(self.names, options.first)
         self.findings: dict[tuple[str, str], list[int]] = {}
 
@@ -155,9 +159,9 @@ class _Campaign:
             # The target that is furthest behind its share.
             name = min(self.names, key=lambda n: self.done[n] / weights[n])
             short = self.options.inputs is None and self.options.seconds < 600  # every target gets its turn
-            count = max(4, (_BATCH // 10 if short else _BATCH) * weights[name] // 90)
+            count = max(4, int((_BATCH // 10 if short else _BATCH) * weights[name] / 90))
             if self.options.inputs is not None:
-                count = min(count, -(-self.options.inputs * weights[name] // total))
+                count = min(count, math.ceil(self.options.inputs * weights[name] / total))
             left = None if self.options.inputs is not None else self.options.seconds - elapsed
             self._batch(name, count, left)
         self._print(time.monotonic() - started)
@@ -169,7 +173,7 @@ class _Campaign:
             self._batch(name, count - self.next[name], None)
 
     def _batch(self, name: str, count: int, seconds: float | None) -> None:
-        first = self.next[name]
+        first, began = self.next[name], time.monotonic()
         shared = mmap.mmap(-1, 4096)
         shared[: _STATUS.size] = _STATUS.pack(first - 1, 0.0, time.monotonic(), 0)
         reader, writer = os.pipe()
@@ -190,6 +194,7 @@ class _Campaign:
             done += 1
         self.next[name] = int(number) + 1
         self.done[name] += int(done)
+        self.spent_s[name] += time.monotonic() - began  # type: ignore[assignment]
 
     def _add(self, name: str, finding: str, number: int) -> None:
         kind = finding.split(": ")[0]
@@ -242,13 +247,15 @@ class _Campaign:
     def _print(self, seconds: float) -> None:
         names = [*self.names, *(n for n in ("bombs", "corpus") if n in self.next)]
         width = max(map(len, names))
-        print(f"\n{'target'.ljust(width)}  inputs  findings")
+        print(f"\n{'target'.ljust(width)}   inputs  findings  inputs/s")
         for name in names:
             found = sum(len(numbers) for (n, _), numbers in self.findings.items() if n == name)
-            print(f"{name.ljust(width)}  {self.done[name]:6}  {found:8}")
+            rate = self.done[name] / self.spent_s[name] if self.spent_s[name] else 0.0
+            print(f"{name.ljust(width)}  {self.done[name]:7}  {found:8}  {rate:8.0f}")
         total = sum(self.done.values())
         print(
-            f"\n{total} inputs over {len(self.names)} targets in {seconds:.0f} s: {len(self.findings)} kinds of findings"
+            f"\n{total} inputs over {len(self.names)} targets in {seconds:.0f} s ({total / max(seconds, 0.001):.0f} inputs/s): "
+            f"{len(self.findings)} kinds of findings"
         )
         for (name, text), numbers in sorted(self.findings.items()):
             print(

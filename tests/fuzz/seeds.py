@@ -111,7 +111,58 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _trainer(folder("trainer"))
         _trainer_place(folder("trainer_place"))
         make_model(folder("model"))
+        _report(folder("report"))
+        seeds |= _quantized(root / "quantized")
     return seeds
+
+
+def _report(folder: Path) -> None:
+    """A run with its ledger, two loss logs, and a plan."""
+    state = state_of(1)
+    with sw.ledger(folder / "ledger"), sw.Checkpointer(folder / "checkpoints") as checkpoints:
+        checkpoints.save(state, 1)
+        checkpoints.save(state, 2)
+        checkpoints.resume(state)
+    for name in ("run-1", "run-2"):
+        (folder / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": 2.0 / step}) + "\n" for step in range(1, 5)]
+        (folder / name / "loss.jsonl").write_text("".join(lines))
+    (folder / "plan.json").write_text(json.dumps(sw.plan(folder.parent / "model", ranks=2).to_json()))
+
+
+def _quantized(root: Path) -> dict[str, Path]:
+    """A directory of each format, by the libraries that define them."""
+    import transformers
+
+    from tests.quantized import _made as made
+    from tests.quantized.compressed_cases import CASES
+    from tests.quantized.compressed_models import write
+
+    config = transformers.LlamaConfig(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    root.mkdir()
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "llama")
+    made.fp8_directory(root / "llama", root / "fp8", (4, 8))
+    packed = {"bits": 4, "group_size": 32}
+    for desc_act in (False, True):
+        settings = {**packed, "quant_method": "gptq", "desc_act": desc_act, "sym": False}
+        made.packed_directory(root / "llama", root / f"gptq {desc_act}", settings)
+    settings = {**packed, "quant_method": "awq", "version": "gemm", "zero_point": True}
+    made.packed_directory(root / "llama", root / "awq", settings)
+    nested = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}
+    made.bitsandbytes_directory(root / "llama", root / "nested fp4", load_in_4bit=True, **nested)
+    made.bitsandbytes_directory(root / "llama", root / "int8", load_in_8bit=True)
+    made.gpt_oss_directory(root / "gpt-oss", experts=2)
+    for name in ("fp8-blocks", "int8-channel", "w4-group-zeros", "nvfp4"):
+        write(root / name, CASES[name][0], torch.bfloat16)
+    plain = ("llama", "gpt-oss before")
+    return {f"quantized {one.name}": one for one in sorted(root.iterdir()) if one.name not in plain}
 
 
 def _run(folder: Path) -> None:

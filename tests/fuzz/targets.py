@@ -45,9 +45,11 @@ __all__ = [
     "Target",
     "copied",
     "fix_checksums",
+    "removed",
     "replaced",
     "restored",
     "resumed",
+    "target",
     "trainer_resumed",
     "verified",
 ]
@@ -61,7 +63,7 @@ class Target:
     """One kind of input: ``make`` writes it into a directory, and each of ``calls`` reads it as a user would."""
 
     name: str
-    weight: int
+    weight: float
     """Share of the inputs, among all targets'."""
     make: Callable[[random.Random, Seeds, Path], None]
     calls: tuple[Call, ...]
@@ -70,7 +72,7 @@ class Target:
 TARGETS: dict[str, Target] = {}
 
 
-def _target(weight: int, *calls: Call) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def target(weight: float, *calls: Call) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def register(make: Callable[..., None]) -> Callable[..., None]:
         name = make.__name__.removeprefix("_")
         TARGETS[name] = Target(name, weight, make, calls)
@@ -197,51 +199,51 @@ _COMMANDS = (
 # ----------------------------------------------------------------------------------- files of weights
 
 
-@_target(90, open_catalog)
+@target(90, open_catalog)
 def _header(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "model.safetensors", mutate_header(rng, _bytes(seeds["trainer"] / "model.safetensors")))
 
 
-@_target(60, open_catalog)
+@target(60, open_catalog)
 def _index(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["hub"], place)
     name = "model.safetensors.index.json"
     replaced(place / name, mutated_text(rng, json.loads(_bytes(seeds["hub"] / name))))
 
 
-@_target(75, open_catalog)
+@target(75, open_catalog)
 def _torch_archive(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(
         place / "pytorch_model.bin", mutate_archive(rng, _bytes(seeds["torch_file"] / "pytorch_model.bin"))
     )
 
 
-@_target(10, lambda place: open_catalog(place / "model.pt"))
+@target(10, lambda place: open_catalog(place / "model.pt"))
 def _torch_legacy(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "model.pt", mutate_bytes(rng, _bytes(seeds["torch_file"] / "legacy.pt")))
 
 
-@_target(30, open_catalog)
+@target(30, open_catalog)
 def _torch_index(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["torch_index"], place)
     name = "pytorch_model.bin.index.json"
     replaced(place / name, mutated_text(rng, json.loads(_bytes(seeds["torch_index"] / name))))
 
 
-@_target(75, open_catalog)
+@target(75, open_catalog)
 def _dcp_metadata(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["dcp"], place)
     replaced(place / ".metadata", mutate_pickle(rng, _bytes(seeds["dcp"] / ".metadata")))
 
 
-@_target(15, open_catalog)
+@target(15, open_catalog)
 def _dcp_data(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["dcp"], place)
     data = next(path for path in seeds["dcp"].iterdir() if path.suffix == ".distcp")
     replaced(place / data.name, mutate_bytes(rng, _bytes(data), 12))
 
 
-@_target(2, _filled)
+@target(2, _filled)
 def _load(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """A plain module, filled from a changed source of any kind."""
     rng.choice((_header, _torch_archive, _dcp_metadata))(rng, seeds, place)
@@ -250,13 +252,13 @@ def _load(rng: random.Random, seeds: Seeds, place: Path) -> None:
 # ------------------------------------------------------------------------------ runs of other programs
 
 
-@_target(3, _converted, restored)
+@target(3, _converted, restored)
 def _dcp_run(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["dcp"], place)
     replaced(place / ".metadata", mutate_pickle(rng, _bytes(seeds["dcp"] / ".metadata"), 2))
 
 
-@_target(3, _converted, restored)
+@target(3, _converted, restored)
 def _trainer_run(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["trainer"], place)
     name = rng.choice(("trainer_state.json", "optimizer.pt", "scheduler.pt"))
@@ -267,7 +269,7 @@ def _trainer_run(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / name, changed)
 
 
-@_target(3, _converted, restored, restored)
+@target(3, _converted, restored, restored)
 def _full_state(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["full_state"], place)
     name = rng.choice(("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin"))
@@ -285,7 +287,7 @@ def _decoded(place: Path) -> None:
 _ENCODED: list[tuple[Any, bytes]] = []
 
 
-@_target(90, _decoded)
+@target(90, _decoded)
 def _typed_json(rng: random.Random, seeds: Seeds, place: Path) -> None:
     if not _ENCODED:
         for name, value in state_of(1).extra.items():
@@ -328,17 +330,17 @@ def _one_step(rng: random.Random, seeds: Seeds, place: Path) -> Path:
     return copied(seeds[rng.choice(("run", "spread"))] / "step-00000001", place / "step-00000001")
 
 
-@_target(45, lambda place: open_catalog(place / "step-00000001"))
+@target(45, lambda place: open_catalog(place / "step-00000001"))
 def _manifest(rng: random.Random, seeds: Seeds, place: Path) -> None:
     _mutate_manifest(rng, _one_step(rng, seeds, place))
 
 
-@_target(5, verified)
+@target(5, verified)
 def _manifest_verify(rng: random.Random, seeds: Seeds, place: Path) -> None:
     _mutate_manifest(rng, _one_step(rng, seeds, place))
 
 
-@_target(2, lambda place: _converted(place / "step-00000001"))
+@target(2, lambda place: _converted(place / "step-00000001"))
 def _manifest_convert(rng: random.Random, seeds: Seeds, place: Path) -> None:
     _mutate_manifest(rng, _one_step(rng, seeds, place))
 
@@ -348,7 +350,7 @@ def _found(place: Path) -> None:
     assert not report.ok, "verify did not find damage"
 
 
-@_target(2, _found)
+@target(2, _found)
 def _slices(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Damage without right sums: verify finds it, and says so in words."""
     step = _one_step(rng, seeds, place)
@@ -358,7 +360,7 @@ def _slices(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(file, changed if changed != before else before + b"x")
 
 
-@_target(5, resumed)
+@target(5, resumed)
 def _resume_documents(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["run"], place)
     step = place / "step-00000002"
@@ -375,7 +377,7 @@ def _resume_documents(rng: random.Random, seeds: Seeds, place: Path) -> None:
     fix_checksums(step)
 
 
-@_target(5, trainer_resumed)
+@target(5, trainer_resumed)
 def _trainer_place(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """What a checkpoint of our Trainer says of its place in the data."""
     copied(seeds["trainer_place"], place)
@@ -392,7 +394,7 @@ def _trainer_place(rng: random.Random, seeds: Seeds, place: Path) -> None:
     fix_checksums(step)
 
 
-@_target(2, resumed)
+@target(2, resumed)
 def _resume_manifest(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["run"], place)
     _mutate_manifest(rng, place / "step-00000002")
@@ -407,7 +409,7 @@ def _resumed_or_empty(place: Path) -> None:
             raise
 
 
-@_target(2, _resumed_or_empty, _command("inspect", "{}"), _command("verify", "{}"))
+@target(2, _resumed_or_empty, _command("inspect", "{}"), _command("verify", "{}"))
 def _run_directory(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Odd entries beside steps and in place of their files."""
     copied(seeds["run"], place)
@@ -416,7 +418,7 @@ def _run_directory(rng: random.Random, seeds: Seeds, place: Path) -> None:
     for _ in range(rng.randint(1, 3)):
         targets = (place / rng.choice(beside), place / "step-00000002" / rng.choice(within))
         path = rng.choice(targets)
-        _remove(path)
+        removed(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = rng.randrange(5)
         if kind == 0:
@@ -429,7 +431,7 @@ def _run_directory(rng: random.Random, seeds: Seeds, place: Path) -> None:
             path.write_bytes(rng.randbytes(20))
 
 
-def _remove(path: Path) -> None:
+def removed(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.parent.is_dir():
@@ -439,7 +441,7 @@ def _remove(path: Path) -> None:
 # -------------------------------------------------------------------------- model directories, commands
 
 
-@_target(2, _planned)
+@target(2, _planned)
 def _config(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["model"], place)
     (place / "own.py").write_text("import tests.fuzz.guard as guard\nguard.canary()\n")
@@ -449,14 +451,14 @@ def _config(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "config.json", mutated_text(rng, document))
 
 
-@_target(2, _loaded)
+@target(2, _loaded)
 def _generation_config(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["model"], place)
     name = "generation_config.json"
     replaced(place / name, mutated_text(rng, json.loads(_bytes(seeds["model"] / name))))
 
 
-@_target(2, _loaded_with_adapter)
+@target(2, _loaded_with_adapter)
 def _adapter(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["model"], place)
     name = rng.choice(("adapter_config.json", "adapter_model.safetensors"))
@@ -465,14 +467,14 @@ def _adapter(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "adapter" / name, changed)
 
 
-@_target(2, *_COMMANDS)
+@target(2, *_COMMANDS)
 def _commands(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Every command that reads, over a changed checkpoint."""
     copied(seeds["run"] / "step-00000001", place)
     _mutate_manifest(rng, place)
 
 
-@_target(2, *_COMMANDS[:2], _COMMANDS[3])
+@target(2, *_COMMANDS[:2], _COMMANDS[3])
 def _commands_source(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Every command that reads, over a changed source."""
     rng.choice((_index, _torch_archive, _dcp_metadata))(rng, seeds, place)

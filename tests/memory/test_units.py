@@ -8,13 +8,14 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
 
-from shardwise.errors import CheckpointError, IntegrityError
+from shardwise.errors import CheckpointError, FormatError, IntegrityError
 from shardwise.format.manifest import BLOCK_BYTES, FileEntry
 from shardwise.memory.copies import copy_units
 from shardwise.memory.link import Reader, Server
@@ -40,6 +41,22 @@ def _entry(content: bytes) -> FileEntry:
     parts = (content[:HEADER], content[HEADER : HEADER + BLOCK_BYTES], content[HEADER + BLOCK_BYTES :])
     header, *blocks = map(xxhash.xxh3_64_hexdigest, parts)
     return FileEntry(NBYTES, HEADER, header, tuple(blocks))
+
+
+@pytest.mark.parametrize("blocks", [(), ("0" * 16,) * 3])
+def test_a_manifest_with_other_checksums_than_blocks_proves_nothing(
+    tmp_path: Path, content: bytes, entry: FileEntry, blocks: tuple[str, ...]
+) -> None:
+    file = tmp_path / "slices"
+    file.write_bytes(content)
+    wrong = replace(entry, blocks=blocks)
+    assert proved_units(str(file), wrong, lambda: None) == []
+    with pytest.raises(
+        FormatError, match=rf"slices: the manifest has {len(blocks)} block checksums, expected 2"
+    ):
+        units_of(wrong, path="slices")
+    with pytest.raises(FormatError, match="expected 274877906944"):
+        units_of(replace(entry, nbytes=2**62))
 
 
 @pytest.mark.parametrize(

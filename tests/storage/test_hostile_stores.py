@@ -250,6 +250,10 @@ READS: dict[str, tuple[Attack, str]] = {
     "a long message": (said("X", "?" * 400_000), "the store refused it: 400"),
     "escapes": (said("X", "\x1b[2J\x1b]0;owned\x07\n\x9b31mall is fine"), r"\x1b[2J"),
     "busy for ever": (lambda r: r.reply(503, Retry_After="100000"), "503"),
+    "a range of a listing": (
+        of_listings(lambda r: r.reply(416)),
+        "listing it failed: the store refused it: 416",
+    ),
     "a size of 2**62": (sizes(2**62), "truncated"),
     "a negative size": (sizes(-5), "expected u64"),
     "names of other folders": (

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.ranks.patience import remove_tree
-from shardwise.store import publish
+from shardwise.store import marks, publish
 
 NONCE = "0123456789abcdef"
 
@@ -201,3 +201,15 @@ def test_a_published_step_holds_no_note(tmp_path: Path) -> None:
     sw.copy(tmp_path / "step", tmp_path / "copy")
     assert not list(tmp_path.rglob(".shardwise"))
     assert names(tmp_path) == ["copy", "step"]
+
+
+def test_a_note_that_no_parser_ends_is_no_note(tmp_path: Path) -> None:
+    """Nested deeper than Python's parser goes, in 1,000 bytes."""
+    folder = tmp_path / f".tmp-step-00000001-{NONCE}"
+    folder.mkdir()
+    (folder / marks.NOTE_NAME).write_bytes(b"[" * 1000)
+    (folder / "precious").write_text("precious")
+    assert not marks.is_ours(str(folder))
+    with sw.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state(), 1)
+    assert (folder / "precious").read_text() == "precious"

@@ -18,10 +18,11 @@ import xxhash
 from ..digests.digest import partial_sum
 from ..digests.pending import partial_sums
 from ..dtypes import torch_dtype
-from ..errors import CheckpointError, IntegrityError, ShardwiseError
+from ..errors import CheckpointError, FormatError, IntegrityError, ShardwiseError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
 from ..format.places import rank_of_file
 from ..format.slices import header_bytes
+from ..limits import parse_json
 from ..memory.copies import copy_units
 from ..memory.link import Reader
 from ..memory.maps import Maps, copy_tensors
@@ -366,9 +367,12 @@ class MemorySave:
 
     def _copy_rank(self, reader: Reader, source: int, held: Slot) -> None:
         slot = f"own-{self._number}"
-        records = json.loads(reader.read_whole(f"{slot}.files/{source:05d}.json"))
+        name = f"{slot}.files/{source:05d}.json"
+        records = parse_json(reader.read_whole(name), name)
+        if not isinstance(records, dict):
+            raise FormatError("is not a list of files: not a JSON object", path=name)
         held.keep_only({source}, records.keys())
         for name, fields in records.items():
             entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
             path = held.room_for(name, entry.nbytes)
-            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._behind.tick)
+            copy_units(reader, f"{slot}/{name}", units_of(entry, path=name), path, self._behind.tick)

@@ -107,7 +107,7 @@ def document_units(
     stems = ["state"] * with_shared + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
     names = {f"{stem}.{ending}" for stem in stems for ending in ("json", "safetensors")}
     names |= {name for name in lacking if with_shared and also(name)}
-    return {name: units_of(manifest.files[name]) for name in sorted(names) if name in lacking}
+    return {name: units_of(manifest.files[name], path=name) for name in sorted(names) if name in lacking}
 
 
 def slice_units(
@@ -132,11 +132,11 @@ def slice_units(
 
 def _touched(entry: FileEntry, spans: Sequence[tuple[int, int]]) -> list[Unit]:
     """The blocks of payload that share a byte with a span."""
+    _, *blocks = units_of(entry)  # first: a manifest may claim a file of any size
     numbers: set[int] = set()
     for start, end in spans:
         first, last = (at - entry.header_bytes for at in (start, end - 1))
         numbers.update(range(first // BLOCK_BYTES, last // BLOCK_BYTES + 1))
-    _, *blocks = units_of(entry)
     return [blocks[number] for number in sorted(numbers)]
 
 

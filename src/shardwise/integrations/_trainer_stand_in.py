@@ -14,7 +14,7 @@ from ..checkpoint.hosts import Hosts, Opened
 from ..checkpoint.stored_documents import read_checked
 from ..errors import FormatError
 from ..format.manifest import Manifest, read_manifest
-from ..limits import inside
+from ..limits import inside, parse_json
 from ..ranks.ranks import Ranks
 from ..storage import absolute, is_url
 from ._trainer_files import MAX_FILES_BYTES
@@ -126,11 +126,10 @@ def _is_small(name: str) -> bool:
 
 def _without_best(content: bytes, path: str) -> tuple[str | None, bytes]:
     """The best checkpoint in Trainer's state, if there is one, and the state without it."""
-    try:
-        state = json.loads(content)
-        best = state.get("best_model_checkpoint")
-    except (ValueError, AttributeError) as error:
-        raise FormatError(f"is not Trainer's state: {error}", path=path) from error
+    state = parse_json(content, path, "Trainer's state")
+    if not isinstance(state, dict):
+        raise FormatError("is not Trainer's state: not a JSON object", path=path)
+    best = state.get("best_model_checkpoint")
     if not isinstance(best, str):
         return None, content
     return best, json.dumps({**state, "best_model_checkpoint": None}, indent=2).encode()

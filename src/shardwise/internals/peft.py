@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -191,7 +191,8 @@ def expressions_in(config: Any) -> Iterator[tuple[str, str, list[str]]]:
             value = [value]
         elif form == "{}":
             continue
-        yield setting, form, [one for one in value or () if isinstance(one, str)]
+        listed = value if isinstance(value, Iterable) else ()  # PEFT refuses what is none
+        yield setting, form, [one for one in listed if isinstance(one, str)]
 
 
 def select_adapter(

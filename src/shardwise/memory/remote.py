@@ -56,7 +56,7 @@ class RemoteFiles:
 
     def copy(self, name: str, path: str) -> None:
         """Copy a whole file into the one at ``path``, which has its size. Raises :class:`LowSpaceError` if there is no room."""
-        for number, unit in enumerate(units_of(self._entries[name])):
+        for number, unit in enumerate(units_of(self._entries[name], path=name)):
 
             def bring(reader: Reader, remote: str, unit: Unit = unit) -> None:
                 copy_units(reader, remote, [unit], path, self._on_progress)
@@ -71,7 +71,7 @@ class RemoteFiles:
         Raises :class:`IntegrityError` for bytes beyond the end.
         """
         if self._reading[0] != name:
-            self._reading = name, units_of(self._entries[name])
+            self._reading = name, units_of(self._entries[name], path=name)
         units, at, stop = self._reading[1], offset_bytes, offset_bytes + view.nbytes
         if stop > self._entries[name].nbytes:
             raise IntegrityError(f"ends before byte {stop}: truncated", path=name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from ..errors import FormatError
 from ..format.manifest import BLOCK_BYTES, FileEntry
 from .below import open_below
 
@@ -36,12 +37,15 @@ class Unit:
         return self.start + self.nbytes
 
 
-def units_of(entry: FileEntry) -> list[Unit]:
-    """The units of a file, in order."""
+def units_of(entry: FileEntry, *, path: str | None = None) -> list[Unit]:
+    """The units of a file, in order. Raises :class:`FormatError` if the manifest has more or fewer checksums than it has blocks."""
+    starts = range(entry.header_bytes, entry.nbytes, BLOCK_BYTES)
+    if len(starts) != len(entry.blocks):
+        raise FormatError(
+            f"the manifest has {len(entry.blocks)} block checksums, expected {len(starts)}", path=path
+        )
     found = [Unit(0, entry.header_bytes, entry.header_xxh3)]
-    for start, checksum in zip(
-        range(entry.header_bytes, entry.nbytes, BLOCK_BYTES), entry.blocks, strict=True
-    ):
+    for start, checksum in zip(starts, entry.blocks, strict=True):
         found.append(Unit(start, min(BLOCK_BYTES, entry.nbytes - start), checksum))
     return found
 
@@ -73,7 +77,8 @@ def are_all(runs: Runs, count: int) -> bool:
 
 
 def proved_units(path: str, entry: FileEntry, on_progress: Callable[[], object]) -> list[int]:
-    """The numbers of the units of a file whose bytes are those that were saved. None of a file that is lost or has another size."""
+    """The numbers of the units of a file whose bytes are those that were saved. None of a file that is lost or has another size, or
+    whose checksums are not those of its blocks."""
     try:
         fd = open_below(*os.path.split(path))
     except OSError:
@@ -87,7 +92,7 @@ def proved_units(path: str, entry: FileEntry, on_progress: Callable[[], object])
                 found.append(number)
             on_progress()
         return found
-    except OSError:
+    except (OSError, FormatError):
         return []
     finally:
         os.close(fd)

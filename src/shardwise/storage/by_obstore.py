@@ -323,12 +323,12 @@ class ObstoreStore:
             ) from None
         except (BaseError, OSError) as error:
             if is_too_short(error):
-                raise _NotThatLong from None
+                raise _NotThatLong(f"{what} failed: {explained(error)}", path=url) from None
             raise SourceError(f"{what} failed: {explained(error)}", path=url) from None
 
 
-class _NotThatLong(Exception):
-    """A range begins after the end of an object."""
+class _NotThatLong(SourceError):
+    """A range begins after the end of an object. A store may say so of any request."""
 
 
 class _Writer:

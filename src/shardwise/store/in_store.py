@@ -17,8 +17,9 @@ from types import TracebackType
 
 from ..errors import CheckpointError, LockedError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest
+from ..limits import brief, read_json
 from ..ranks.patience import patiently
-from ..storage import exists, files_below, is_file, join, place_of, read_whole, store_of
+from ..storage import exists, files_below, is_file, join, place_of, store_of
 from .complete import check_written, readable_text
 
 __all__ = [
@@ -111,8 +112,9 @@ def claim(url: str) -> None:
 
 
 def _claimed(url: str) -> str:
-    with contextlib.suppress(SourceError, ValueError, TypeError, KeyError):
-        return f"since {json.loads(read_whole(url, _MOST_CLAIM_BYTES))['began']}"
+    with contextlib.suppress(SourceError, TypeError, KeyError):
+        began = read_json(url, "claim", _MOST_CLAIM_BYTES)["began"]
+        return f"since {brief(began).strip(chr(39))}"
     return "it can't be read"
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from ..errors import CheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..format.steps import misnamed
-from ..limits import read_small
+from ..limits import read_json, read_small
 from ..ranks.patience import patiently, remove_tree
 from .write import fsync_directory, write_file
 
@@ -64,8 +64,8 @@ def has_note(path: str) -> bool:
     if not nonce or not _is(stat.S_ISDIR, path) or not _is(stat.S_ISREG, os.path.join(path, NOTE_NAME)):
         return False
     try:
-        note = json.loads(read_small(os.path.join(path, NOTE_NAME), "note", _MOST_BYTES))
-    except (SourceError, ValueError):
+        note = read_json(os.path.join(path, NOTE_NAME), "note", _MOST_BYTES)
+    except SourceError:
         return False
     return isinstance(note, dict) and "shardwise" in note and note.get("nonce") == nonce
 
