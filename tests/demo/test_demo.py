@@ -99,7 +99,7 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
         "Start 2: resume from step 5",
         "Plan of BertModel on 2 ranks",
         "Plan of BertModel on 3 ranks",
-        "within the bar",
+        "below the bar",
         "left its ledger",
     ):
         assert said in page, said

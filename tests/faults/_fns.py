@@ -110,12 +110,12 @@ def train(directory: Path, options: dict[str, Any]) -> None:
 
 
 def _die_at_fsync(count: int) -> None:
-    """This process kills itself in place of its ``count``-th fsync from here on."""
+    """This process kills itself in place of its ``count``-th fsync of a slice from here on."""
     own, left = os.fsync, count
 
     def fsync(fd: int) -> None:
         nonlocal left
-        left -= 1
+        left -= os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors")  # every rank writes some
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         own(fd)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.pool import RankPool
+from tests.harness.tiers import nightly, nightly_but
 from tests.integrations import _trainer_data_fns as fns
 
 #: Of these a resume is not promised to be exact; the words that its report must have.
@@ -52,7 +53,7 @@ def test_samplers_that_draw_from_global_generators(ranks: RankPool, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("part", range(8))  # each well within the timeout of a test
+@pytest.mark.parametrize("world_size", [2, *nightly(1)])
+@pytest.mark.parametrize("part", nightly_but(range(8), 0, 4))  # each well within the timeout of a test
 def test_every_sampler_and_loader(ranks: RankPool, tmp_path: Path, world_size: int, part: int) -> None:
     check(ranks, world_size, list(fns.KINDS)[part::8], tmp_path)

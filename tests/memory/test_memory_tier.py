@@ -131,7 +131,9 @@ def test_a_flipped_bit_in_every_copy(ranks, tmp_path):
         again, left = tmp_path / f"run-{number}", tmp_path / f"hosts-{number}"
         fns.copied(root, hosts, again, left)
         for file in flipped:
-            flip(left / file, number)
+            host, _, *rest = file.parts  # a copy has a ring of its own
+            (there,) = left.glob("/".join((host, "shardwise-*", *rest)))
+            flip(there, number)
         cases.append((str(again), str(left)))
     every = ranks.run_ranks(RANKS, fns.resume_each, cases)
     for number, found in enumerate(zip(*every, strict=True)):

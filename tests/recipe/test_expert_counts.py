@@ -11,6 +11,7 @@ import torch
 
 import shardwise as sw
 from tests.harness.process import ROOT, worker_env
+from tests.harness.tiers import nightly_rows
 from tests.recipe import _expert_counts_fns as fns
 
 KINDS = ("qwen3-moe", "mixtral")
@@ -28,7 +29,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
-    ("world_size", "held"), [(3, [3, 3, 2]), (5, [2, 2, 2, 2, 0]), (16, [1] * 8 + [0] * 8)]
+    ("world_size", "held"), [(5, [2, 2, 2, 2, 0]), *nightly_rows((3, [3, 3, 2]), (16, [1] * 8 + [0] * 8))]
 )
 def test_experts_on_ranks_that_they_do_not_divide_by(
     directories: list[str], tmp_path: Path, world_size: int, held: list[int]
