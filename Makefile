@@ -59,7 +59,7 @@ help:
 	@echo "make phases   memory of each phase of 53 configurations beside its plan, under a limit at the plan (45 minutes)"
 	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK='--only checks': no benchmark)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
-	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
+	@echo "make fuzz     damaged and hostile files, hosts and stores into every reader (FUZZ_SECONDS=600)"
 	@echo "make schedules  the ring of a load onto a device, under random schedules of its streams (SCHEDULES=100000, minutes)"
 	@echo "make simulate agreement and publishing of simulated ranks, under random schedules and faults (SIMULATE='--schedules 100000')"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"

@@ -2,7 +2,7 @@
 
 A finding is: an exception that is none of :class:`shardwise.errors.ShardwiseError`; more than 2 s of CPU time, or 30 s
 without an end; more than 500 MB of memory; a file opened or changed outside of the input's own directory; a process, a
-connection; code of the input that runs; an error text of more than 20,000 characters (but that of a ``PlanError``, which
+connection, but to a peer that the target itself made; code of the input that runs; an error text of more than 20,000 characters (but that of a ``PlanError``, which
 lists every tensor); a path left behind in OUT by a call
 that failed; and whatever the target itself asserts.
 """

@@ -561,6 +561,7 @@ def _make_adapter(rng: random.Random, seeds: Seeds, place: Path) -> None:
 
     copied(seeds["model"] / "adapter", place)
     config = json.loads(_bytes(seeds["model"] / "adapter" / "adapter_config.json"))
+    config["task_type"] = None if rng.random() < 0.8 else "CAUSAL_LM"
     for name in rng.sample(
         ("target_modules", "rank_pattern", "alpha_pattern", "layers_pattern", "more", "any"), 2
     ):

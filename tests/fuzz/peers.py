@@ -65,8 +65,8 @@ def _numbers(rng: random.Random, likely: int) -> int:
     return int(rng.choice([n for n in NUMBERS if isinstance(n, int) and 0 <= n < 2**64]))
 
 
-def _damaged(rng: random.Random, content: bytes) -> bytes:
-    return mutate_bytes(rng, content) if content and rng.random() < 0.25 else content
+def _damaged(rng: random.Random, content: bytes, often: float = 0.2) -> bytes:
+    return mutate_bytes(rng, content) if content and rng.random() < often else content
 
 
 def _taken(link: socket.socket, most: int) -> bytes:
@@ -248,14 +248,14 @@ def _answer_reader(script: bytes, link: socket.socket) -> None:
     """What a hostile host says: to requests that it reads, or to none."""
     rng = random.Random(script)
     link.settimeout(_HASTE_S)
-    knows = rng.random() < 0.85
+    knows = rng.random() < 0.95
     nonce = rng.randbytes(_NONCE_BYTES)
-    link.sendall(_damaged(rng, nonce))
+    link.sendall(_damaged(rng, nonce, 0.03))
     hello = _taken(link, _HASH_BYTES + _NONCE_BYTES)
     if rng.random() < 0.02:
         time.sleep(1.5 * _PATIENCE_S)
     nonces = nonce + hello[_HASH_BYTES:]
-    link.sendall(_damaged(rng, _keyed(_SECRET if knows else b"", b"server", nonces)))
+    link.sendall(_damaged(rng, _keyed(_SECRET if knows else b"", b"server", nonces), 0.03))
     _, replies = _seals(_SECRET, nonces)
     for _ in range(rng.randint(1, 4)):
         head = _taken(link, _REQUEST.size)
@@ -549,7 +549,7 @@ def _served_by_http(place: Path) -> None:
         "region": "r",
         "endpoint": f"http://{_HERE}:{listener.port}",
         "retry_config": no_more,
-        "client_options": {"allow_http": True, "timeout": timedelta(seconds=1), "pool_max_idle_per_host": 0},
+        "client_options": {"allow_http": True, "timeout": timedelta(seconds=1)},
     }
     storage_options("s3://bucket", **options)
     _used(ObstoreStore("s3://bucket", options))

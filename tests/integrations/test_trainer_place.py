@@ -19,6 +19,7 @@ from shardwise.integrations._trainer_data import DataPlace
 from shardwise.integrations._trainer_folder import Run, contents, newest, set_newer_aside
 from shardwise.integrations._trainer_line import trainer_line_of
 from shardwise.integrations._trainer_place import check_place
+from shardwise.integrations._trainer_stand_in import _without_best
 from shardwise.rng import capture_host_rng
 from shardwise.store.lock import DirectoryLock
 from tests.harness.hostile import edit_documents, run
@@ -145,3 +146,9 @@ def test_skipping_ends_with_the_data(
     assert given[:stand_ins] == [None] * stand_ins
     assert [batch.tolist() for batch in given[stand_ins:]] == rest
     assert bool(said) == goes_on, "the last batch before the place is not the stored one"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"[" * 100_000, b'{"a":' * 100_000])
+def test_a_trainers_state_that_is_none_is_named(content: bytes) -> None:
+    with pytest.raises(FormatError, match=r"trainer_state\.json: .*Trainer's state"):
+        _without_best(content, "checkpoint-3/trainer_state.json")
