@@ -47,11 +47,11 @@ def cpu_s(*command: object) -> float:
 
 
 def check_contents(wheel: Path) -> None:
-    """Every module of the source tree, the mark that it is typed and the page of errors are in the wheel, no other package."""
+    """Every module of the source tree, the mark that it is typed, the page of errors and that of reports are in the wheel, no other package."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     source = ROOT / "src"
     expected = {str(path.relative_to(source)) for path in source.rglob("*.py")}
-    expected |= {"shardwise/py.typed", "shardwise/errors.md"}
+    expected |= {"shardwise/py.typed", "shardwise/errors.md", "shardwise/report/page.html"}
     if names != expected:
         sys.exit(f"{wheel.name}: differs from src in {sorted(names ^ expected)}")
 
