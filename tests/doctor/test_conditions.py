@@ -215,6 +215,13 @@ def test_an_architecture_that_transformers_cuts_first(copy: Path, here: set[str]
     check(findings, here, "model.conversion", words="olmo_hybrid")
 
 
+@pytest.mark.parametrize("kind", [["olmo_hybrid"], {}, 1, None])
+def test_an_architecture_that_is_no_name(copy: Path, kind: object) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    assert "model.conversion" not in {finding.rule for finding in found(copy)}
+
+
 def test_parts_larger_than_the_memory(tmp_path: Path, here: set[str]) -> None:
     (tmp_path / ".metadata").touch()
     with (tmp_path / "__0_0.distcp").open("wb") as file:

@@ -220,7 +220,7 @@ MODELS = (
         ),
         kind="note",
         applies={"transformers": ">=5.0"},
-        when=lambda m: m.config.get("model_type") in CUT_ON_DIM_0,
+        when=lambda m: str(m.config.get("model_type")) in CUT_ON_DIM_0,
         bites=lambda m: (
             f"transformers' own sharded load (tp_plan, DistributedConfig) can give wrong weights without an error: "
             f"{m.config['model_type']}."
