@@ -735,7 +735,7 @@ class Options:
 
 MAXLEN, CF, WINDOWS = 8, {"longest": 8, "inner": {"longest": 8}}, [8, 16]
 ARGS, SPACE = (
-    argparse.Namespace(longest=8, resume=False),
+    argparse.Namespace(longest=8, resume=False, job=0),
     types.SimpleNamespace(inner=types.SimpleNamespace(longest=8)),
 )
 OPTIONS, LIMITS, SCALING = Options(), Limits(), Scale(8.0)
@@ -768,6 +768,14 @@ def in_a_called_function(batch: Any) -> Any:
 
 def in_a_namespace(batch: Any) -> Any:
     return [x[: ARGS.longest] for x in batch]
+
+
+def cut_by(x: Any, args: Any) -> Any:
+    return x[: args.longest]
+
+
+def in_a_function_that_is_given_it(batch: Any) -> Any:
+    return [cut_by(x, ARGS) for x in batch][:: -1 if ARGS.resume is None else 1]
 
 
 def in_a_space_in_a_space(batch: Any) -> Any:
@@ -848,6 +856,7 @@ SIBLINGS: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
     "a lambda": (collate_fn(in_a_lambda), HERE, "MAXLEN", 4),
     "a called function": (collate_fn(in_a_called_function), HERE, "MAXLEN", 4),
     "a namespace": (collate_fn(in_a_namespace), ARGS, "longest", 4),
+    "a function that is given it": (collate_fn(in_a_function_that_is_given_it), ARGS, "longest", 4),
     "a space in a space": (collate_fn(in_a_space_in_a_space), SPACE.inner, "longest", 4),
     "a dataclass": (collate_fn(in_a_dataclass), OPTIONS, "longest", 4),
     "a class": (collate_fn(in_a_class), Limits, "longest", 4),
@@ -873,7 +882,7 @@ def test_a_value_that_code_reads_is_compared(
     loader, holder, attribute, value = SIBLINGS[name]
     made = Made(loader=loader)
     sw.save(Run(made, 1).state, tmp_path / "c")
-    monkeypatch.setattr(ARGS, "resume", True)  # no part reads it
+    monkeypatch.setattr(ARGS, "job", 1)  # no part reads it
     monkeypatch.setattr(CFGMODULE, "unused", 2)
     report = sw.restore(Run(made, 2).state, tmp_path / "c")
     assert (report.differences, report.skipped) == ((), ())

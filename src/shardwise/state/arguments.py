@@ -43,6 +43,8 @@ _MAX_DEPTH = 10
 _MAX_ITEMS, _SAMPLES = 16, 256
 #: Files under a path that tell whether another path has the same, and bytes that are read of each.
 _MAX_FILES, _BEGINNING = 256, 4096
+#: Functions that are searched for the attributes that they read of one object.
+_MAX_FUNCTIONS = 256
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
@@ -82,7 +84,7 @@ class Described:
         if len(self.lines) >= MAX_LINES or depth > _MAX_DEPTH:
             return
         if is_plain(value):
-            self.lines[path] = path_text(value) if isinstance(value, str | PurePath) else plain_text(value)
+            self.lines[path] = path_text(value)
         elif isinstance(value, torch.Tensor | np.ndarray):
             self.lines[path] = content_text(value)
         elif isinstance(value, _CONTAINERS):
@@ -124,7 +126,7 @@ class Described:
         elif isinstance(value, _GENERATORS):  # their states are stored and compared as states
             self.lines[path] = type(value).__qualname__
         else:
-            kind = original_class(value) if isinstance(value, nn.Module) else type(value)
+            kind: Any = original_class(value) if isinstance(value, nn.Module) else type(value)
             self.lines[path] = kind.__qualname__
             for name, argument in _arguments(value, kind):
                 if text := _as_process(name, argument):
@@ -146,14 +148,14 @@ class Described:
         is_installed = is_versioned or _is_installed(function.__code__.co_filename)
         name = f"function {function.__qualname__}"
         self.lines[path] = name if is_versioned else f"{name} (#{_digest_of_code(function.__code__)})"
-        reads = _reads(function.__code__)
+        reads, names = _reads(function.__code__), _names_of(function)
         for index, value in enumerate(function.__defaults__ or ()):
-            self._add_used(f"{path}.default[{index}]", value, reads.attributes, depth + 1)
+            self._add_used(f"{path}.default[{index}]", value, names, depth + 1)
         for key, value in (function.__kwdefaults__ or {}).items():
-            self._add_used(f"{path}.default.{key}", value, reads.attributes, depth + 1)
+            self._add_used(f"{path}.default.{key}", value, names, depth + 1)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
-                self._add_used(f"{path}.{key}", cell.cell_contents, reads.attributes, depth + 1)
+                self._add_used(f"{path}.{key}", cell.cell_contents, names, depth + 1)
             except ValueError:  # not assigned yet
                 continue
         for key in () if is_versioned else sorted(reads.globals & function.__globals__.keys()):
@@ -161,7 +163,7 @@ class Described:
             if is_plain(value) or isinstance(value, types.FunctionType):
                 self.add(f"{path}.{key}", value, depth + 1)
             elif not is_installed and not _is_of_libraries(value):
-                self._add_used(f"{path}.{key}", value, reads.attributes, depth + 1)
+                self._add_used(f"{path}.{key}", value, names, depth + 1)
 
     def _add_used(self, path: str, value: Any, names: frozenset[str], depth: int) -> None:
         """A value that code reads attributes of: the program's modules, classes and objects with settings by these attributes alone."""
@@ -253,9 +255,12 @@ def plain_text(value: Any) -> str:
     return f"{brief(value)} (#{xxhash.xxh3_64_hexdigest(text.encode(errors='surrogatepass'))})"
 
 
-def path_text(value: str | PurePath) -> str:
-    """A text or a path as text. Of an absolute path to files here with a digest of their names, sizes and beginnings."""
-    text, name = plain_text(value), str(value)
+def path_text(value: Any) -> str:
+    """A plain value as text; an absolute path to files here with a digest of their names, sizes and beginnings."""
+    text = plain_text(value)
+    if not isinstance(value, str | PurePath):
+        return text
+    name = str(value)
     is_path = os.path.isabs(name) and os.path.dirname(name) != name
     if not is_path or len(name) > MAX_NAME_CHARS or "\0" in name:
         return text
@@ -349,7 +354,7 @@ class _Reads(NamedTuple):
 
 @cache
 def _reads(code: types.CodeType) -> _Reads:
-    """The names that code reads, with that of the functions, lambdas and comprehensions in it."""
+    """The names that code reads, with those of the functions, lambdas and comprehensions in it."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
     inside = [_reads(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return _Reads(
@@ -360,18 +365,31 @@ def _reads(code: types.CodeType) -> _Reads:
     )
 
 
-@cache
 def _names_of(called: Any) -> frozenset[str]:
-    """The attributes that the code of a function, or of the methods of a class, reads."""
-    if isinstance(called, types.FunctionType):
-        return _reads(called.__code__).attributes
-    if not isinstance(called, type):
-        return frozenset()
-    methods = (value for base in called.__mro__ for value in vars(base).values())
-    plain = (one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in methods)
-    return frozenset().union(
-        *(_reads(one.__code__).attributes for one in plain if isinstance(one, types.FunctionType))
+    """The attributes that the code of a function, or of the methods of a class, reads, and that of functions it calls by name."""
+    waiting = (
+        [called]
+        if isinstance(called, types.FunctionType)
+        else _methods(called)
+        if isinstance(called, type)
+        else []
     )
+    met: dict[types.CodeType, frozenset[str]] = {}
+    while waiting and len(met) < _MAX_FUNCTIONS:
+        function = waiting.pop(0)
+        if function.__code__ in met or _is_installed(function.__code__.co_filename):
+            continue
+        reads = _reads(function.__code__)
+        met[function.__code__] = reads.attributes
+        found = (function.__globals__.get(name) for name in sorted(reads.globals))
+        waiting += [one for one in found if isinstance(one, types.FunctionType)]
+    return frozenset().union(*met.values())
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    held = (value for base in kind.__mro__ for value in vars(base).values())
+    functions = (one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in held)
+    return [one for one in functions if isinstance(one, types.FunctionType)]
 
 
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:

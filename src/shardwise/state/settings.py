@@ -19,7 +19,7 @@ from ..internals.fsdp import precision_of
 from ..internals.torch import compiled_by, original_class
 from ..layout.live import LiveModel
 from ..names import NamedTensor, canonical_name
-from .arguments import Described, argument_names, content_text, is_plain, plain_text
+from .arguments import Described, argument_names, content_text, is_plain, path_text, plain_text
 from .schedulers import callables_in, inner_schedulers, unwrapped
 from .several import is_several
 from .train_state import TrainState
@@ -211,7 +211,7 @@ def _of_model(at: str, live: LiveModel) -> dict[str, str]:
         for argument in argument_names(kind):
             value = held.get(argument)
             if argument in held and is_plain(value):
-                found[f"{name}.{argument}"] = plain_text(value)
+                found[f"{name}.{argument}"] = path_text(value)
             elif isinstance(value, list | tuple | dict) or (
                 callable(value) and not isinstance(value, nn.Module)
             ):
