@@ -997,6 +997,34 @@ def test_the_same_files_in_another_place_are_no_difference(tmp_path: Path, kind:
     assert sw.restore(Run(of(first), 2).state, tmp_path / "c").exact, "the same path"
 
 
+def test_the_same_rows_of_another_file_are_no_difference(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"x": [float(k)] * WIDTH, "y": k % 3} for k in range(SAMPLES)]
+    folders = [tmp_path / name for name in ("job1", "job2", "other")]
+    for k, folder in enumerate(folders):
+        made = datasets.Dataset.from_list([{**rows[0], "y": k // 2}, *rows[1:]])
+        made.save_to_disk(folder)
+
+    def of(folder: Path, transform: Any = None) -> Made:
+        (file,) = folder.glob("*.arrow")
+        os.utime(file, (int(folder.name == "job1"),) * 2)  # fingerprints depend on it
+
+        def dataset() -> Any:
+            found = datasets.Dataset.from_file(str(file))
+            return found.with_transform(transform) if transform else found
+
+        return Made(loader=replayed(dataset=dataset))
+
+    sw.save(Run(of(folders[0]), 1).state, tmp_path / "c")
+    report = sw.restore(Run(of(folders[1]), 2).state, tmp_path / "c")
+    assert (report.exact, report.differences) == (True, ())
+    report = sw.restore(Run(of(folders[2]), 2).state, tmp_path / "c")
+    assert any("dataset.fingerprint" in line for line in report.differences)
+    report = sw.restore(Run(of(folders[1], in_a_list), 2).state, tmp_path / "c")
+    assert any("dataset.format" in line for line in report.differences)
+
+
 def test_another_learning_rate_after_the_resume(tmp_path: Path) -> None:
     """As docs/howto/own-loop.md says: with a scheduler, all its values are scaled by one factor."""
     made = Made(scheduler=lambda o: CosineAnnealingLR(o, 10), optimizer=sgd())

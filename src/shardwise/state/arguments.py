@@ -2,7 +2,8 @@
 
 A class keeps an argument under its own name, with or without an underscore in front: that is the convention of torch and of most
 other code. Such attributes are read. Nothing is called, so that a description draws no random number and reads no sample. Of a
-function, the globals and attributes that its code names are read as well. Of a path, the names and sizes of some files.
+function, the globals and attributes that its code names are read as well. Of a path, some files are read,
+and of a ``datasets.Dataset`` some rows.
 Two descriptions are compared line by line.
 """
 
@@ -43,6 +44,8 @@ _MAX_DEPTH = 10
 _MAX_ITEMS, _SAMPLES = 16, 256
 #: Files under a path that tell whether another path has the same, and bytes that are read of each.
 _MAX_FILES, _BEGINNING = 256, 4096
+#: Rows of a ``datasets.Dataset`` that tell whether another one has the same.
+_MAX_ROWS = 64
 #: Functions that are searched for the attributes that they read of one object.
 _MAX_FUNCTIONS = 256
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
@@ -131,10 +134,14 @@ class Described:
             for name, argument in _arguments(value, kind):
                 if text := _as_process(name, argument):
                     self.lines[f"{path}.{name}"] = text
+                elif name == "fingerprint" and _is_table(value):
+                    self.lines[f"{path}.{name}"] = f"{plain_text(argument)} (rows #{_digest_of_rows(value)})"
                 elif _is_settings(argument):
                     self._add_used(f"{path}.{name}", argument, _names_of(kind), depth + 1)
                 else:
                     self.add(f"{path}.{name}", argument, depth + 1)
+            if _is_table(value):
+                self.add(f"{path}.format", value.format, depth + 1)
             for name, child in value.named_children() if isinstance(value, nn.Module) else ():
                 self.add(f"{path}.{name}", child, depth + 1)
 
@@ -282,6 +289,21 @@ def _digest_of_files(path: str) -> str:
     except OSError:
         return ""
     return total.hexdigest() if count else ""
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is a ``datasets.Dataset``. Its fingerprint depends on where its files are, not only on its rows."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(value, module.Dataset)
+
+
+def _digest_of_rows(table: Any) -> str:
+    """Digest of the number of rows, the columns, and some rows as they are stored: no transform is called."""
+    total = xxhash.xxh3_64(f"{len(table)} {table.features}".encode(errors="surrogatepass"))
+    stored, count = table.with_format("arrow"), len(table)
+    for row in sorted({*range(0, count, max(1, count // _MAX_ROWS)), count - 1}) if count else ():
+        total.update(repr(stored[row].to_pylist()).encode(errors="surrogatepass"))
+    return total.hexdigest()
 
 
 def _files_under(folder: str) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ __all__ = ["changed_settings", "data_settings_of", "given_settings_of", "replace
 _PACKAGE = __name__.partition(".")[0]
 #: How a buffer and a path are described: :func:`_of_buffers`, :func:`~shardwise.state.arguments.path_text`.
 _BUFFER = re.compile(r"\[([\d, ]*)\](?:: tensor (\w+) .*)?")
-_FILES = re.compile(r"(.*) \((files #\w+)\)", re.DOTALL)
+_FILES = re.compile(r"(.*) \(((?:files|rows) #\w+)\)", re.DOTALL)
 #: A report has at most so many lines of changed settings.
 _MAX_LINES = 40
 #: Elements of a non-persistent buffer that are compared.
@@ -170,7 +170,7 @@ def _is_a_cache(was: str | None, now: str | None) -> bool:
 
 
 def _is_moved(was: str | None, now: str | None) -> bool:
-    """Whether two paths name the same files in two places: files of the same names and sizes, and the same beginnings."""
+    """Whether two paths name the same files in two places, or two fingerprints the same rows."""
     before, after = (_FILES.fullmatch(text or "") for text in (was, now))
     if before is None or after is None:
         return (before is not None and before[1] == now) or (after is not None and after[1] == was)
