@@ -114,7 +114,7 @@ class Described:
     def _add_object(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, partial):
             self.add(path, value.func, depth)
-            names = _names_of(value.func)
+            names = _names_of(value.func if isinstance(value.func, types.FunctionType | type) else None)
             for index, argument in enumerate(value.args):
                 self._add_used(f"{path}[{index}]", argument, names, depth + 1)
             for name, argument in value.keywords.items():
@@ -286,15 +286,16 @@ def _digest_of_files(path: str) -> str:
             total.update(f"{name} {os.path.getsize(file)}\n".encode(errors="surrogatepass"))
             total.update(beginning)
             count += 1
-    except OSError:
+    except (OSError, ValueError):  # a text that is no name of a file
         return ""
     return total.hexdigest() if count else ""
 
 
 def _is_table(value: Any) -> bool:
     """Whether a value is a ``datasets.Dataset``. Its fingerprint depends on where its files are, not only on its rows."""
-    module = sys.modules.get("datasets")
-    return module is not None and isinstance(value, module.Dataset)
+    module = sys.modules.get("datasets.arrow_dataset")  # a program may have its own module "datasets"
+    kind = getattr(module, "Dataset", None)
+    return isinstance(kind, type) and hasattr(kind, "with_format") and isinstance(value, kind)
 
 
 def _digest_of_rows(table: Any) -> str:
@@ -442,11 +443,11 @@ def _is_of_libraries(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return _is_module_installed(value)
     if isinstance(value, type):
-        module = sys.modules.get(value.__module__)
+        module = sys.modules.get(str(value.__module__))
         return module is not None and _is_module_installed(module)
     if isinstance(value, (*_PLAIN, *_CONTAINERS, *_CODE)) or _is_settings(value):
         return False
-    return type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    return str(type(value).__module__).partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
 
 def _is_module_installed(module: types.ModuleType) -> bool:
