@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import logging
+import os
+import re
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from re import sub
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -712,6 +721,308 @@ def test_a_global_that_a_lambda_reads_is_compared(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(globals(), "WARM_UP", 8)
     report = sw.restore(Run(made, 2).state, tmp_path / "c")
     assert report.differences == ("scheduler.lr_lambdas[0].WARM_UP: 4 when saved, 8 now",)
+
+
+class Limits:
+    longest = 8
+
+
+@dataclass
+class Options:
+    longest: int = 8
+    resume: bool = False
+
+
+MAXLEN, CF, WINDOWS = 8, {"longest": 8, "inner": {"longest": 8}}, [8, 16]
+ARGS, SPACE = (
+    argparse.Namespace(longest=8, resume=False, job=0),
+    types.SimpleNamespace(inner=types.SimpleNamespace(longest=8)),
+)
+OPTIONS, LIMITS, SCALING = Options(), Limits(), Scale(8.0)
+CFGMODULE = types.ModuleType("cfgmodule")
+CFGMODULE.MAX, CFGMODULE.unused, CFGMODULE.inner = 8, 1, types.SimpleNamespace(longest=8)  # type: ignore[attr-defined]
+
+
+def in_a_comprehension(batch: Any) -> Any:
+    return [x[:MAXLEN] for x in batch]
+
+
+def in_a_generator(batch: Any) -> Any:
+    return tuple(x[:MAXLEN] for x in batch)
+
+
+def in_an_inner_function(batch: Any) -> Any:
+    def cut(x: Any) -> Any:
+        return x[:MAXLEN]
+
+    return list(map(cut, batch))
+
+
+def in_a_lambda(batch: Any) -> Any:
+    return sorted(batch, key=lambda x: x[:MAXLEN])
+
+
+def in_a_called_function(batch: Any) -> Any:
+    return [in_a_comprehension(x) for x in batch]
+
+
+def in_a_namespace(batch: Any) -> Any:
+    return [x[: ARGS.longest] for x in batch]
+
+
+def cut_by(x: Any, args: Any) -> Any:
+    return x[: args.longest]
+
+
+def in_a_function_that_is_given_it(batch: Any) -> Any:
+    return [cut_by(x, ARGS) for x in batch][:: -1 if ARGS.resume is None else 1]
+
+
+def in_a_space_in_a_space(batch: Any) -> Any:
+    return [x[: SPACE.inner.longest] for x in batch]
+
+
+def in_a_dataclass(batch: Any) -> Any:
+    return batch[: OPTIONS.longest]
+
+
+def in_a_class(batch: Any) -> Any:
+    return batch[: Limits.longest]
+
+
+def in_an_object(batch: Any) -> Any:
+    return batch[: LIMITS.longest]
+
+
+def in_an_object_that_is_called(batch: Any) -> Any:
+    return SCALING(batch)
+
+
+def in_a_module(batch: Any) -> Any:
+    return batch[: CFGMODULE.MAX]
+
+
+def in_an_object_of_a_module(batch: Any) -> Any:
+    return [x[: CFGMODULE.inner.longest] for x in batch]
+
+
+def in_a_dict(batch: Any) -> Any:
+    return batch[: CF["longest"]]
+
+
+def in_a_dict_in_a_dict(batch: Any) -> Any:
+    return batch[: CF["inner"]["longest"]]  # type: ignore[index]
+
+
+def in_a_list(batch: Any) -> Any:
+    return batch[: WINDOWS[0]]
+
+
+def closing_over(args: Any) -> Callable[[Any], Any]:
+    return lambda batch: [x[: args.longest] for x in batch]
+
+
+def by_default(batch: Any, args: Any = ARGS) -> Any:
+    return batch[: args.longest]
+
+
+def given(batch: Any, args: Any) -> Any:
+    return batch[: args.longest]
+
+
+class Cut(Dataset[Any]):
+    """Takes the whole program's arguments, and reads one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.held = args, samples()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.held[index]
+        return x * self.args.longest, y
+
+
+def collate_fn(function: Callable[[Any], Any]) -> Callable[[], Any]:
+    return replayed(collate_fn=function)
+
+
+HERE = sys.modules[__name__]
+SIBLINGS: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
+    "a comprehension": (collate_fn(in_a_comprehension), HERE, "MAXLEN", 4),
+    "a generator": (collate_fn(in_a_generator), HERE, "MAXLEN", 4),
+    "an inner function": (collate_fn(in_an_inner_function), HERE, "MAXLEN", 4),
+    "a lambda": (collate_fn(in_a_lambda), HERE, "MAXLEN", 4),
+    "a called function": (collate_fn(in_a_called_function), HERE, "MAXLEN", 4),
+    "a namespace": (collate_fn(in_a_namespace), ARGS, "longest", 4),
+    "a function that is given it": (collate_fn(in_a_function_that_is_given_it), ARGS, "longest", 4),
+    "a space in a space": (collate_fn(in_a_space_in_a_space), SPACE.inner, "longest", 4),
+    "a dataclass": (collate_fn(in_a_dataclass), OPTIONS, "longest", 4),
+    "a class": (collate_fn(in_a_class), Limits, "longest", 4),
+    "an object": (collate_fn(in_an_object), LIMITS, "longest", 4),
+    "an object's class": (collate_fn(in_an_object), Limits, "longest", 4),
+    "an object that is called": (collate_fn(in_an_object_that_is_called), SCALING, "by", 4.0),
+    "a module": (collate_fn(in_a_module), CFGMODULE, "MAX", 4),
+    "an object of a module": (collate_fn(in_an_object_of_a_module), CFGMODULE, "inner", types.SimpleNamespace(longest=4)),
+    "a dict": (collate_fn(in_a_dict), HERE, "CF", {**CF, "longest": 4}),
+    "a dict in a dict": (collate_fn(in_a_dict_in_a_dict), HERE, "CF", {**CF, "inner": {"longest": 4}}),
+    "a list": (collate_fn(in_a_list), HERE, "WINDOWS", [4, 16]),
+    "a closure": (collate_fn(closing_over(ARGS)), ARGS, "longest", 4),
+    "a default": (collate_fn(by_default), ARGS, "longest", 4),
+    "a partial": (collate_fn(functools.partial(given, args=ARGS)), ARGS, "longest", 4),
+    "a dataset": (replayed(dataset=lambda: Cut(ARGS)), ARGS, "longest", 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_a_value_that_code_reads_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    loader, holder, attribute, value = SIBLINGS[name]
+    made = Made(loader=loader)
+    sw.save(Run(made, 1).state, tmp_path / "c")
+    monkeypatch.setattr(ARGS, "job", 1)  # no part reads it
+    monkeypatch.setattr(CFGMODULE, "unused", 2)
+    report = sw.restore(Run(made, 2).state, tmp_path / "c")
+    assert (report.differences, report.skipped) == ((), ())
+    monkeypatch.setattr(holder, attribute, value)
+    report = sw.restore(Run(made, 2).state, tmp_path / "c")
+    assert not report.exact
+    assert len(report.differences) == 1
+    assert "8" in report.differences[0]
+    assert "4" in report.differences[0]
+
+
+def by_a_dict(step: int) -> float:
+    return min(1.0, (step + 1) / CF["longest"])  # type: ignore[operator]
+
+
+def test_a_dict_that_a_schedule_reads_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(scheduler=lambdas(by_a_dict))
+    sw.save(Run(made, 1).state, tmp_path / "c")
+    assert sw.restore(Run(made, 2).state, tmp_path / "c").exact
+    monkeypatch.setitem(CF, "longest", 20)
+    report = sw.restore(Run(made, 2).state, tmp_path / "c")
+    assert report.differences == ("scheduler.lr_lambdas[0].CF.longest: 8 when saved, 20 now",)
+
+
+def test_libraries_that_code_reads_are_no_settings(tmp_path: Path) -> None:
+    sw.save(Run(Made(loader=collate_fn(with_libraries)), 1).state, tmp_path / "c")
+    LOG.setLevel("ERROR")
+    assert re.sub(r"an expression that was not in the cache", "", "") == ""
+    report = sw.restore(Run(Made(loader=collate_fn(with_libraries)), 2).state, tmp_path / "c")
+    assert (report.differences, report.skipped) == ((), ())
+
+
+LOG = logging.getLogger("collate")
+
+
+def with_libraries(batch: Any) -> Any:
+    LOG.debug("%s %s", os.environ.get("HOME"), sub("a", "b", str(np.asarray(len(batch)))))
+    return torch.utils.data.default_collate(deepcopy(batch))
+
+
+class Caching(nn.Module):
+    """Buffers that ``forward`` fills: empty, not set, and too short at first."""
+
+    def __init__(self, scale: float = 1.0, length: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        for layer in self.layers:
+            layer.register_buffer("rotary", torch.ones(length) * scale, persistent=False)
+        self.last = nn.Linear(WIDTH, 3)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache, self.mask = torch.arange(float(len(x))), torch.ones(len(x), 1)
+        for k, layer in enumerate(self.layers):
+            layer.rotary = torch.ones(WIDTH) * (k + 1)
+            x = layer(x) * layer.rotary
+        return self.last(x) * self.mask  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_forward_fills_is_a_cache(never_stopped: Any) -> None:
+    made = Made(model=Caching)
+    path, seen, bits = never_stopped(made)
+    report, again, now = resumed(made, path)
+    assert (report.exact, report.differences) == (True, ())
+    assert (again, now) == (seen, bits)
+
+
+def test_a_buffer_of_the_same_shape_and_a_larger_one_are_compared(tmp_path: Path) -> None:
+    sw.save(Run(Made(model=Caching), 1).state, tmp_path / "c")
+    for other in (lambda: Caching(scale=2.0), lambda: Caching(length=3)):
+        report = sw.restore(Run(Made(model=other), 2).state, tmp_path / "c")
+        assert not report.exact
+        assert all("rotary" in line for line in report.differences)
+
+
+class Files(Dataset[Any]):
+    def __init__(self, root: str | Path) -> None:
+        self.root, self.held = root, samples()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.held[index]
+
+
+def scratch(folder: Path, *contents: str) -> Path:
+    (folder / "inner").mkdir(parents=True)
+    for k, content in enumerate(contents):
+        (folder / "inner" / f"{k}.txt").write_text(content)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_same_files_in_another_place_are_no_difference(tmp_path: Path, kind: Any) -> None:
+    first, second = scratch(tmp_path / "job1", "a", "bc"), scratch(tmp_path / "job2", "a", "bc")
+    other, empty = scratch(tmp_path / "val", "x", "bc"), scratch(tmp_path / "empty")
+
+    def of(root: Path) -> Made:
+        return Made(loader=replayed(dataset=lambda: Files(kind(root))))
+
+    sw.save(Run(of(first), 1).state, tmp_path / "c")
+    assert sw.restore(Run(of(second), 2).state, tmp_path / "c").exact
+    for root in (other, empty, tmp_path / "missing"):
+        report = sw.restore(Run(of(root), 2).state, tmp_path / "c")
+        assert len(report.differences) == 1
+        assert "dataset.root" in report.differences[0]
+    (first / "log").write_text("written by the first run")
+    assert sw.restore(Run(of(first), 2).state, tmp_path / "c").exact, "the same path"
+    first.rename(tmp_path / "gone")
+    assert sw.restore(Run(of(first), 2).state, tmp_path / "c").exact, "the same path"
+
+
+def test_the_same_rows_of_another_file_are_no_difference(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"x": [float(k)] * WIDTH, "y": k % 3} for k in range(SAMPLES)]
+    folders = [tmp_path / name for name in ("job1", "job2", "other")]
+    for k, folder in enumerate(folders):
+        made = datasets.Dataset.from_list([{**rows[0], "y": k // 2}, *rows[1:]])
+        made.save_to_disk(folder)
+
+    def of(folder: Path, transform: Any = None) -> Made:
+        (file,) = folder.glob("*.arrow")
+        os.utime(file, (int(folder.name == "job1"),) * 2)  # fingerprints depend on it
+
+        def dataset() -> Any:
+            found = datasets.Dataset.from_file(str(file))
+            return found.with_transform(transform) if transform else found
+
+        return Made(loader=replayed(dataset=dataset))
+
+    sw.save(Run(of(folders[0]), 1).state, tmp_path / "c")
+    report = sw.restore(Run(of(folders[1]), 2).state, tmp_path / "c")
+    assert (report.exact, report.differences) == (True, ())
+    report = sw.restore(Run(of(folders[2]), 2).state, tmp_path / "c")
+    assert any("dataset.fingerprint" in line for line in report.differences)
+    report = sw.restore(Run(of(folders[1], in_a_list), 2).state, tmp_path / "c")
+    assert any("dataset.format" in line for line in report.differences)
 
 
 def test_another_learning_rate_after_the_resume(tmp_path: Path) -> None:

@@ -1,21 +1,29 @@
 """Describes how an object was made: the arguments of its constructor, as far as it keeps them, in a few lines of text.
 
 A class keeps an argument under its own name, with or without an underscore in front: that is the convention of torch and of most
-other code. Such attributes are read. Nothing is called, so that a description draws no random number and reads no sample.
+other code. Such attributes are read. Nothing is called, so that a description draws no random number and reads no sample. Of a
+function, the globals and attributes that its code names are read as well. Of a path, some files are read,
+and of a ``datasets.Dataset`` some rows.
 Two descriptions are compared line by line.
 """
 
 from __future__ import annotations
 
+import argparse
+import dis
 import inspect
 import math
+import os
+import sys
+import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
+from itertools import islice
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,15 +33,21 @@ from torch import nn
 
 from ..internals.torch import original_class
 from ..internals.transformers import config_settings
-from ..limits import MAX_TEXT_CHARS, brief
+from ..limits import MAX_NAME_CHARS, MAX_TEXT_CHARS, brief
 
-__all__ = ["Described", "argument_names", "content_text", "is_plain", "plain_text"]
+__all__ = ["Described", "argument_names", "content_text", "is_plain", "path_text", "plain_text"]
 
 #: A description has at most so many lines; one with more is cut at the same place in each run.
 MAX_LINES = 2_000
 _MAX_DEPTH = 10
 #: A container with more items, and a tensor, is described by a digest of so many of them, at equal distances.
 _MAX_ITEMS, _SAMPLES = 16, 256
+#: Files under a path that tell whether another path has the same, and bytes that are read of each.
+_MAX_FILES, _BEGINNING = 256, 4096
+#: Rows of a ``datasets.Dataset`` that tell whether another one has the same.
+_MAX_ROWS = 64
+#: Functions that are searched for the attributes that they read of one object.
+_MAX_FUNCTIONS = 256
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
@@ -45,8 +59,17 @@ _VERSIONED = ("torch", "transformers", "numpy", "shardwise")
 _OF_STATE = ("epoch", "iteration", "last_epoch")
 #: Arguments by which samplers of torch, Accelerate and shardwise know their rank.
 _OF_RANKS = ("rank", "process_index", "num_replicas", "num_processes")
+#: Counters that a training loop keeps: they are positions, too.
+_COUNTERS = (*_OF_STATE, "step", "global_step")
 #: Arguments of data loaders that change when a batch is made and where it is kept, not what is in it.
 _OF_SPEED = ("pin_memory", "pin_memory_device", "prefetch_factor", "timeout")
+_CODE = (types.FunctionType, types.MethodType, partial)
+#: Objects that are described whole, whatever code reads of them.
+_WHOLE = (*_CODE, *_GENERATORS, torch.Tensor, np.ndarray, nn.Module)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+#: Folders of installed code: what is in them doesn't change from one run to the next with an argument.
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
 
 
 class Described:
@@ -56,6 +79,7 @@ class Described:
         """``known``: names of objects, by id, that are described elsewhere. A line then gives the name."""
         self.lines: dict[str, str] = {}
         self._met = dict(known)
+        self._used: set[tuple[int, frozenset[str]]] = set()
         self._kept: list[Any] = []  # an id is one object's as long as it lives
 
     def add(self, path: str, value: Any, depth: int = 0) -> None:
@@ -63,10 +87,10 @@ class Described:
         if len(self.lines) >= MAX_LINES or depth > _MAX_DEPTH:
             return
         if is_plain(value):
-            self.lines[path] = plain_text(value)
+            self.lines[path] = path_text(value)
         elif isinstance(value, torch.Tensor | np.ndarray):
             self.lines[path] = content_text(value)
-        elif isinstance(value, list | tuple | dict | set | frozenset | deque):
+        elif isinstance(value, _CONTAINERS):
             self._add_container(path, value, depth)
         elif id(value) in self._met:
             if known := self._met[id(value)]:
@@ -90,10 +114,11 @@ class Described:
     def _add_object(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, partial):
             self.add(path, value.func, depth)
+            names = _names_of(value.func if isinstance(value.func, types.FunctionType | type) else None)
             for index, argument in enumerate(value.args):
-                self.add(f"{path}[{index}]", argument, depth + 1)
+                self._add_used(f"{path}[{index}]", argument, names, depth + 1)
             for name, argument in value.keywords.items():
-                self.add(f"{path}.{name}", argument, depth + 1)
+                self._add_used(f"{path}.{name}", argument, names, depth + 1)
         elif isinstance(value, types.MethodType):
             self.add(path, value.__func__, depth)
             self.add(f"{path}.__self__", value.__self__, depth + 1)
@@ -104,37 +129,64 @@ class Described:
         elif isinstance(value, _GENERATORS):  # their states are stored and compared as states
             self.lines[path] = type(value).__qualname__
         else:
-            kind = original_class(value) if isinstance(value, nn.Module) else type(value)
+            kind: Any = original_class(value) if isinstance(value, nn.Module) else type(value)
             self.lines[path] = kind.__qualname__
             for name, argument in _arguments(value, kind):
                 if text := _as_process(name, argument):
                     self.lines[f"{path}.{name}"] = text
+                elif name == "fingerprint" and _is_table(value):
+                    self.lines[f"{path}.{name}"] = f"{plain_text(argument)} (rows #{_digest_of_rows(value)})"
+                elif _is_settings(argument):
+                    self._add_used(f"{path}.{name}", argument, _names_of(kind), depth + 1)
                 else:
                     self.add(f"{path}.{name}", argument, depth + 1)
+            if _is_table(value):
+                self.add(f"{path}.format", value.format, depth + 1)
             for name, child in value.named_children() if isinstance(value, nn.Module) else ():
                 self.add(f"{path}.{name}", child, depth + 1)
 
     def _add_function(self, path: str, function: types.FunctionType, depth: int) -> None:
-        """A function by its code, its defaults, and what it takes from outside: closed-over values and plain globals.
+        """A function by its code, its defaults, and what it takes from outside: closed-over values and globals.
 
-        A function of a package whose version is compared anyway has its name, and what it was closed over.
+        A function of a package whose version is compared anyway has its name, and what it was closed over. Of another installed
+        package's function only the globals that are plain or functions count: others are its caches and registries.
         """
         is_versioned = (function.__module__ or "").partition(".")[0] in _VERSIONED
+        is_installed = is_versioned or _is_installed(function.__code__.co_filename)
         name = f"function {function.__qualname__}"
-        self.lines[path] = name if is_versioned else f"{name} (#{_code_digest(function)})"
+        self.lines[path] = name if is_versioned else f"{name} (#{_digest_of_code(function.__code__)})"
+        reads, names = _reads(function.__code__), _names_of(function)
         for index, value in enumerate(function.__defaults__ or ()):
-            self.add(f"{path}.default[{index}]", value, depth + 1)
+            self._add_used(f"{path}.default[{index}]", value, names, depth + 1)
         for key, value in (function.__kwdefaults__ or {}).items():
-            self.add(f"{path}.default.{key}", value, depth + 1)
+            self._add_used(f"{path}.default.{key}", value, names, depth + 1)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
-                self.add(f"{path}.{key}", cell.cell_contents, depth + 1)
+                self._add_used(f"{path}.{key}", cell.cell_contents, names, depth + 1)
             except ValueError:  # not assigned yet
                 continue
-        for key in () if is_versioned else function.__code__.co_names:
-            value = function.__globals__.get(key)
-            if key in function.__globals__ and (is_plain(value) or isinstance(value, types.FunctionType)):
+        for key in () if is_versioned else sorted(reads.globals & function.__globals__.keys()):
+            value = function.__globals__[key]
+            if is_plain(value) or isinstance(value, types.FunctionType):
                 self.add(f"{path}.{key}", value, depth + 1)
+            elif not is_installed and not _is_of_libraries(value):
+                self._add_used(f"{path}.{key}", value, names, depth + 1)
+
+    def _add_used(self, path: str, value: Any, names: frozenset[str], depth: int) -> None:
+        """A value that code reads attributes of: the program's modules, classes and objects with settings by these attributes alone."""
+        if depth > _MAX_DEPTH or is_plain(value) or isinstance(value, _CONTAINERS):
+            self.add(path, value, depth)
+            return
+        is_whole = self._met.get(id(value)) or isinstance(value, _WHOLE) or _is_of_libraries(value)
+        found = {} if is_whole else _attributes(value, names)
+        if (id(value), names) not in self._used:
+            self._used.add((id(value), names))
+            self._kept.append(value)
+            for name, attribute in found.items():
+                if not _is_of_libraries(attribute):
+                    self._add_used(f"{path}.{name}", attribute, names, depth + 1)
+        if not isinstance(value, types.ModuleType) and not (found and _is_settings(value)):
+            self.add(path, value, depth)
 
 
 def _arguments(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
@@ -144,6 +196,9 @@ def _arguments(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
         yield from settings.items()
         return
     held = getattr(value, "__dict__", {})
+    if _is_settings(value):
+        yield from held.items()
+        return
     skipped = {*_OF_STATE, *(_OF_SPEED if isinstance(value, torch.utils.data.DataLoader) else ())}
     if isinstance(value, torch.optim.Optimizer):  # options of its groups are stored
         skipped |= {"params", "defaults", *(key for group in value.param_groups for key in group)}
@@ -207,6 +262,60 @@ def plain_text(value: Any) -> str:
     return f"{brief(value)} (#{xxhash.xxh3_64_hexdigest(text.encode(errors='surrogatepass'))})"
 
 
+def path_text(value: Any) -> str:
+    """A plain value as text; an absolute path to files here with a digest of their names, sizes and beginnings."""
+    text = plain_text(value)
+    if not isinstance(value, str | PurePath):
+        return text
+    name = str(value)
+    is_path = os.path.isabs(name) and os.path.dirname(name) != name
+    if not is_path or len(name) > MAX_NAME_CHARS or "\0" in name:
+        return text
+    digest = _digest_of_files(name)
+    return f"{text} (files #{digest})" if digest else text
+
+
+def _digest_of_files(path: str) -> str:
+    """Digest of a file, or of the first files under a folder. Empty if there are none or if they can't be read."""
+    total, count = xxhash.xxh3_64(), 0
+    try:
+        files = iter([(path, "")]) if os.path.isfile(path) else _files_under(path)
+        for file, name in islice(files, _MAX_FILES):
+            with open(file, "rb") as opened:
+                beginning = opened.read(_BEGINNING)
+            total.update(f"{name} {os.path.getsize(file)}\n".encode(errors="surrogatepass"))
+            total.update(beginning)
+            count += 1
+    except (OSError, ValueError):  # a text that is no name of a file
+        return ""
+    return total.hexdigest() if count else ""
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is a ``datasets.Dataset``. Its fingerprint depends on where its files are, not only on its rows."""
+    module = sys.modules.get("datasets.arrow_dataset")  # a program may have its own module "datasets"
+    kind = getattr(module, "Dataset", None)
+    return isinstance(kind, type) and hasattr(kind, "with_format") and isinstance(value, kind)
+
+
+def _digest_of_rows(table: Any) -> str:
+    """Digest of the number of rows, the columns, and some rows as they are stored: no transform is called."""
+    total = xxhash.xxh3_64(f"{len(table)} {table.features}".encode(errors="surrogatepass"))
+    stored, count = table.with_format("arrow"), len(table)
+    for row in sorted({*range(0, count, max(1, count // _MAX_ROWS)), count - 1}) if count else ():
+        total.update(repr(stored[row].to_pylist()).encode(errors="surrogatepass"))
+    return total.hexdigest()
+
+
+def _files_under(folder: str) -> Iterator[tuple[str, str]]:
+    for here, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            file = os.path.join(here, name)
+            if os.path.isfile(file):  # no pipe, no device
+                yield file, os.path.relpath(file, folder)
+
+
 def content_text(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
     """A tensor or an array as text: dtype, shape, and a digest of some elements, if they are in memory here."""
     if isinstance(value, np.ndarray):
@@ -256,8 +365,104 @@ def _item_text(item: Any, depth: int) -> str:
     return type(item).__qualname__
 
 
-def _code_digest(function: types.FunctionType) -> str:
-    return _digest_of_code(function.__code__)
+_READS_GLOBAL, _READS_ATTRIBUTE = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
+
+
+class _Reads(NamedTuple):
+    """Names of globals and of attributes."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+
+
+@cache
+def _reads(code: types.CodeType) -> _Reads:
+    """The names that code reads, with those of the functions, lambdas and comprehensions in it."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    inside = [_reads(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return _Reads(
+        frozenset(n for name, n in steps if name in _READS_GLOBAL).union(*(one.globals for one in inside)),
+        frozenset(n for name, n in steps if name in _READS_ATTRIBUTE).union(
+            *(one.attributes for one in inside)
+        ),
+    )
+
+
+def _names_of(called: Any) -> frozenset[str]:
+    """The attributes that the code of a function, or of the methods of a class, reads, and that of functions it calls by name."""
+    waiting = (
+        [called]
+        if isinstance(called, types.FunctionType)
+        else _methods(called)
+        if isinstance(called, type)
+        else []
+    )
+    met: dict[types.CodeType, frozenset[str]] = {}
+    while waiting and len(met) < _MAX_FUNCTIONS:
+        function = waiting.pop(0)
+        if function.__code__ in met or _is_installed(function.__code__.co_filename):
+            continue
+        reads = _reads(function.__code__)
+        met[function.__code__] = reads.attributes
+        found = (function.__globals__.get(name) for name in sorted(reads.globals))
+        waiting += [one for one in found if isinstance(one, types.FunctionType)]
+    return frozenset().union(*met.values())
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    held = (value for base in kind.__mro__ for value in vars(base).values())
+    functions = (one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in held)
+    return [one for one in functions if isinstance(one, types.FunctionType)]
+
+
+def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The attributes of these names that an object has in itself or as values in its class."""
+    found = {}
+    for name in sorted(names):
+        if name.startswith("__") or name in _COUNTERS:
+            continue
+        held = inspect.getattr_static(value, name, None)
+        if isinstance(held, types.MemberDescriptorType):  # a slot
+            held = getattr(value, name, None)
+        is_of_class = isinstance(held, staticmethod | classmethod | property) or inspect.isdatadescriptor(
+            held
+        )
+        is_method = isinstance(held, types.FunctionType) and not isinstance(value, types.ModuleType)
+        if held is not None and not is_of_class and not is_method:
+            found[name] = held
+    return found
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether an object is a bag of settings of a whole program, of which a part reads some."""
+    return isinstance(value, argparse.Namespace | types.SimpleNamespace)
+
+
+def _is_of_libraries(value: Any) -> bool:
+    """Whether a value is a module, a class or a builtin of Python or of a package, or an object of Python such as a logger."""
+    if isinstance(value, types.ModuleType):
+        return _is_module_installed(value)
+    if isinstance(value, type):
+        module = sys.modules.get(str(value.__module__))
+        return module is not None and _is_module_installed(module)
+    if isinstance(value, (*_PLAIN, *_CONTAINERS, *_CODE)) or _is_settings(value):
+        return False
+    return str(type(value).__module__).partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+
+
+def _is_module_installed(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None:  # built in, unless the program made it, or is it
+        return getattr(module, "__spec__", None) is not None
+    return _is_installed(file)
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    """Whether code is part of Python or of an installed package."""
+    return file.startswith(
+        ("<frozen", *(f"{folder}/" for folder in _STANDARD))
+    ) or not _INSTALLED_PARTS.isdisjoint(PurePath(file).parts)
 
 
 @cache

@@ -19,7 +19,7 @@ from ..internals.fsdp import precision_of
 from ..internals.torch import compiled_by, original_class
 from ..layout.live import LiveModel
 from ..names import NamedTensor, canonical_name
-from .arguments import Described, argument_names, content_text, is_plain, plain_text
+from .arguments import Described, argument_names, content_text, is_plain, path_text, plain_text
 from .schedulers import callables_in, inner_schedulers, unwrapped
 from .several import is_several
 from .train_state import TrainState
@@ -27,6 +27,9 @@ from .train_state import TrainState
 __all__ = ["changed_settings", "data_settings_of", "given_settings_of", "replaced_settings", "settings_of"]
 
 _PACKAGE = __name__.partition(".")[0]
+#: How a buffer and a path are described: :func:`_of_buffers`, :func:`~shardwise.state.arguments.path_text`.
+_BUFFER = re.compile(r"\[([\d, ]*)\](?:: tensor (\w+) .*)?")
+_FILES = re.compile(r"(.*) \(((?:files|rows) #\w+)\)", re.DOTALL)
 #: A report has at most so many lines of changed settings.
 _MAX_LINES = 40
 #: Elements of a non-persistent buffer that are compared.
@@ -135,17 +138,43 @@ def changed_settings(stored: Mapping[str, str], now: Mapping[str, str]) -> list[
     """A line for each setting that differs from the saved run's. Of objects of another class only the class."""
     found: list[str] = []
     other: list[str] = []
+    stored, now = _spread(stored, now), _spread(now, stored)
     for path in {**stored, **now}:
         was, is_now = stored.get(path), now.get(path)
         if was == is_now or any(path.startswith(above) for above in other):
             continue
         if is_now == "None" and was is not None and was.startswith("torch."):
             continue  # a dtype that a module takes from its first input (bitsandbytes' layers do)
+        if _is_a_cache(was, is_now) or _is_moved(was, is_now):
+            continue
         if was is not None and is_now is not None:
             other += [f"{path}.", f"{path}["]
         found.append(f"{path}: {_said(was)} when saved, {_said(is_now)} now")
     more = len(found) - _MAX_LINES
     return found if more <= 0 else [*found[:_MAX_LINES], f"settings: {more} further ones differ"]
+
+
+def _is_a_cache(was: str | None, now: str | None) -> bool:
+    """Whether a non-persistent buffer is one that ``forward`` fills or lets grow, and has not done so yet in this run."""
+    before, after = (_BUFFER.fullmatch(text or "") for text in (was, now))
+    if (before is None and was is not None) or (after is None and now is not None):
+        return False
+    if after is None:
+        return before is not None
+    size = [int(n) for n in after[1].split(", ") if n]
+    if before is None or 0 in size:
+        return 0 in size
+    filled = [int(n) for n in before[1].split(", ") if n]
+    smaller = len(size) == len(filled) and all(n <= f for n, f in zip(size, filled, strict=True))
+    return before[2] == after[2] and size != filled and smaller
+
+
+def _is_moved(was: str | None, now: str | None) -> bool:
+    """Whether two paths name the same files in two places, or two fingerprints the same rows."""
+    before, after = (_FILES.fullmatch(text or "") for text in (was, now))
+    if before is None or after is None:
+        return (before is not None and before[1] == now) or (after is not None and after[1] == was)
+    return before[1] == after[1] or before[2] == after[2]
 
 
 def _said(text: str | None) -> str:
@@ -182,7 +211,7 @@ def _of_model(at: str, live: LiveModel) -> dict[str, str]:
         for argument in argument_names(kind):
             value = held.get(argument)
             if argument in held and is_plain(value):
-                found[f"{name}.{argument}"] = plain_text(value)
+                found[f"{name}.{argument}"] = path_text(value)
             elif isinstance(value, list | tuple | dict) or (
                 callable(value) and not isinstance(value, nn.Module)
             ):
@@ -224,11 +253,26 @@ def _last_number(path: str) -> str | None:
     return next((part for part in reversed(path.split(".")) if part.isdecimal()), None)
 
 
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _spread(lines: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """Undo :func:`_collapsed` for buffers that the other run has a line of for each block."""
+    found = dict(lines)
+    for path in other:
+        text = lines.get(_pattern(path), "")
+        if path not in lines and _BUFFER.fullmatch(text):
+            found.pop(_pattern(path), None)
+            found[path] = text
+    return found
+
+
 def _collapsed(lines: Mapping[str, str]) -> dict[str, str]:
     """One line for what all blocks of a model have alike: ``layers.*.dropout.p``."""
     groups: dict[str, list[str]] = {}
     for path in lines:
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
+        groups.setdefault(_pattern(path), []).append(path)
     found = {}
     for pattern, paths in groups.items():
         if len(paths) > 1 and len({lines[path] for path in paths}) == 1:
