@@ -30,6 +30,7 @@ from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, brief, inside
 from ..loading.pretrained import build_meta
 from ..models.assets import read_assets
+from ..models.documents import left_out_of
 from ..models.lend import documents_of
 from ..names import named_tensors
 from ..planning import IOOptions, build_plan
@@ -138,7 +139,9 @@ def _of_run(
         catalog = models["model"].catalog
         found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
         models["model"] = replace(found, assets=read_assets(home))
-    return _of_third_party(run, models, step)
+    stored = _of_third_party(run, models, step)
+    left = () if home is None else left_out_of(home)
+    return replace(stored, skipped=(*stored.skipped, *(f"{one}: not carried" for one in left)))
 
 
 # ----------------------------------------------------------------------------------------------------
