@@ -239,12 +239,12 @@ def test_barks_presets_are_the_same_in_a_copy(tmp_path: Path) -> None:
     preset = {part: f"given/{part}.npy" for part in parts}
     made = BarkProcessor(tokenizer, {"repo_or_path": str(folder), "v2/en": preset})
     saved = tmp_path / "saved"
-    made.save_pretrained(saved)
+    made.save_pretrained(str(saved))
     files = {p.relative_to(saved).as_posix(): p.read_bytes() for p in saved.rglob("*") if p.is_file()}
     assert "speaker_embeddings/v2/en_fine_prompt.npy" in files
     assert read_assets(str(saved)) == files
     out = written(read_assets(str(saved)), tmp_path / "out")
-    again = BarkProcessor.from_pretrained(out)("the cat", voice_preset="v2/en")["history_prompt"]
+    again = BarkProcessor.from_pretrained(str(out))("the cat", voice_preset="v2/en")["history_prompt"]
     for part in parts:
         assert again[part].tolist() == made("the cat", voice_preset="v2/en")["history_prompt"][part].tolist()
 
