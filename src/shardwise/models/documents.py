@@ -19,6 +19,8 @@ from ..errors import SourceError
 from ..limits import inside, is_inside, leads_out, read_small
 
 __all__ = [
+    "ALPHABET",
+    "LANGUAGE_MODEL",
     "MODULES_NAME",
     "code_of",
     "documents_among",
@@ -27,6 +29,7 @@ __all__ = [
     "left_out_of",
     "modules_in",
     "named_by_documents",
+    "named_in",
     "read_documents",
     "with_imports",
 ]
@@ -40,7 +43,7 @@ MODULES_NAME = "modules.json"
 #: transformers' folder of templates beside the default one, and that of a model's own ``generate``.
 _TEMPLATES, _GENERATE = "additional_chat_templates", "custom_generate"
 #: pyctcdecode's decoder: its alphabet, and the folder of its language model, of which kenlm's file may have any name.
-_ALPHABET, _LANGUAGE_MODEL = "alphabet.json", "language_model"
+ALPHABET, LANGUAGE_MODEL = "alphabet.json", "language_model"
 #: What a folder of one part of a processor has, such as ``qformer_tokenizer/``.
 _PARTS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 #: What says that a folder is a model of its own, such as ``checkpoint-500/``.
@@ -123,7 +126,7 @@ def documents_among(
 
 def _whole_folders(names: Collection[str], modules: Iterable[str]) -> list[str]:
     """The folders of which every file belongs to the model."""
-    return [*modules, *([_LANGUAGE_MODEL] if _ALPHABET in names else [])]
+    return [*modules, *([LANGUAGE_MODEL] if ALPHABET in names else [])]
 
 
 def named_by_documents(documents: Mapping[str, bytes], folders: Collection[str]) -> list[str]:
@@ -151,6 +154,18 @@ def named_by_documents(documents: Mapping[str, bytes], folders: Collection[str])
             ):
                 found[value] = None
     return sorted(found)[:_MAX_NAMED]
+
+
+def named_in(folder: str, folders: Collection[str]) -> list[str]:
+    """:func:`named_by_documents` of a local directory's documents, without those that lead out of it. Of what may not exist."""
+    documents: dict[str, bytes] = {}
+    for name in sorted(os.listdir(folder)) if folders else ():
+        path = os.path.join(folder, name)
+        nbytes, why = _size_of(folder, path)
+        if name.endswith(".json") and is_document(name) and not why and nbytes <= _MAX_NAMING_BYTES:
+            documents[name] = read_small(path, name)
+    named = named_by_documents(documents, folders)
+    return documents_among(named, named=named)
 
 
 def modules_in(document: bytes) -> list[str]:
@@ -239,7 +254,7 @@ def _tell(folder: str, left: tuple[str, ...]) -> None:
     if left:
         _log.warning(
             "%s: left out of what is written for this model: %s. If the model needs them, put the files themselves into the "
-            "directory, at most %d MiB each",
+            "directory, at most %d MiB each, under names that aren't those of keys",
             folder,
             ", ".join(left[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else ""),
             MAX_DOCUMENT_BYTES // 1024**2,

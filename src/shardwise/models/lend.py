@@ -24,7 +24,15 @@ from ..storage import (
     looking_once,
     read_range,
 )
-from .documents import MODULES_NAME, files_below_modules, is_document, modules_in
+from .documents import (
+    ALPHABET,
+    LANGUAGE_MODEL,
+    MODULES_NAME,
+    files_below_modules,
+    is_document,
+    modules_in,
+    named_in,
+)
 
 __all__ = ["documents_of", "lend_documents"]
 
@@ -86,6 +94,12 @@ def _documents(directory: str, with_code: bool) -> dict[str, bytes]:
         files |= {
             str(p.relative_to(root)): p for p in below if p.is_file() and not leads_out(directory, str(p))
         }
+    further = named_in(directory, [p.name for p in sorted(root.iterdir()) if p.is_dir()])
+    if ALPHABET in files:
+        further += files_below_modules(directory, [LANGUAGE_MODEL])
+    for path in (root / name for name in further):
+        if path.is_file() and not leads_out(directory, str(path)):
+            files[str(path.relative_to(root))] = path
     _refuse_large(sum(path.stat().st_size for path in files.values()), directory)
     return {name: path.read_bytes() for name, path in files.items()}
 
