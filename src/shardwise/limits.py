@@ -156,8 +156,8 @@ def is_inside(part: object) -> bool:
     return not {"", ".", ".."} & set(part.split("/"))
 
 
-#: A snapshot in the cache of the Hugging Face hub.
-_SNAPSHOT = re.compile(r"(?P<cache>.*)/(?P<repository>models--[^/]+)/snapshots/[^/]+(/.*)?")
+#: A snapshot in the cache of the Hugging Face hub. A repository's folder that was moved may have any name.
+_SNAPSHOT = re.compile(r"(?P<cache>.*)/(?P<repository>[^/]+)/snapshots/[^/]+(/.*)?")
 
 
 def leads_out(root: str, path: str) -> bool:
@@ -187,6 +187,15 @@ def refuse_link_out(root: str, path: str) -> None:
             f"is written for this model. Replace the link by the file",
             path=path,
         )
+
+
+def refuse_foreign_config(root: str, path: str, document: Any) -> None:
+    """Raise :class:`SourceError` for a config that is a link out of ``root`` and says nothing that a model's config says.
+
+    Its fields get into every config that is written for the model: the link may lead to any JSON file of the reader.
+    """
+    if not (isinstance(document, dict) and isinstance(document.get("model_type"), str)):
+        refuse_link_out(root, path)
 
 
 def is_text(value: object) -> TypeGuard[str]:

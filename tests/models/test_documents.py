@@ -15,8 +15,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import SourceError
 from shardwise.models.assets import asset_files, read_assets
-from shardwise.models.documents import documents_among, is_document
+from shardwise.models.documents import documents_among, files_below_modules, is_document
 from shardwise.models.homes import remember_home
+from shardwise.models.lend import _documents
 from tests.harness.models import build_reference
 from tests.models import _tokenizers as every
 
@@ -139,6 +140,11 @@ def test_what_is_no_document() -> None:
             "id_rsa",
             "server.pem",
             "token",
+            "gcp-credentials.json",
+            "id_ed25519",
+            "tls.key",
+            "api_key.txt",
+            "_netrc",
         ),
         *(
             "adapter_config.json",
@@ -162,6 +168,11 @@ def test_what_is_no_document() -> None:
         "special_tokens_map.json",
         "vocab.tsv",
         "x.yaml",
+        "tokens.txt",
+        "tokens.json",
+        "token.json",
+        "id_map.json",
+        "x-key.json",
     ]
     assert [name for name in documents if not is_document(name)] == []
 
@@ -190,6 +201,69 @@ def test_which_folders_have_documents() -> None:
         "qformer_tokenizer/tokenizer.json",
         "qformer_tokenizer/tokenizer_config.json",
     ]
+
+
+def test_files_in_folders_that_a_document_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Other files in the folder, weights, keys and links out are not among them."""
+    arrays = [
+        f"speaker_embeddings/v2/en_{n}_{part}.npy"
+        for n in range(2)
+        for part in ("semantic_prompt", "fine_prompt")
+    ]
+    named = [*arrays, "speaker_embeddings/note.txt"]
+    others = ["speaker_embeddings/v2/x.npy", "speaker_embeddings/w.safetensors", "speaker_embeddings/id_rsa"]
+    listed = {"a": [{"b": named}], "c": [*others[1:], "speaker_embeddings/out.npy", "../x.npy", "no/x.npy"]}
+    written(dict.fromkeys([*named, *others], b"x"), tmp_path / "m")
+    (tmp_path / "secret").write_text("TOPSECRET")
+    (tmp_path / "m" / "speaker_embeddings" / "out.npy").symlink_to(tmp_path / "secret")
+    (tmp_path / "m" / "presets.json").write_text(json.dumps(listed))
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        (tmp_path / "m" / "id_rsa").write_text("x")
+        assert read_assets(str(tmp_path / "m")).keys() == {"presets.json", *named}
+    assert "out.npy (a link out of the directory)" in caplog.text
+    assert "id_rsa (its name is that of a key)" in caplog.text
+
+
+def test_barks_presets_are_the_same_in_a_copy(tmp_path: Path) -> None:
+    import numpy
+    from transformers import BarkProcessor
+
+    folder = tmp_path / "source"
+    parts = {"semantic_prompt": 1, "coarse_prompt": 2, "fine_prompt": 2}
+    for part, dims in parts.items():
+        file = folder / "given" / f"{part}.npy"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        numpy.save(file, numpy.arange(4).reshape((2, 2) if dims == 2 else 4))
+    every.write_processor(BarkProcessor, folder / "plain")
+    tokenizer = BarkProcessor.from_pretrained(folder / "plain").tokenizer
+    preset = {part: f"given/{part}.npy" for part in parts}
+    made = BarkProcessor(tokenizer, {"repo_or_path": str(folder), "v2/en": preset})
+    saved = tmp_path / "saved"
+    made.save_pretrained(str(saved))
+    files = {p.relative_to(saved).as_posix(): p.read_bytes() for p in saved.rglob("*") if p.is_file()}
+    assert "speaker_embeddings/v2/en_fine_prompt.npy" in files
+    assert read_assets(str(saved)) == files
+    out = written(read_assets(str(saved)), tmp_path / "out")
+    again = BarkProcessor.from_pretrained(str(out))("the cat", voice_preset="v2/en")["history_prompt"]
+    for part in parts:
+        assert again[part].tolist() == made("the cat", voice_preset="v2/en")["history_prompt"][part].tolist()
+
+
+def test_the_language_model_of_a_decoder(tmp_path: Path) -> None:
+    """As pyctcdecode's ``save_to_dir`` writes it: the file of kenlm may have any name."""
+    inner = {f"language_model/{name}": b"x" for name in ("attrs.json", "unigrams.txt", "4gram.bin")}
+    content = {"alphabet.json": b"{}", "preprocessor_config.json": b"{}", **inner}
+    assert read_assets(str(written(content, tmp_path / "with"))) == content
+    assert "language_model/4gram.bin" in documents_among(content)
+    assert read_assets(str(written(inner, tmp_path / "without"))) == {}
+
+
+def test_a_module_that_is_a_link_out_is_not_walked(tmp_path: Path) -> None:
+    root = written({"m/modules.json": b'[{"path": "1_Out"}, {"path": "2_Deep"}]'}, tmp_path) / "m"
+    written({"2_Deep/config.json": b"{}", "2_Deep/a/b/c/d/e/f.json": b"{}"}, root)
+    (root / "1_Out").symlink_to("/", target_is_directory=True)
+    assert _documents(str(root), False).keys() == {"modules.json", "2_Deep/config.json"}
+    assert list(files_below_modules(str(root), ["1_Out"])) == []
 
 
 def test_documents_through_load_save_export_and_convert(tmp_path: Path) -> None:
@@ -279,15 +353,54 @@ def test_links_out_of_a_directory_are_left_out_and_named(
     assert not (tmp_path / "copied").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_config_that_is_a_link_out_is_refused(source: Path, tmp_path: Path, name: str) -> None:
-    """What it says would stand in every config that is written for the model."""
-    config = json.loads((source / name).read_text())
-    (source / name).unlink()
+def link_farm(source: Path, folder: Path) -> Path:
+    """A directory of links to the files of another."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def test_a_link_farm_loads_and_publishes_no_linked_document(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (source / "tokenizer.json").write_text("TOPSECRET")
+    generation = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(
+        json.dumps({**generation, "max_new_tokens": 7, "auths": "TOPSECRET"})
+    )
+    farm = link_farm(source, tmp_path / "farm")
+    expected, _ = sw.load_pretrained(source)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        model, report = sw.load_pretrained(farm)
+        sw.export_hf(model, tmp_path / "live")
+    assert report.initialized == ()
+    assert model.generation_config.max_new_tokens == 7
+    stored = expected.state_dict()
+    assert all(torch.equal(value, stored[name]) for name, value in model.state_dict().items())
+    assert "tokenizer.json (a link out of the directory)" in caplog.text
+    assert "'auths'" in caplog.text
+    sw.save(sw.TrainState(model=model), tmp_path / "step", step=1)
+    sw.export_hf(farm, tmp_path / "stored")
+    skipped = sw.convert(farm, tmp_path / "converted").skipped
+    assert any(line.startswith("tokenizer.json (a link out") for line in skipped), skipped
+    for folder in ("live", "step", "stored", "converted"):
+        assert published(tmp_path / folder) == [], folder
+    again, _ = sw.load_pretrained(tmp_path / "stored")
+    assert all(torch.equal(value, stored[name]) for name, value in again.state_dict().items())
+
+
+def test_a_linked_config_that_is_no_models_is_refused(source: Path, tmp_path: Path) -> None:
+    """transformers guesses the type of a config from the directory's name; what it says would be written for the model."""
+    folder = source.rename(tmp_path / "qwen3-model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
     (tmp_path / "config").write_text(json.dumps({**config, "key": "TOPSECRET"}))
-    (source / name).symlink_to(tmp_path / "config")
-    with pytest.raises(SourceError, match="link to a file outside"):
-        sw.load_pretrained(source)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(tmp_path / "config")
+    for read in (sw.load_pretrained, read_assets):
+        with pytest.raises(SourceError, match="link to a file outside"):
+            read(folder)
 
 
 def test_code_that_is_a_link_out_is_left_out(source: Path, tmp_path: Path) -> None:
@@ -304,10 +417,13 @@ def test_code_that_is_a_link_out_is_left_out(source: Path, tmp_path: Path) -> No
     assert {n for n in found if n.endswith(".py")} == {"tok.py", "other.py", "custom_generate/generate.py"}
 
 
+@pytest.mark.parametrize("name", ["models--a--b", "moved"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_links_of_the_hub_cache_are_followed(source: Path, tmp_path: Path, shared: bool) -> None:
+def test_the_links_of_the_hub_cache_are_followed(
+    source: Path, tmp_path: Path, shared: bool, name: str
+) -> None:
     """``snapshots/…`` has links to its repository's ``blobs``, which may be links to those of the whole cache."""
-    repository = tmp_path / "cache" / "models--a--b"
+    repository = tmp_path / "cache" / name
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from ..limits import (
     MAX_MODULES_PER_TENSOR,
     MIN_TENSOR_BYTES,
     brief,
+    leads_out,
     read_shallow_json,
-    refuse_link_out,
 )
 from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
@@ -52,6 +53,8 @@ from .report import LoadReport
 from .source import open_for_all
 
 __all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
+
+_log = logging.getLogger(__name__)
 
 
 def load_pretrained(
@@ -385,11 +388,12 @@ def _generation_config(model: Any, directory: str) -> Any:
 
 
 def _read_generation_config(cls: Any, folder: str, file: str) -> Any:
-    refuse_link_out(folder, file)
     document = read_shallow_json(file, "generation config")
     try:
         if not isinstance(document, dict):
             raise TypeError("not a JSON object")
+        if leads_out(folder, file):
+            return cls.from_dict(_known_fields(cls, document, file))
         return cls.from_pretrained(folder, local_files_only=True)
     except MemoryError:
         raise
@@ -398,3 +402,17 @@ def _read_generation_config(cls: Any, folder: str, file: str) -> Any:
             f"not a generation config that transformers can read: {type(error).__name__}: {brief(str(error))}",
             path=file,
         ) from error
+
+
+def _known_fields(cls: Any, document: dict[str, Any], file: str) -> dict[str, Any]:
+    """The class's own fields of a document that is a link out of its directory: they get into what is written for the model."""
+    known = vars(cls()).keys()
+    if unknown := sorted(document.keys() - known):
+        _log.warning(
+            "%s: is a link to a file outside its directory, so %s, which %s doesn't have, are left out. If the model needs them, "
+            "replace the link by the file",
+            file,
+            ", ".join(map(brief, unknown[:20])),
+            cls.__name__,
+        )
+    return {name: value for name, value in document.items() if name in known}

@@ -14,7 +14,7 @@ from ..errors import FormatError
 from ..internals.peft import adapter_configs, has_adapters, stored_config
 from ..internals.torch import original_class
 from ..internals.transformers import auto_class_of, is_transformers_model
-from ..limits import inside, parse_json, read_small, refuse_link_out
+from ..limits import inside, leads_out, parse_json, read_small, refuse_foreign_config
 from ..names import unwrap
 from .documents import code_of, read_documents, with_imports
 from .homes import home_of
@@ -72,17 +72,20 @@ def _adapters_of(model: Any) -> dict[str, bytes]:
 def read_assets(folder: str) -> dict[str, bytes]:
     """Config, own code and all other documents of a directory: name → content.
 
-    Raises :class:`SourceError` if one can't be read or the config is a link out of the directory, :class:`FormatError` if the
-    config is not a JSON object.
+    A config that is a link out of the directory is read as a load reads it, and written anew. Raises :class:`SourceError` if a file
+    can't be read or such a config is not a model's, :class:`FormatError` if the config is not a JSON object.
     """
     file = os.path.join(folder, "config.json")
-    refuse_link_out(folder, file)
-    found = read_documents(folder)
+    is_linked = os.path.lexists(file) and leads_out(folder, file)
+    found = read_documents(folder, without={"config.json"} if is_linked else ())
+    if is_linked:
+        found["config.json"] = read_small(file, "config")
     if "config.json" in found:
         config = parse_json(found["config.json"], file, "config")
+        refuse_foreign_config(folder, file, config)
         if not isinstance(config, dict):
             raise FormatError("not a JSON object, which a config is", path=file)
-        if config.pop(_WEIGHTS_FIELD, None) is not None:
+        if config.pop(_WEIGHTS_FIELD, None) is not None or is_linked:
             found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return {**code_of(folder, found), **found}
 

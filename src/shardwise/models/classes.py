@@ -19,7 +19,7 @@ from ..catalog.weights import ADAPTER_CONFIG
 from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.steps import describe_steps
 from ..internals.transformers import known_class, modules_cache, remote_class
-from ..limits import MAX_CONFIG_COUNT, brief, inside, read_shallow_json, refuse_link_out
+from ..limits import MAX_CONFIG_COUNT, brief, inside, read_shallow_json, refuse_foreign_config
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 
@@ -126,8 +126,8 @@ _COUNTED = re.compile("layer|label|depth|block|head|expert|stage", re.IGNORECASE
 
 def _check_config(file: str, home: str) -> None:
     """Refuse configs that transformers would accept: with endless lists, or with files outside their directory."""
-    refuse_link_out(home, file)
     document = _checked_document(file)
+    refuse_foreign_config(home, file, document)
     others = (
         document.get("configuration_files") or []
     )  # by transformers' version; transformers joins these names to paths
@@ -138,8 +138,7 @@ def _check_config(file: str, home: str) -> None:
                 f"its configuration_files name {brief(name)}, which is not a file beside it", path=file
             )
         if os.path.isfile(other):
-            refuse_link_out(home, other)
-            _checked_document(other)
+            refuse_foreign_config(home, other, _checked_document(other))
 
 
 def _checked_document(file: str) -> dict[str, Any]:

@@ -19,11 +19,17 @@ from ..errors import SourceError
 from ..limits import inside, is_inside, leads_out, read_small
 
 __all__ = [
+    "ALPHABET",
+    "LANGUAGE_MODEL",
     "MODULES_NAME",
     "code_of",
     "documents_among",
+    "files_below_modules",
     "is_document",
+    "left_out_of",
     "modules_in",
+    "named_by_documents",
+    "named_in",
     "read_documents",
     "with_imports",
 ]
@@ -36,11 +42,17 @@ MAX_DOCUMENT_BYTES, MAX_DOCUMENTS_BYTES = 64 * 1024**2, 256 * 1024**2
 MODULES_NAME = "modules.json"
 #: transformers' folder of templates beside the default one, and that of a model's own ``generate``.
 _TEMPLATES, _GENERATE = "additional_chat_templates", "custom_generate"
+#: pyctcdecode's decoder: its alphabet, and the folder of its language model, of which kenlm's file may have any name.
+ALPHABET, LANGUAGE_MODEL = "alphabet.json", "language_model"
 #: What a folder of one part of a processor has, such as ``qformer_tokenizer/``.
 _PARTS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 #: What says that a folder is a model of its own, such as ``checkpoint-500/``.
 _OTHER_MODELS = ("config.json", "adapter_config.json")
 _MAX_DEPTH, _MAX_MODULES, _MAX_MODULES_BYTES = 3, 64, 1024**2
+#: Files in folders that documents name. Bark's presets are about 400; a JSON file that names files is far smaller than a tokenizer.
+_MAX_NAMED, _MAX_NAMING_BYTES = 4096, 1024**2
+#: Arrays are a processor's own if a document names them, such as Bark's presets.
+_ARRAYS = (".npy", ".npz")
 
 #: Endings of weights and pickled states.
 _WEIGHTS = (
@@ -55,8 +67,10 @@ _OF_OTHERS = frozenset(
         *("latest", "latest_checkpointed_iteration.txt"),
     }
 )
+#: Names of keys and passwords. ``tokens.txt`` is none: some models' vocabulary has this name.
 _SECRET = re.compile(
-    r"(credentials?|secrets?|tokens?|id_[a-z0-9]+|.*[._-](pem|key|p12|pfx|kdbx))(\.json|\.txt|\.ya?ml)?",
+    r"id_(rsa|dsa|ecdsa|ed25519)(_sk)?|token|[._]?netrc|htpasswd|(.*[._-])?credentials?([._-].*)?|.*\.(pem|key|p12|pfx|kdbx|jks)"
+    r"|((.*[._-])?(private|secret|access|api|ssh)[_-]?key|secrets?)(\.(json|txt|ya?ml|toml|ini))?",
     re.IGNORECASE,
 )
 _TEXTS = re.compile(r"text/.*|application/(.*[+.-])?(json|xml|yaml|toml|javascript)")
@@ -75,13 +89,17 @@ def is_document(name: str) -> bool:
     return packed is None and (kind is None or _TEXTS.fullmatch(kind) is not None)
 
 
-def documents_among(names: Iterable[str], modules: Collection[str] = ()) -> list[str]:
-    """The documents among the files of a directory, by relative names. ``modules``: as :func:`modules_in`. Pure.
+def documents_among(
+    names: Iterable[str], modules: Collection[str] = (), named: Collection[str] = ()
+) -> list[str]:
+    """The documents among the files of a directory, by relative names. ``modules``: as :func:`modules_in`. ``named``: as
+    :func:`named_by_documents`. Pure.
 
-    Files at the top; the folders of further templates and of parts of a processor; and of sentence-transformers' modules
-    everything, weights included, because no other file has them.
+    Files at the top; the folders of further templates and of parts of a processor; files that a document names; and of
+    sentence-transformers' modules and a decoder's language model everything, weights included, because no other file has them.
     """
     known = set(names)
+    modules = _whole_folders(known, modules)
     folders = {name.rpartition("/")[0] for name in known} - {""}
     parts = {
         folder
@@ -99,9 +117,55 @@ def documents_among(names: Iterable[str], modules: Collection[str] = ()) -> list
             return not base.endswith(".py")
         if folder == _TEMPLATES:
             return base.endswith(".jinja")
+        if name in named:
+            return is_document(base) or (base.endswith(_ARRAYS) and not _SECRET.fullmatch(base))
         return (not folder or folder in parts) and is_document(base)
 
     return [name for name in sorted(known) if is_inside(name) and belongs(name)]
+
+
+def _whole_folders(names: Collection[str], modules: Iterable[str]) -> list[str]:
+    """The folders of which every file belongs to the model."""
+    return [*modules, *([LANGUAGE_MODEL] if ALPHABET in names else [])]
+
+
+def named_by_documents(documents: Mapping[str, bytes], folders: Collection[str]) -> list[str]:
+    """The paths in some of ``folders`` that the JSON documents at the top of a directory have as values. Pure.
+
+    So a processor names the files that it keeps in a folder, such as Bark's ``speaker_embeddings_path.json``.
+    """
+    found: dict[str, None] = {}
+    for name, content in documents.items():
+        if not folders or "/" in name or not name.endswith(".json") or len(content) > _MAX_NAMING_BYTES:
+            continue
+        try:
+            waiting = [json.loads(content)]
+        except (ValueError, RecursionError):
+            continue
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict | list):
+                waiting += value.values() if isinstance(value, dict) else value
+            elif (
+                isinstance(value, str)
+                and value.partition("/")[0] in folders
+                and 1 <= value.count("/") <= _MAX_DEPTH
+                and is_inside(value)
+            ):
+                found[value] = None
+    return sorted(found)[:_MAX_NAMED]
+
+
+def named_in(folder: str, folders: Collection[str]) -> list[str]:
+    """:func:`named_by_documents` of a local directory's documents, without those that lead out of it. Of what may not exist."""
+    documents: dict[str, bytes] = {}
+    for name in sorted(os.listdir(folder)) if folders else ():
+        path = os.path.join(folder, name)
+        nbytes, why = _size_of(folder, path)
+        if name.endswith(".json") and is_document(name) and not why and nbytes <= _MAX_NAMING_BYTES:
+            documents[name] = read_small(path, name)
+    named = named_by_documents(documents, folders)
+    return documents_among(named, named=named)
 
 
 def modules_in(document: bytes) -> list[str]:
@@ -119,29 +183,56 @@ def modules_in(document: bytes) -> list[str]:
 def read_documents(folder: str, *, without: Collection[str] = ()) -> dict[str, bytes]:
     """The documents of a local directory, by relative name, except those in ``without``.
 
-    Left out, and named in a warning: links that lead out of the directory, what is no regular file or may not be read, and what is
-    too large. Raises :class:`SourceError` if the directory or a file can't be read.
+    Left out, and named in a warning: links that lead out of the directory, what is no regular file or may not be read, what is
+    too large, and files with the names of keys. Raises :class:`SourceError` if the directory or a file can't be read.
     """
-    modules = modules_in(_modules_file(folder))
-    found: dict[str, bytes] = {}
-    left: list[str] = []
-    total = 0
-    for name in documents_among(_names_in(folder, modules), modules):
-        if name in without:
-            continue
-        path = os.path.join(folder, name)
-        nbytes, why = _size_of(folder, path)
-        if nbytes > MAX_DOCUMENT_BYTES or total + nbytes > MAX_DOCUMENTS_BYTES:
-            why = f"{nbytes} bytes"
-        if why and not (
-            name == "config.json" and nbytes > MAX_DOCUMENT_BYTES
-        ):  # without one there is no model: its reader raises
-            left.append(f"{name} ({why})")
-            continue
-        found[name] = read_small(path, name, MAX_DOCUMENT_BYTES)
-        total += nbytes
-    _tell(folder, tuple(left))
+    found, left = _read(folder, without)
+    _tell(folder, left)
     return found
+
+
+def left_out_of(folder: str) -> tuple[str, ...]:
+    """The documents of a local directory that :func:`read_documents` leaves out, each with the reason."""
+    return _read(folder, ())[1]
+
+
+def _read(folder: str, without: Collection[str]) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    modules = modules_in(_modules_file(folder))
+    names = list(_names_in(folder, modules))
+    found: dict[str, bytes] = {}
+    left = [f"{name} (its name is that of a key)" for name in names if _SECRET.fullmatch(name)]
+    total = 0
+
+    def take(chosen: Iterable[str]) -> None:
+        nonlocal total
+        for name in chosen:
+            path = os.path.join(folder, name)
+            nbytes, why = _size_of(folder, path)
+            if nbytes > MAX_DOCUMENT_BYTES or total + nbytes > MAX_DOCUMENTS_BYTES:
+                why = f"{nbytes} bytes"
+            if why and not (
+                name == "config.json" and nbytes > MAX_DOCUMENT_BYTES
+            ):  # without one there is no model: its reader raises
+                left.append(f"{name} ({why})")
+                continue
+            found[name] = read_small(path, name, MAX_DOCUMENT_BYTES)
+            total += nbytes
+
+    first = documents_among(names, modules)
+    take(name for name in first if name not in without)
+    named = [
+        name
+        for name in named_by_documents(found, _folders_in(folder))
+        if os.path.lexists(os.path.join(folder, name)) and not os.path.isdir(os.path.join(folder, name))
+    ]
+    more = documents_among({*names, *named}, modules, named)
+    take(name for name in more if name not in without and name not in first)
+    return found, tuple(left)
+
+
+def _folders_in(folder: str) -> list[str]:
+    found = [(name, os.path.join(folder, name)) for name in os.listdir(folder)]
+    return [name for name, path in found if os.path.isdir(path) and not leads_out(folder, path)]
 
 
 def _size_of(folder: str, path: str) -> tuple[int, str]:
@@ -163,7 +254,7 @@ def _tell(folder: str, left: tuple[str, ...]) -> None:
     if left:
         _log.warning(
             "%s: left out of what is written for this model: %s. If the model needs them, put the files themselves into the "
-            "directory, at most %d MiB each",
+            "directory, at most %d MiB each, under names that aren't those of keys",
             folder,
             ", ".join(left[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else ""),
             MAX_DOCUMENT_BYTES // 1024**2,
@@ -187,8 +278,15 @@ def _names_in(folder: str, modules: Iterable[str]) -> Iterator[str]:
             yield name
         elif name == _TEMPLATES or any(os.path.isfile(os.path.join(path, one)) for one in _PARTS):
             yield from (f"{name}/{one}" for one in sorted(os.listdir(path)))
+    yield from files_below_modules(folder, _whole_folders(top, modules))
+
+
+def files_below_modules(folder: str, modules: Iterable[str]) -> Iterator[str]:
+    """Names of the files in folders of a directory, at most four folders deep. Links to folders outside it are not followed."""
     for module in modules:
         root = inside(folder, module)
+        if leads_out(folder, root):
+            continue
         for at, folders, files in os.walk(root):
             if os.path.relpath(at, root).count(os.sep) >= _MAX_DEPTH:
                 folders.clear()

@@ -32,7 +32,7 @@ from ..limits import inside, read_json, read_small
 from ..ranks.ranks import Ranks
 from ..storage import is_url, place_of
 from .classes import same_directory
-from .documents import MODULES_NAME, documents_among, modules_in
+from .documents import MODULES_NAME, documents_among, modules_in, named_in
 from .lend import lend_documents
 
 __all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "needed_files"]
@@ -276,6 +276,7 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
     if not options.force_download:
         try:
             folder = _snapshot(model, commit, options)
+            names += _named_by_documents(folder, inner, files)
             if all(os.path.isfile(os.path.join(folder, name)) for name in names):
                 return folder
         except SourceError:
@@ -287,7 +288,19 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         raise SourceError(
             f"{options.revision or 'the main branch'} moved while it was downloaded; run again", path=model
         )
+    more = _named_by_documents(folder, inner, files)
+    if more := [name for name in more if not os.path.isfile(os.path.join(folder, name))]:
+        snapshot_download(model, revision=commit, allow_patterns=[glob.escape(n) for n in more], **common)
     return folder
+
+
+def _named_by_documents(folder: str, inner: str, files: Collection[str]) -> list[str]:
+    """The files of a repository that documents of its snapshot name, such as a processor's arrays."""
+    prefix = f"{inner}/" if inner else ""
+    here = {name.removeprefix(prefix) for name in files if name.startswith(prefix)}
+    folders = {name.partition("/")[0] for name in here if "/" in name}
+    at = os.path.join(folder, inner) if inner else folder
+    return [prefix + name for name in named_in(at, folders) if name in here] if os.path.isdir(at) else []
 
 
 def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:

@@ -24,7 +24,15 @@ from ..storage import (
     looking_once,
     read_range,
 )
-from .documents import MODULES_NAME, is_document, modules_in
+from .documents import (
+    ALPHABET,
+    LANGUAGE_MODEL,
+    MODULES_NAME,
+    files_below_modules,
+    is_document,
+    modules_in,
+    named_in,
+)
 
 __all__ = ["documents_of", "lend_documents"]
 
@@ -82,13 +90,16 @@ def _documents(directory: str, with_code: bool) -> dict[str, bytes]:
     found = [p for pattern in ("*", "*/*") for p in sorted(root.glob(pattern)) if _is_lent(p.name, with_code)]
     files = {str(p.relative_to(root)): p for p in found if p.is_file() and not leads_out(directory, str(p))}
     if (modules := files.get(MODULES_NAME)) is not None:
-        below = [
-            p
-            for m in modules_in(read_small(str(modules)))
-            for p in sorted(root.joinpath(m).rglob("*"))
-            if p.is_file()
-        ]
-        files |= {str(p.relative_to(root)): p for p in below if not leads_out(directory, str(p))}
+        below = [root / name for name in files_below_modules(directory, modules_in(read_small(str(modules))))]
+        files |= {
+            str(p.relative_to(root)): p for p in below if p.is_file() and not leads_out(directory, str(p))
+        }
+    further = named_in(directory, [p.name for p in sorted(root.iterdir()) if p.is_dir()])
+    if ALPHABET in files:
+        further += files_below_modules(directory, [LANGUAGE_MODEL])
+    for path in (root / name for name in further):
+        if path.is_file() and not leads_out(directory, str(path)):
+            files[str(path.relative_to(root))] = path
     _refuse_large(sum(path.stat().st_size for path in files.values()), directory)
     return {name: path.read_bytes() for name, path in files.items()}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, brief, inside
 from ..loading.pretrained import build_meta
 from ..models.assets import read_assets
+from ..models.documents import left_out_of
 from ..models.lend import documents_of
 from ..names import named_tensors
 from ..planning import IOOptions, build_plan
@@ -138,7 +140,22 @@ def _of_run(
         catalog = models["model"].catalog
         found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
         models["model"] = replace(found, assets=read_assets(home))
-    return _of_third_party(run, models, step)
+    stored = _of_third_party(run, models, step)
+    if home is None or not os.path.isdir(home):
+        return stored
+    left = [f"{one}: not carried" for one in left_out_of(home)]
+    if os.path.realpath(home) == os.path.realpath(root) and not stored.optimizers:
+        left += _not_carried(home, models["model"], [*stored.skipped, *left])
+    return replace(stored, skipped=(*stored.skipped, *left))
+
+
+def _not_carried(home: str, model: StoredModel, told: Sequence[str]) -> list[str]:
+    """What else is in a model's directory, hidden files apart, and gets into no checkpoint."""
+    known = {name.partition("/")[0] for name in model.assets}
+    known |= {os.path.basename(file.path) for file in model.catalog.files}
+    known |= {re.split(" \\(|: ", line)[0] for line in told}
+    rest = [n for n in sorted(os.listdir(home)) if n not in known and not n.startswith(".")]
+    return [f"{n}: not carried" for n in rest if ".index." not in n]
 
 
 # ----------------------------------------------------------------------------------------------------
