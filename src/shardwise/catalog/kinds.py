@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 #: Weights of a model or an adapter that is published in several forms; they are read, whatever is stored next to them.
-_WEIGHTS = r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|adapter_model\.bin"
+_WEIGHTS = (
+    r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|adapter_model\.bin"
+)
 #: Those under the names that transformers and PEFT look for.
 _NAMED_WEIGHTS = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?|(pytorch_model(-\d+-of-\d+)?|adapter_model)\.bin(\.index\.json)?"
 
