@@ -63,6 +63,8 @@ MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
 MAX_BYTES_PER_STORED, MIN_TENSOR_BYTES = 8, 256 * 1024**2
 #: Steps that the regular expressions of one setting may take, over the names of all modules: a second or two.
 MAX_PATTERN_STEPS = 2**28
+#: Matches of one regular expression with one name, for all of a setting: about a minute.
+MAX_PATTERN_MATCHES = 2**26
 #: Rank of an adapter: PEFT allocates two tensors of it for each module.
 MAX_ADAPTER_RANK = 2**16
 

@@ -369,6 +369,74 @@ def test_entries_of_which_none_is_known_to_be_the_model(tmp_path: Path) -> None:
         open_catalog(tmp_path / "optimizer")
 
 
+ONE = torch.ones(2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"opt_muon": {"momentum_buffer": ONE}},
+        {"opt_muon": {"w": {"momentum_buffer": ONE}}},
+        {"optimizer_state": {"weight": {"exp_avg": ONE, "step": torch.tensor(1.0)}}},
+        {"muon": {"weight": {"exp_avg": ONE, "exp_avg_sq": ONE}}},
+        {"adam": {"weight.exp_avg": ONE, "weight.max_exp_avg_sq": ONE}},
+        {"my_optimizer": {"weight": {"preconditioner": ONE}}},
+        {"optim2": {"weight": {"anything": ONE}}},
+        {"weight.exp_avg": ONE, "weight.exp_avg_sq": ONE},
+    ],
+)
+def test_states_of_an_optimizer_are_no_model(tmp_path: Path, entry: dict[str, Any]) -> None:
+    """Alone they are refused; next to a model they are left out."""
+    dcp.save(entry, checkpoint_id=tmp_path / "x", no_dist=True)
+    for write in (sw.convert, sw.export_hf):
+        with pytest.raises(SourceError, match="holds no model: its state dict has an optimizer"):
+            write(tmp_path / "x", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    dcp.save({**entry, "net": {"weight": ONE}}, checkpoint_id=tmp_path / "both", no_dist=True)
+    assert open_catalog(tmp_path / "both").tensors.keys() == {"weight"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"opt": {"weight": ONE}},
+        {"adagrad": {"weight": {"sum": ONE, "step": torch.tensor(1.0)}}},
+        {"muon": {"weight": {"exp_avg": ONE, "preconditioner": ONE}}},
+        {"all": {"net": {"weight": ONE}, "second": {"weight": {"momentum_buffer": ONE}}}},
+    ],
+)
+def test_what_may_be_an_optimizer_is_refused_by_name(tmp_path: Path, entry: dict[str, Any]) -> None:
+    dcp.save(entry, checkpoint_id=tmp_path / "x", no_dist=True)
+    (name,) = entry
+    for write in (sw.convert, sw.export_hf):
+        with pytest.raises(StateError, match=f"has tensors in '{name}', and none of them is known"):
+            write(tmp_path / "x", tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"net": {"step": ONE, "weight": ONE}},
+        {"net": {"step": ONE}},
+        {"net": {"optimizer.weight": ONE, "opt.weight": ONE}},
+        {"net": {"optimizer": {"weight": ONE}, "opt": {"weight": ONE}}},
+        {"net": {"codebook.exp_avg": ONE, "codebook.embed": ONE, "up.weight": ONE}},
+        {"step": ONE, "weight": ONE},
+        {"opt.weight": ONE, "optimizer.weight": ONE},
+        {"adopted": {"weight": ONE}},
+        {"option_head": {"weight": ONE}},
+    ],
+)
+def test_a_model_may_use_the_words_of_optimizers(tmp_path: Path, state: dict[str, Any]) -> None:
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    count = len(open_catalog(tmp_path / "x").tensors)
+    assert count == len(read_dcp(tmp_path / "x").catalog.tensors)
+    assert sw.convert(tmp_path / "x", tmp_path / "out").tensors == count
+
+
 @pytest.mark.parametrize("flat_optimizer", [False, True])
 def test_an_optimizer_in_the_same_state_dict(
     ranks: RankPool, saved: Path, tmp_path: Path, flat_optimizer: bool

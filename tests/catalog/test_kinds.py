@@ -37,6 +37,7 @@ DIRECTORIES: dict[str, list[list[str]]] = {
         ["mp_rank_00_001/"],
     ],
     "Megatron-LM (torch_dist)": [[".metadata", "common.pt", "metadata.json", "__0_0.distcp"]],
+    "a run of verl": [["latest_checkpointed_iteration.txt", "global_step_100/", "global_step_200/"]],
     "DeepSpeed (ZeRO)": [
         ["latest", "zero_to_fp32.py", "global_step3/"],
         ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
@@ -184,6 +185,39 @@ def test_weights_that_are_stored_in_several_forms_are_read(tmp_path: Path) -> No
     assert sw.restore(sw.TrainState(model=model), root).step == 3
     with pytest.raises(ShardwiseError, match="global_step3 of DeepSpeed can't be"):
         sw.restore(sw.TrainState(model=model, optimizer=torch.optim.SGD(model.parameters())), root)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "latest_checkpointed_iteration.txt",
+        "iter_0000100/",
+        "mp_rank_00/",
+        "global_step_100/",
+        "pytorch_model_fsdp_rank0.bin",
+        "model_index.json",
+        "zero_to_fp32.py",
+        "_METADATA",
+    ],
+)
+def test_weights_are_read_whatever_is_next_to_them(tmp_path: Path, other: str) -> None:
+    names = [other, "latest_checkpointed_iteration.txt"] if other.startswith("global") else [other]
+    root = make(tmp_path / "model", ["model.safetensors", *names])
+    assert list(open_catalog(root).tensors) == ["weight"]
+    assert sw.convert(root, tmp_path / "out").tensors == 1
+    assert CliRunner().invoke(main, ["inspect", str(root)], prog_name="shardwise").exit_code == 0
+    for weights in ("pytorch_model.bin", "adapter_model.bin", "adapter_model.safetensors"):
+        kind = kind_in([weights, "adapter_config.json", *(name.rstrip("/") for name in names)])
+        assert kind is None or kind.works, weights
+
+
+def test_an_adapter_next_to_the_script_of_deepspeed(tmp_path: Path) -> None:
+    root = make(tmp_path / "adapter", ["zero_to_fp32.py", "global_step3/", "adapter_config.json"])
+    torch.save({"base_model.model.lora_A.weight": torch.ones(2, 2)}, root / "adapter_model.bin")
+    with pytest.raises(SourceError, match="give the path of the one to load"):
+        open_catalog(root)
+    assert len(open_catalog(root / "adapter_model.bin").tensors) == 1
+    assert not [f for f in findings_of(collect([root])) if f.rule == "path.foreign"]
 
 
 def test_a_folder_above_is_told_what_is_in_it(tmp_path: Path) -> None:

@@ -1635,6 +1635,13 @@ MUTATIONS = (
         "directories of other programs are swept",
     ),
     Mutation(
+        "store/marks.py",
+        'note.get("nonce") == nonce',
+        "True",
+        ("tests/store/test_what_is_ours.py::test_a_note_of_another_name_proves_nothing",),
+        "a note that was copied makes any directory ours",
+    ),
+    Mutation(
         "store/line.py",
         "for step, run in runs.items() if run == newest}",
         "for step, run in runs.items()}",

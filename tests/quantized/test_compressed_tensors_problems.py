@@ -298,6 +298,35 @@ def test_expressions_that_never_end_are_a_problem(written: Written, name: str, p
     assert text.count("\n") < 5
 
 
+def test_simple_expressions_count_too(written: Written) -> None:
+    """Each with each name: one match is short, and a config can have 20,000 expressions."""
+    many = [f"layers.{k}.*x" for k in range(20_000)]
+    check_patterns(many, ["model.layers.0"], "ignore", None)
+    with pytest.raises(FormatError, match="ignore: 20000 expressions for 2000 names may take for ever"):
+        check_patterns(many, (f"model.layers.{k}" for k in range(2_000)), "ignore", None)
+    experts = [f"model.layers.{k}.mlp.experts.{n}.up_proj" for k in range(94) for n in range(128)]
+    check_patterns([f"model.layers.{k}.mlp.gate" for k in range(400)], experts, "ignore", None)
+    made = written("int8-channel")
+    tensors = dict(made.source.tensors)
+    for k in range(200):
+        for end in ("weight", "weight_scale"):
+            name = f"other.{k}.{end}"
+            tensors[name] = replace(tensors[f"{UP}.{end}"], name=name)
+    settings = {**made.settings, "ignore": [f"re:{one}" for one in many]}
+    problems = compressed_tensors(replace(made.source, tensors=tensors, settings=settings)).problems
+    assert "20000 expressions" in "\n".join(problems)
+
+
+def test_each_expression_is_compiled_once() -> None:
+    from shardwise.quantized import compressed_settings
+
+    settings = read_settings({"config_groups": {}, "ignore": [f"re:once.{k}.*x" for k in range(1_000)]})
+    before = compressed_settings._compiled.cache_info().misses
+    for k in range(5):
+        assert not settings.ignored(f"model.layers.{k}")
+    assert compressed_settings._compiled.cache_info().misses == before + 1_000
+
+
 def test_a_long_name_of_a_file_counts(written: Written) -> None:
     """Names of stored tensors come from a file, too."""
     made = written("int8-channel")

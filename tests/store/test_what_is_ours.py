@@ -161,12 +161,34 @@ def test_a_lock_is_no_file_of_another_program(tmp_path: Path, kind: str) -> None
     assert theirs.read_text() == lock.read_text() == text
 
 
-@pytest.mark.parametrize("left", [b"", bytes(64)])
-def test_a_lock_file_that_a_power_loss_emptied_is_taken(tmp_path: Path, left: bytes) -> None:
+@pytest.mark.parametrize("left", [b"", bytes(64), b"{", b'{"host', b'{"host": "no', b'{"ho' + bytes(60)])
+def test_a_lock_file_that_a_crash_emptied_or_cut_is_taken(tmp_path: Path, left: bytes) -> None:
     (tmp_path / ".lock").write_bytes(left)
     for _ in range(2):
         sw.Checkpointer(tmp_path).close()
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"hosts": ["a"]}', '{"h" ', "h"])
+def test_a_lock_file_that_only_resembles_ours_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".lock").write_text(text)
+    with pytest.raises(CheckpointError, match="another program wrote it"):
+        sw.Checkpointer(tmp_path)
+    assert (tmp_path / ".lock").read_text() == text
+
+
+def test_a_note_of_another_name_proves_nothing(tmp_path: Path) -> None:
+    """A note is copied with its directory: only the nonce of the directory's own name makes it ours."""
+    begun = Path(publish.make_temporary(str(tmp_path / "step-00000002"), ["model"]))
+    (begun / "model" / "half").write_text("half")
+    copied = precious(tmp_path / f".tmp-step-00000002-{NONCE}")
+    shutil.copy(begun / marks.NOTE_NAME, copied)
+    assert marks.has_note(str(begun))
+    assert not marks.has_note(str(copied))
+    assert not marks.is_ours(str(copied))
+    sw.Checkpointer(tmp_path).close()
+    assert not begun.exists()
+    assert is_alive(copied)
 
 
 def test_the_hint_replaces_no_link_and_no_other_file(tmp_path: Path) -> None:

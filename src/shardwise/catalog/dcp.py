@@ -55,6 +55,30 @@ _MODEL_PATHS: tuple[tuple[str, ...], ...] = (
 _BESIDE = frozenset(("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"))
 #: Entries of a state dict that are named after an optimizer, also where its groups aren't stored.
 _OPTIMIZER = re.compile(r"(?:.*\.)?optim(?:izer)?s?(?:_\d+)?")
+#: A word of an entry's name that is an optimizer's, and one that may be a model's, too (OPT).
+_NAMED_OPTIMIZER = re.compile(r"(?i:.*(?:\b|_)optim(?:i[sz]ers?|s)?(?:\b|_|\d).*)")
+_PERHAPS_OPTIMIZER = re.compile(r"(?i:.*(?:\b|_)opts?(?:\b|_|\d).*)")
+#: What torch's optimizers call the tensors of their state. A model may have a ``step``, too, so that alone says nothing.
+_STATES = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+        *(
+            "acc_delta",
+            "sum",
+            "prev",
+            "step_size",
+            "mu_product",
+            "row_var",
+            "col_var",
+            "variance",
+            "ax",
+            "mu",
+            "eta",
+            "step",
+        ),
+    )
+)
+_COMMON_STATES = frozenset(("step", "sum", "prev", "ax", "mu", "eta", "variance"))
 #: Key of a catalog's metadata: entries with tensors, none of which is known to be the model.
 UNKNOWN_ENTRIES = "shardwise.unknown_entries"
 
@@ -83,7 +107,7 @@ def catalog_of_dcp(path: str | os.PathLike[str]) -> Catalog:
     If the saved state dict has an entry ``model`` (also inside ``app`` or ``state``), as Accelerate, the HF Trainer
     and torch's own examples write it, or ``state_dict``, as Lightning does, these are the tensors of that entry. Otherwise they
     are all tensors at the top (torchtitan), or those of the only entry. No optimizer's tensor is ever one of them
-    (:func:`optimizers_in`). Several entries whose meaning isn't known are listed under their whole names, and named in the
+    (:func:`optimizers_in`), also where its groups aren't stored. Several entries whose meaning isn't known are listed under their whole names, and named in the
     metadata as :data:`UNKNOWN_ENTRIES`. May be empty.
     """
     return model_in(read_dcp(path))
@@ -99,8 +123,9 @@ def model_in(found: DcpCheckpoint) -> Catalog:
     unknown: set[str | int] = set()
     if not prefix:
         paths = {n: path for n, path in paths.items() if len(path) == 1 or path[0] not in _BESIDE}
+        paths, doubtful = _without_optimizers(paths)
         unknown = {path[0] for path in paths.values() if len(path) > 1}
-        if len(unknown) == 1 and all(len(path) > 1 for path in paths.values()):
+        if len(unknown) == 1 and not doubtful and all(len(path) > 1 for path in paths.values()):
             prefix, unknown = (unknown.pop(),), set()
     tensors = {
         name: replace(found.catalog.tensors[stored], name=name)
@@ -109,6 +134,44 @@ def model_in(found: DcpCheckpoint) -> Catalog:
     }
     entries = {UNKNOWN_ENTRIES: ", ".join(sorted(map(str, unknown)))} if unknown else {}
     return replace(found.catalog, tensors=tensors, metadata={**found.catalog.metadata, **entries})
+
+
+def _without_optimizers(
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> tuple[dict[str, tuple[str | int, ...]], bool]:
+    """The paths without those of entries that are optimizers, and whether one of the others may be one.
+
+    An entry is an optimizer if all its tensors are called like states of torch's optimizers, or if its name says it. It may be one
+    if its name has the word ``opt``, or if all tensors of something in it, or one of each parameter's, are called like states.
+    """
+    entries: dict[str, dict[str, tuple[str | int, ...]]] = {}
+    for name, path in paths.items():
+        entries.setdefault(str(path[0]) if len(path) > 1 else "", {})[name] = path
+    kept: dict[str, tuple[str | int, ...]] = {}
+    doubtful = False
+    for entry, items in entries.items():
+        texts = [".".join(map(str, path)) for path in items.values()]
+        if _all_states(texts) or _NAMED_OPTIMIZER.fullmatch(entry):
+            continue
+        kept |= items
+        inner: dict[tuple[str | int, ...], list[str]] = {}
+        states: dict[str, set[str]] = {}
+        for path, text in zip(items.values(), texts, strict=True):
+            for depth in range(2, len(path)):
+                inner.setdefault(path[:depth], []).append(text)
+            states.setdefault(text.rpartition(".")[0], set()).add(text.rpartition(".")[2])
+        doubtful |= bool(_PERHAPS_OPTIMIZER.fullmatch(entry)) or any(map(_all_states, inner.values()))
+        doubtful |= bool(entry) and all(ends & (_STATES - _COMMON_STATES) for ends in states.values())
+        doubtful |= (
+            bool(entry) and {"step"} != set().union(*states.values()) <= _STATES
+        )  # Adagrad's sum and step
+    return kept, doubtful
+
+
+def _all_states(texts: Iterable[str]) -> bool:
+    """Whether tensors with these paths are all called like states, and not only like those that models have, too."""
+    ends = {text.rpartition(".")[2] for text in texts}
+    return ends <= _STATES and not ends <= _COMMON_STATES
 
 
 def optimizers_in(found: DcpCheckpoint) -> dict[str, dict[str, str]]:

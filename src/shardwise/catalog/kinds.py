@@ -31,6 +31,13 @@ __all__ = [
     "refuse_other",
 ]
 
+#: Weights of a model or an adapter that is published in several forms; they are read, whatever is stored next to them.
+_WEIGHTS = (
+    r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|adapter_model\.bin"
+)
+#: Those under the names that transformers and PEFT look for.
+_NAMED_WEIGHTS = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?|(pytorch_model(-\d+-of-\d+)?|adapter_model)\.bin(\.index\.json)?"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
@@ -48,8 +55,8 @@ class Kind:
     """What can be done with it; empty for a kind that is refused."""
     instead: str
     """The line to write instead. ``{path}`` is the path that was given."""
-    unless: str = ""
-    """A pattern: a directory that has such a name, too, isn't of this kind."""
+    unless: str = _WEIGHTS
+    """A pattern: a directory that has such a name, too, isn't of this kind, if the kind is refused: that file can be read."""
 
     def refusal(self, path: str) -> str:
         """The text of the error that refuses ``path``, without the path."""
@@ -65,8 +72,6 @@ class Kind:
         return self.instead.format(path=path, folder=folder)
 
 
-#: Weights of a model that is published in several forms; they are read, whatever is stored next to them.
-_WEIGHTS = r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?"
 _RESTORED = "load, inspect, diff, export, convert, restore"
 _LOADED = "load, inspect, diff, export, convert"
 _CONVERT = "It records no digests. Convert it first: shardwise convert {path} OUT --to checkpoint"
@@ -83,6 +88,12 @@ KINDS: tuple[Kind, ...] = (
         marks=(r"context", r"weights"),
         file=r".*\.nemo",
         instead="Export it with NeMo: nemo.collections.llm.export_ckpt(path='{path}', target='hf', output_path=OUT); then give OUT",
+    ),
+    Kind(
+        name="a run of verl (global_step_N)",  # verl's file has the same name as Megatron-LM's
+        marks=(r"latest_checkpointed_iteration\.txt", r"global_step_\d+"),
+        instead="Merge one of its steps with verl's own tool: python -m verl.model_merger merge --backend fsdp --local_dir "
+        "{path}/global_step_N/actor --target_dir OUT; then give OUT",
     ),
     Kind(
         name="a checkpoint of Megatron-LM",
@@ -102,7 +113,6 @@ KINDS: tuple[Kind, ...] = (
             r"zero_to_fp32\.py|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
         ),
         file=r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt",
-        unless=_WEIGHTS,
         instead="Merge it with DeepSpeed's own script, in the directory that has the file 'latest': python zero_to_fp32.py . "
         "OUT --safe_serialization; then give OUT. With ZeRO-1 or 2 and no model parallelism, mp_rank_00_model_states.pt "
         "has the whole model: give the path of that file",
@@ -111,7 +121,6 @@ KINDS: tuple[Kind, ...] = (
         name="a checkpoint of verl, SkyRL or another RL engine (parts of single ranks)",
         marks=(r"(model|optim)_world_size_\d+_rank_\d+\.pt",),
         file=r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",
-        unless=_WEIGHTS,
         instead="Merge them with the engine's own tool: python -m verl.model_merger merge --backend fsdp --local_dir {folder} "
         "--target_dir OUT; then give OUT",
     ),
@@ -125,6 +134,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="a pipeline of diffusers (model_index.json)",
         marks=(r"model_index\.json",),
+        unless=_NAMED_WEIGHTS,  # a pipeline often has its weights for other programs, too: flux1-dev.safetensors
         instead="Give the directory of one of its models, e.g. {path}/transformer, {path}/unet or {path}/vae",
     ),
     Kind(
@@ -162,7 +172,6 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="a checkpoint of Orbax (JAX)",
         marks=(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+",),
-        unless=_WEIGHTS,
         instead="Restore it in JAX (orbax.checkpoint.StandardCheckpointer().restore(path)) and write the tensors with "
         "safetensors.flax.save_file(…, 'model.safetensors'); then give that file",
     ),
@@ -171,7 +180,6 @@ KINDS: tuple[Kind, ...] = (
         marks=(r".*\.gguf",),
         file=r".*\.gguf",
         first=b"GGUF",
-        unless=_WEIGHTS,
         instead="Take the model's safetensors. If there are none, transformers turns it into them: "
         "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT); then give OUT",
     ),
@@ -179,7 +187,6 @@ KINDS: tuple[Kind, ...] = (
         name="a model of Flax (msgpack)",
         marks=(r"flax_model.*\.msgpack.*|.*\.msgpack",),
         file=r".*\.msgpack",
-        unless=_WEIGHTS,
         instead="Take the model's safetensors, or turn it into them with transformers 4: "
         "AutoModel.from_pretrained(DIR, from_flax=True).save_pretrained(OUT); then give OUT",
     ),
@@ -188,7 +195,6 @@ KINDS: tuple[Kind, ...] = (
         marks=(r"tf_model.*\.h5.*|saved_model\.pb|.*\.data-\d{5}-of-\d{5}",),
         file=r".*\.(h5|pb|keras)|.*\.data-\d{5}-of-\d{5}|.*ckpt.*\.(index|meta)",
         first=b"\x89HDF\r\n\x1a\n",
-        unless=_WEIGHTS,
         instead="Take the model's safetensors, or turn it into them with transformers 4: "
         "AutoModel.from_pretrained(DIR, from_tf=True).save_pretrained(OUT); then give OUT",
     ),
@@ -196,7 +202,6 @@ KINDS: tuple[Kind, ...] = (
         name="a model in ONNX",
         marks=(r".*\.onnx",),
         file=r".*\.onnx|.*\.onnx_data",
-        unless=_WEIGHTS,
         instead="It is a graph for inference: take the safetensors of the model that it was exported from",
     ),
     Kind(
@@ -236,7 +241,7 @@ def kind_in(names: Iterable[str]) -> Kind | None:
         (
             kind
             for kind in KINDS
-            if kind.marks and all(map(has, kind.marks)) and not (kind.unless and has(kind.unless))
+            if kind.marks and all(map(has, kind.marks)) and (kind.works or not has(kind.unless))
         ),
         None,
     )

@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError
-from ..limits import MAX_PATTERN_STEPS, brief
+from ..limits import MAX_PATTERN_MATCHES, MAX_PATTERN_STEPS, brief
 
 __all__ = ["check_patterns"]
 
 #: Numbers that counting may touch, and what an operation on few counts at least: counting takes time, too.
 _MOST_WORK, _LEAST_WORK = 2**30, 2**15
+#: Expressions that Python keeps compiled. With more, in turn, every match compiles again, which takes as long as that many matches.
+_KEPT_COMPILED, _MATCHES_PER_COMPILE = 512, 32
 #: Names that are counted together.
 _TOGETHER = 2048
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
@@ -38,9 +40,15 @@ def check_patterns(
 
     Without Python's own parse, an expression could be judged only by its letters.
     """
-    ordered = sorted(set(names), key=len)
+    ordered, distinct = sorted(set(names), key=len), dict.fromkeys(patterns)
+    if (matches := _matches(len(distinct), len(ordered))) > MAX_PATTERN_MATCHES:
+        raise FormatError(
+            f"{what}: {len(distinct)} expressions for {len(ordered)} names may take for ever: to match them costs as much as "
+            f"{matches} matches, more than {MAX_PATTERN_MATCHES}; join them to fewer expressions",
+            path=path,
+        )
     steps = 0.0
-    for pattern in dict.fromkeys(patterns):
+    for pattern in distinct:
         try:
             parsed = _parser.parse(form.replace("{}", pattern))
             re.compile(form.replace("{}", pattern))
@@ -63,6 +71,11 @@ def check_patterns(
                     path=path,
                 ) from None
             steps += counter.steps
+
+
+def _matches(patterns: int, names: int) -> int:
+    """What it costs to match each name with each expression, in matches of one that is compiled."""
+    return patterns * names * (_MATCHES_PER_COMPILE if patterns > _KEPT_COMPILED else 1)
 
 
 def _is_simple(pattern: str) -> bool:

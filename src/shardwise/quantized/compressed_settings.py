@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,12 @@ class Settings:
 def _matches(pattern: str, module: str) -> bool:
     if not pattern.startswith(_IS_EXPRESSION):
         return pattern == module
-    return re.match(pattern.removeprefix(_IS_EXPRESSION), module) is not None
+    return _compiled(pattern.removeprefix(_IS_EXPRESSION)).match(module) is not None
+
+
+@functools.lru_cache(maxsize=2**15)  # re keeps 512, and compiles more than those again for every module
+def _compiled(expression: str) -> re.Pattern[str]:
+    return re.compile(expression)
 
 
 def _rank(targets: Sequence[str], module: str) -> int | None:

@@ -22,8 +22,11 @@ __all__ = ["DirectoryLock", "check_held", "holder_of", "lock_file"]
 #: Locks of this process, by the real path of their directory.
 _HELD: dict[str, DirectoryLock] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
-#: How a lock file of ours begins, unless it is empty, or a power loss has left only its size. No other file is written to.
-_NOTE = re.compile(r'\x00*\Z|\{"host": "')
+_BEGINNING = '{"host": "'
+#: How a lock file of ours begins, unless it is empty, or a crash has cut its note or left only its size. No other file is written to.
+_NOTE = re.compile(
+    rf"{re.escape(_BEGINNING)}|(?:{'|'.join(re.escape(_BEGINNING[:n]) for n in range(len(_BEGINNING)))})\x00*\Z"
+)
 #: Linux has locks of the open file. Other systems have only locks of the process.
 _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None)
 _closes_in_forks = False
