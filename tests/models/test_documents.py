@@ -17,6 +17,7 @@ from shardwise.errors import SourceError
 from shardwise.models.assets import asset_files, read_assets
 from shardwise.models.documents import documents_among, files_below_modules, is_document
 from shardwise.models.homes import remember_home
+from shardwise.models.hub import _named_by_documents
 from shardwise.models.lend import _documents
 from tests.harness.models import build_reference
 from tests.models import _tokenizers as every
@@ -256,6 +257,19 @@ def test_the_language_model_of_a_decoder(tmp_path: Path) -> None:
     assert read_assets(str(written(content, tmp_path / "with"))) == content
     assert "language_model/4gram.bin" in documents_among(content)
     assert read_assets(str(written(inner, tmp_path / "without"))) == {}
+
+
+def test_what_a_hub_and_other_ranks_give_of_named_files(tmp_path: Path) -> None:
+    files = {
+        "p.json": b'{"a": "in/x.npy", "b": "in/gone.npy"}',
+        "in/x.npy": b"x",
+        "in/y.npy": b"y",
+        "alphabet.json": b"{}",
+        "language_model/4gram.bin": b"x",
+    }
+    written(files, tmp_path)
+    assert _named_by_documents(str(tmp_path), "", files) == ["in/x.npy"]
+    assert _documents(str(tmp_path), False).keys() == files.keys() - {"in/y.npy"}
 
 
 def test_a_module_that_is_a_link_out_is_not_walked(tmp_path: Path) -> None:
