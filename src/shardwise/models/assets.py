@@ -72,7 +72,7 @@ def _adapters_of(model: Any) -> dict[str, bytes]:
 def read_assets(folder: str) -> dict[str, bytes]:
     """Config, own code and all other documents of a directory: name → content.
 
-    A config that is a link out of the directory is read as a load reads it, and written anew. Raises :class:`SourceError` if a file
+    A config that is a link out of the directory is read as a load reads it, and written again. Raises :class:`SourceError` if a file
     can't be read or such a config is not a model's, :class:`FormatError` if the config is not a JSON object.
     """
     file = os.path.join(folder, "config.json")
