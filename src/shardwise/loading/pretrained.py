@@ -31,7 +31,7 @@ from ..limits import (
     read_shallow_json,
 )
 from ..models.arguments import Arguments, FromPretrained, Pretrained
-from ..models.classes import config_and_class, home_of, in_turn, read_config
+from ..models.classes import config_and_class, home_of, in_turn, read_config, without_config
 from ..models.homes import remember_home
 from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
@@ -207,7 +207,8 @@ def prepare(
     code is imported already. ``catalog``: its weights, where they lie elsewhere. ``base``: the model on meta, if it is built already.
     """
     given = request.config, request.auto_class
-    if catalog is None and request.config is None and not holds_config(directory):
+    is_unknown = request.config is None and not holds_config(directory) and not without_config(directory)
+    if catalog is None and is_unknown:
         open_catalog(
             directory, choice=asked.hub.choice
         )  # says what is there instead of a model, if that is known

@@ -31,6 +31,7 @@ __all__ = [
     "in_turn",
     "read_config",
     "same_directory",
+    "without_config",
 ]
 
 T = TypeVar("T")
@@ -70,6 +71,9 @@ def config_and_class(
     return config, _class_of(config, directory, auto_class, trust_remote_code)
 
 
+_NO_CONFIG = "no config.json; a transformers model directory has one"
+
+
 def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bool = False) -> Any:
     """The transformers config of a local directory or checkpoint, as ``auto_class`` would read it.
 
@@ -84,7 +88,9 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     refuse_config(home)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
-        raise SourceError(describe_steps(directory) or _without_config(directory), path=directory)
+        raise SourceError(
+            describe_steps(directory) or without_config(directory) or _NO_CONFIG, path=directory
+        )
     _check_config(file, home)
     try:
         if config_class := _own_config_class(auto_class):
@@ -104,8 +110,8 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
         ) from error
 
 
-def _without_config(directory: str) -> str:
-    """What a directory without config.json holds instead of a transformers model."""
+def without_config(directory: str) -> str:
+    """What a directory without config.json holds instead of a transformers model, and the line to write; empty if that is not known."""
     if os.path.isfile(os.path.join(directory, ADAPTER_CONFIG)):
         return f"no config.json; it is an adapter ({ADAPTER_CONFIG}): give its base model, and adapter={directory!r}"
     for module in modules_in(directory):
@@ -117,7 +123,7 @@ def _without_config(directory: str) -> str:
                 f"no config.json; modules.json (sentence-transformers) says that the transformers model is in "
                 f"{module.folder}: give subfolder={module.folder!r}"
             )
-    return "no config.json; a transformers model directory has one"
+    return ""
 
 
 #: Fields that count things of which config classes make lists.
