@@ -112,7 +112,12 @@ def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
     """The result of a call, which a thread of this module carries out: one that blocks could not be ended. Raises ``TimeoutError``."""
 
     async def limited() -> T:
-        return await asyncio.wait_for(call(), seconds)
+        try:
+            return await asyncio.wait_for(call(), seconds)
+        except Exception as error:
+            if type(error).__name__ != "RustPanic":  # obstore's runtime does not export the class
+                raise
+            raise OSError(f"obstore can't read the reply ({error})") from error
 
     waiting = asyncio.run_coroutine_threadsafe(limited(), _running())
     try:
