@@ -79,7 +79,7 @@ _STATES = frozenset(
     )
 )
 _COMMON_STATES = frozenset(("step", "sum", "prev", "ax", "mu", "eta", "variance"))
-#: Key of a catalog's metadata: entries with tensors, none of which is known to be the model.
+#: Key of a catalog's metadata: entries with tensors, if it isn't known which one is the model.
 UNKNOWN_ENTRIES = "shardwise.unknown_entries"
 
 

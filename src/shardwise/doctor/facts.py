@@ -190,7 +190,7 @@ class Model:
     slices: tuple[str, ...] = ()
     """Matrices of an adapter that have not the rank of its config, and both."""
     only_pickled: tuple[str, ...] = ()
-    """Tensors in pickles beside safetensors files that hold other tensors."""
+    """Tensors in pickles that are stored next to safetensors files with other tensors."""
     base: str | None = None
     """The base of an adapter, where it is not there."""
     classes: tuple[str, ...] = ()

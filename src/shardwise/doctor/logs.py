@@ -24,7 +24,7 @@ class Known:
 
     name: str
     lines: tuple[str, ...]
-    """Texts, of which the line has one."""
+    """The line contains one of these texts."""
     also: tuple[str, ...] = ()
     """Expressions that the same line matches, too. Each takes time in proportion to the line, which may have many MiB."""
     unless: str | None = None

@@ -1,6 +1,6 @@
 """Reads files of another host's ring or part of a step, over TCP. A rank serves its host's, to those who know the run's secret.
 
-Plain sockets, because no collective may run beside those of training. One request: bytes of a file. The secret travels through the
+Plain sockets, because no collective may run concurrently with those of training. One request: bytes of a file. The secret travels through the
 group's store. Both sides prove that they know it by a keyed hash of the random bytes of both, and derive the keys of the connection from
 them: each request, reply and piece of a file has a tag, so whoever stands between the two can read, and can neither ask nor alter. Content
 is not encrypted, as that of gloo and NCCL is not.

@@ -1,4 +1,4 @@
-"""The small files beside a model's tensors: config, generation config, the Python files of its classes, other documents."""
+"""The small files next to a model's tensors: config, generation config, the Python files of its classes, other documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .homes import home_of
 __all__ = ["ADAPTERS_NAME", "asset_files", "read_assets"]
 
 ADAPTERS_NAME = "adapters.json"
-#: The field of a config that names the file of the weights beside it: nothing that is written has a file of that name.
+#: The field of a config that names the file of its weights. Nothing that we write has a file of that name.
 _WEIGHTS_FIELD = "transformers_weights"
 
 

@@ -40,9 +40,9 @@ _log = logging.getLogger(__name__)
 MAX_DOCUMENT_BYTES, MAX_DOCUMENTS_BYTES = 64 * 1024**2, 256 * 1024**2
 #: sentence-transformers' list of modules; each may have a folder of its own, with weights.
 MODULES_NAME = "modules.json"
-#: transformers' folder of templates beside the default one, and that of a model's own ``generate``.
+#: transformers' folder of additional templates, and that of a model's own ``generate``.
 _TEMPLATES, _GENERATE = "additional_chat_templates", "custom_generate"
-#: pyctcdecode's decoder: its alphabet, and the folder of its language model, of which kenlm's file may have any name.
+#: pyctcdecode's decoder: its alphabet, and the folder of its language model. kenlm's file in it may have any name.
 ALPHABET, LANGUAGE_MODEL = "alphabet.json", "language_model"
 #: What a folder of one part of a processor has, such as ``qformer_tokenizer/``.
 _PARTS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -125,7 +125,7 @@ def documents_among(
 
 
 def _whole_folders(names: Collection[str], modules: Iterable[str]) -> list[str]:
-    """The folders of which every file belongs to the model."""
+    """The folders whose files all belong to the model."""
     return [*modules, *([LANGUAGE_MODEL] if ALPHABET in names else [])]
 
 
@@ -342,7 +342,7 @@ _RELATIVE_IMPORT = re.compile(rb"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+)
 
 
 def with_imports(first: str, read: Callable[[str], bytes | None]) -> dict[str, bytes]:
-    """A Python file and the files beside it that it imports, directly or not: name → content. ``read`` gives None if there is none."""
+    """A Python file and its sibling files that it imports, directly or not: name → content. ``read`` gives None if there is none."""
     folder = first.rpartition("/")[0]
     found: dict[str, bytes] = {}
     pending = {first}

@@ -434,7 +434,7 @@ def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _is_settings(value: Any) -> bool:
-    """Whether an object is a bag of settings of a whole program, of which a part reads some."""
+    """Whether an object holds settings of a whole program, and each part of the program reads only some of them."""
     return isinstance(value, argparse.Namespace | types.SimpleNamespace)
 
 

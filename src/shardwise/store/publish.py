@@ -265,7 +265,7 @@ def discard(path: str) -> None:
 
 
 def delete_all(paths: Iterable[str], are_ours: Callable[[str], bool] = is_checkpoint) -> None:
-    """Delete old checkpoints, as :func:`discard`, but none that ``are_ours`` denies. Logs a warning for each that can't be deleted, and goes on.
+    """Delete old checkpoints, as :func:`discard`, but none that ``are_ours`` denies. Logs a warning for each that can't be deleted, and continues.
 
     For retention, which never makes a save fail: the new checkpoint is published, and an extra old one does no harm.
     """
