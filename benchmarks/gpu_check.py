@@ -57,18 +57,12 @@ def main() -> None:
     try:
         checks = _checked(args, device, root)
         measured = _measured(args, device, root)
+        problems = [name for name, found in checks.items() if summary(found)[0] == "failed"] + problems_of(
+            measured
+        )
+        _write(Path(args.out), device, checks, measured, problems)  # asks for the sizes of the files
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    problems = [name for name, found in checks.items() if summary(found)[0] == "failed"] + problems_of(
-        measured
-    )
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / "checks.json", {"device": device, "checks": checks})
-    _write(out / "load.json", {"device": device, "cells": [one.to_json() for one in measured]})
-    report = as_markdown(device, {name: summary(found) for name, found in checks.items()}, measured, problems)
-    (out / "report.md").write_text(report)
-    print(f"\n{report}\nwritten: {out}/checks.json, load.json, report.md")
     sys.exit(bool(problems))
 
 
@@ -171,8 +165,20 @@ def _cells(root: str, device: dict[str, Any], cold: bool) -> list[Cell]:
     return warm + [cell(dense, "dim 0", ranks, cold=True) for ranks in sorted({1, most}) if cold]
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1, default=str))
+def _write(
+    out: Path,
+    device: dict[str, Any],
+    checks: dict[str, list[Outcome]],
+    measured: list[Measured],
+    problems: list[str],
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    cells = [one.to_json() for one in measured]
+    (out / "checks.json").write_text(json.dumps({"device": device, "checks": checks}, indent=1, default=str))
+    (out / "load.json").write_text(json.dumps({"device": device, "cells": cells}, indent=1, default=str))
+    report = as_markdown(device, {name: summary(found) for name, found in checks.items()}, measured, problems)
+    (out / "report.md").write_text(report)
+    print(f"\n{report}\nwritten: {out}/checks.json, load.json, report.md")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,9 @@ def _change(rng: random.Random, container: Any, key: Any, other: Any) -> None:
     elif kind == 6 and isinstance(container[key], int) and not isinstance(container[key], bool):
         container[key] += rng.choice((-1, 1, 8, -8, 2**31, 2**62))
     elif kind == 7 and isinstance(container, list):
-        container.extend(_copy(container[key]) for _ in range(rng.choice((1, 2, 64, 200))))
+        text, copies = json.dumps(container[key]), rng.choice((1, 2, 64, 200))
+        fitting = 1 + _MOST_BYTES // len(text)  # else copies of copies take seconds to make
+        container.extend(json.loads(text) for _ in range(min(copies, fitting)))
     elif kind == 8:
         for _ in range(rng.choice((1, 2, 30, 150))):
             container[key] = [container[key]] if rng.random() < 0.5 else {"x": container[key]}

@@ -26,6 +26,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, IntegrityError, ShardwiseError, SourceError
 from shardwise.storage import by_obstore, bytes_below, folders_in, names_in, pages, tries
 from shardwise.storage.explain import explained, is_lost, scrubbed, text_of
+from shardwise.storage.stores import store_of
 from tests.harness.object_store import BUCKET, Proxy, S3Server
 from tests.harness.tiers import examples
 
@@ -163,6 +164,13 @@ def drip_listing(r: Request) -> None:
         time.sleep(0.1)
 
 
+def immense_listing(r: Request) -> None:
+    r.head(200, Content_Length=str(2**63 + 5))
+    for _ in range(9):
+        r.wfile.write(b" " * 1000)
+        time.sleep(0.02)
+
+
 def endless_listing(r: Request) -> None:
     number = len(r.seen)
     r.reply(200, listing([f"m/f{number}-{k}.safetensors" for k in range(1000)], f"t{number}"))
@@ -239,6 +247,10 @@ READS: dict[str, tuple[Attack, str]] = {
     "two pages for ever": (of_listings(two_pages_in_turn), "again and again"),
     "empty pages for ever": (of_listings(lambda r: r.reply(200, listing([], "t"))), "no progress"),
     "a listing a byte at a time": (of_listings(drip_listing), "listing it failed"),
+    "a listing of 2**63 bytes": (
+        of_listings(immense_listing),
+        "listing it failed: obstore can't read the reply",
+    ),
     "credentials in XML": (echo_in_xml, "the store refused it: 400 (BadThing): you sent"),
     "credentials in text": (
         lambda r: r.reply(400, echo(r).encode()),
@@ -279,7 +291,7 @@ COPIES: dict[str, Attack] = {
 
 
 @contextmanager
-def hostile(attack: Attack, **options: Any) -> Iterator[list[dict[str, str]]]:
+def hostile(attack: Attack, timeout_s: float = 1, **options: Any) -> Iterator[list[dict[str, str]]]:
     """A store that this process uses as ``s3://b``; gives the headers of what it was asked."""
     seen: list[dict[str, str]] = []
     handler = type("Handler", (Request,), {"attack": staticmethod(attack), "seen": seen})
@@ -294,7 +306,7 @@ def hostile(attack: Attack, **options: Any) -> Iterator[list[dict[str, str]]]:
         endpoint=f"http://127.0.0.1:{server.server_port}",
         region="us-east-1",
         retry_config=retry,
-        client_options={"timeout": timedelta(seconds=1)},
+        client_options={"timeout": timedelta(seconds=timeout_s)},
         **given,
     )
     try:
@@ -373,6 +385,28 @@ def test_no_redirect_to_another_host(kind: str) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("in_pages", [True, False])
+def test_a_listing_of_gigabytes_is_ended(in_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore would hold all of it."""
+    sent = 0
+
+    def attack(r: Request) -> None:
+        nonlocal sent
+        r.head(200, Transfer_Encoding="chunked")
+        for _ in range(6000):
+            r.wfile.write(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+            sent += 2**20
+
+    monkeypatch.setattr(pages, "_UNWATCHED_S", 0.1)
+    monkeypatch.setattr(pages, "_MOST_GROWTH_BYTES", 2**26)
+    with hostile(attack, timeout_s=60):
+        store = store_of("s3://b")
+        monkeypatch.setattr(store, "_lists_in_order", in_pages)
+        with pytest.raises(SourceError, match=r"one reply does not end: .* the limit is 67108864"):
+            store.list("m")
+    assert sent < 2**31
 
 
 def test_long_texts_cost_little() -> None:

@@ -24,7 +24,7 @@ from .explain import (
     is_unknown_upload,
     text_of,
 )
-from .pages import MOST_IN_FOLDER, pages_below, pages_of_level
+from .pages import MOST_IN_FOLDER, level, pages_below, pages_of_level
 from .records import Cut, Held, Listing, Stat
 from .requests import LISTED_AT_ONCE, Requests, note
 from .tries import Tries, again
@@ -97,9 +97,7 @@ class ObstoreStore:
         if self._lists_in_order:
             return self._list_in_pages(folder)
         note(Requests(lists=1))
-        found = self._ask(
-            "listing it", folder, lambda s: self._obstore.list_with_delimiter(s, folder or None)
-        )
+        found = self._ask("listing it", folder, lambda s: level(self._obstore, s, folder))
         names = len(found["objects"]) + len(found["common_prefixes"])
         note(Requests(lists=max(0, (names - 1) // LISTED_AT_ONCE)))  # further pages
         start = len(folder) + 1 if folder else 0

@@ -1,8 +1,10 @@
-"""Listings of a store that obstore asks for: some objects at a time, with a bound on objects and on the time of a page."""
+"""Listings of a store that obstore asks for: some objects at a time, with bounds on objects, on time and on a reply's bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 from ..errors import SourceError
 from .requests import LISTED_AT_ONCE, Requests, note
 
-__all__ = ["MOST_BELOW", "MOST_IN_FOLDER", "pages_below", "pages_of_level"]
+__all__ = ["MOST_BELOW", "MOST_IN_FOLDER", "level", "pages_below", "pages_of_level"]
 
 T = TypeVar("T")
 _Ask = Callable[[Callable[[], list[Any]]], list[Any]]
@@ -23,6 +25,11 @@ _MOST_KEY_BYTES = 1024
 _CHUNK = 100
 #: So long a store may take for the next of them.
 _PAGE_S = 120.0
+#: And so long for all pages of one level, where obstore gives them together.
+_LEVEL_S = 600.0
+#: A listing that takes longer than the first is ended once this process has grown by the second: obstore holds a reply whole.
+_UNWATCHED_S, _MOST_GROWTH_BYTES = 1.0, 2**30
+_LOOK_S = 0.05
 #: The last character there is: no name sorts behind it.
 _LAST = "\U0010ffff"
 
@@ -78,6 +85,11 @@ def pages_of_level(client: Any, store: Any, folder: str, url: str, ask: _Ask) ->
     return _pages(_Listing(client, store, folder), f"{folder}/" if folder else "", url, ask, skips=True)
 
 
+def level(client: Any, store: Any, folder: str) -> Any:
+    """What obstore lists directly in a folder, all pages together."""
+    return _within(_LEVEL_S, lambda: client.list_with_delimiter_async(store, folder or None))
+
+
 def _pages(listing: _Listing, prefix: str, url: str, ask: _Ask, *, skips: bool) -> Iterator[list[Any]]:
     listed, skipped, firsts = 0, "", set[str]()
     while some := ask(listing.more):
@@ -113,7 +125,7 @@ def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
 
     async def limited() -> T:
         try:
-            return await asyncio.wait_for(call(), seconds)
+            return await asyncio.wait_for(_watched(call()), seconds)
         except Exception as error:
             if type(error).__name__ != "RustPanic":  # obstore's runtime does not export the class
                 raise
@@ -125,6 +137,32 @@ def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
     except BaseException:
         waiting.cancel()
         raise
+
+
+async def _watched(call: Awaitable[T]) -> T:
+    """The result of a call. Ends it if it fills the memory, and then raises ``OSError``: obstore has no bound on a reply."""
+    listing = asyncio.ensure_future(call)
+    began, before = time.monotonic(), _held_bytes()
+    try:
+        while not (await asyncio.wait({listing}, timeout=_LOOK_S))[0]:
+            grown = _held_bytes() - before
+            if time.monotonic() - began > _UNWATCHED_S and grown > _MOST_GROWTH_BYTES:
+                raise OSError(
+                    f"one reply does not end: this process grew by {grown} bytes while it waited, the limit is {_MOST_GROWTH_BYTES}"
+                )
+        return listing.result()
+    finally:
+        listing.cancel()
+
+
+def _held_bytes() -> int:
+    """The memory of this process, without pages of files; 0 where the system does not say it."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _running() -> asyncio.AbstractEventLoop:
