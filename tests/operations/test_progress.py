@@ -238,6 +238,28 @@ def test_no_call_after_the_block(tmp_path: Path) -> None:
     assert len(calls) == count
 
 
+def test_the_block_waits_for_a_call_that_has_begun() -> None:
+    """Of another thread: what a hook uses may be closed behind the block."""
+    begun, ended = threading.Event(), []
+
+    def hook(found: sw.Progress) -> None:
+        if found.state == "running" and not begun.is_set():
+            begun.set()
+            time.sleep(0.3)
+            ended.append(found)
+
+    def work() -> None:
+        with operations.operation("load") as counted:
+            counted.expect(lambda: 100)
+
+    with sw.progress(hook):
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert begun.wait(30)
+    assert len(ended) == 1
+    thread.join()
+
+
 def test_what_a_hook_reads_is_not_counted(step: Path) -> None:
     model, _ = fns.trained()
     heard: fns.Found = []

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Condition, Lock, get_ident
 from typing import Protocol
 
 from .bars import Bars
@@ -44,7 +44,7 @@ def progress(hook: _Hook | None = None) -> Iterator[None]:
     again in this block.
 
     It counts the bytes of its own rank, without any exchange with other ranks. It holds for all threads of the process.
-    No operation calls the hook after the block. Blocks may be nested, for bars and a hook together. Any rank may call it.
+    The block waits for calls of the hook that have begun, and no operation calls it after the block. Blocks may be nested, for bars and a hook together. Any rank may call it.
 
     Outside of such blocks no bar is drawn. Where no bar is, rank 0 logs two lines for each operation at level INFO to the logger
     ``shardwise.progress``: the bytes to do, then bytes, seconds and rate.
@@ -104,10 +104,16 @@ class _Called:
     def __init__(self, hook: _Hook) -> None:
         self._hook = hook
         self._is_closed = False
+        self._calling: list[int] = []
+        """Threads that are in the hook."""
+        self._changed = Condition()
 
     def tell(self, found: Progress) -> None:
-        if self._is_closed:
-            return
+        own = get_ident()
+        with self._changed:
+            if self._is_closed:
+                return
+            self._calling.append(own)
         try:
             self._hook(found)
         except Exception:
@@ -117,9 +123,17 @@ class _Called:
                 found.operation,
                 exc_info=True,
             )
+        finally:
+            with self._changed:
+                self._calling.remove(own)
+                self._changed.notify_all()
 
     def close(self) -> None:
-        self._is_closed = True
+        """Wait for calls of other threads that have begun: what the hook uses may be closed behind the block."""
+        own = get_ident()
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: all(thread == own for thread in self._calling))
 
 
 class _Lines:
