@@ -436,7 +436,7 @@ class _Client:
             yield [self._object(k + i) for i in range(size)]
             k += 0 if repeats else size
 
-    def list_with_delimiter(self, store: Any, folder: Any) -> Any:
+    async def list_with_delimiter_async(self, store: Any, folder: Any) -> Any:
         self._raise(0.2)
         n = self._rng.choice((0, 1, 5, 50))
         return {
