@@ -43,6 +43,7 @@ __all__ = [
     "set_conversions",
     "tie_map",
     "transformers_conversions",
+    "used_conversions",
     "without_initialization",
 ]
 
@@ -92,7 +93,10 @@ def build_from_config(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     transformers 5.20-5.23: ``PreTrainedModel._from_config``. The public constructor takes no dtype. Without it, parts
     that a class keeps in fp32 would get another one.
     """
-    return kind._from_config(config, dtype=dtype)
+    made = kind._from_config(config, dtype=dtype)
+    if made.config.dtype is None:  # transformers 5.3, whose from_pretrained sets it elsewhere
+        made.config.dtype = dtype
+    return made
 
 
 @contextmanager
@@ -130,7 +134,10 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
     """
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(dtype)
+    if hasattr(model, "_get_dtype_plan"):
+        plan = model._get_dtype_plan(dtype)
+    else:  # transformers 5.0 and 5.1: one plan, whatever the dtype
+        plan = dict(model.dtype_plan or {})
     if not plan:
         return lambda name: False
     pattern, _, _ = build_glob_alternation(list(plan))
@@ -233,10 +240,20 @@ def default_conversions(meta_model: Any) -> list[Any]:
     transformers 5.20-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
     whose class FSDP2 swapped. Without it, ``save_pretrained`` of such a model would write the model's own names.
     """
-    from transformers.core_model_loading import PrefixChange
+    from transformers import core_model_loading
 
     found = get_model_conversion_mapping(meta_model, add_legacy=False)
-    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+    prefix_change = getattr(core_model_loading, "PrefixChange", ())  # transformers before 5.6 has none
+    return [conversion for conversion in found if not isinstance(conversion, prefix_change)]
+
+
+def used_conversions(conversions: Sequence[Any]) -> list[Any]:
+    """Those of the conversions that a load has used: what ``from_pretrained`` leaves on a model.
+
+    transformers before 5.6 does not count them, and leaves all. Without it, ``save_pretrained`` would invert renames that the
+    stored files never had.
+    """
+    return [c for c in conversions if not hasattr(c, "was_used") or c.was_used()]
 
 
 def set_conversions(model: Any, conversions: list[Any]) -> None:
@@ -300,6 +317,8 @@ class HubGroup:
             converter.add_tensor(self.target, name, pattern, tensors[name])
         with torch.no_grad():
             made = converter.convert(self.target, model=self.meta_model, config=self.meta_model.config)
+        if isinstance(made, tuple):  # transformers 5.0: and errors
+            made, _ = made
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

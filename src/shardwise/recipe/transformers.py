@@ -30,6 +30,7 @@ from ..internals.transformers import (
     revert_to_hub,
     set_conversions,
     transformers_conversions,
+    used_conversions,
     without_initialization,
 )
 from ..layout.spec import TensorSpec
@@ -79,7 +80,7 @@ class HubRules:
 
     def used(self) -> list[Any]:
         """The conversions that a ``resolve`` has used."""
-        return [c for c in self.conversions if c.was_used()]
+        return used_conversions(self.conversions)
 
     def allow_missing(self, name: str) -> str | None:
         """The author of a declaration that this wanted tensor may be missing, or None."""
