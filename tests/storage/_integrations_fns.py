@@ -93,7 +93,7 @@ def best(hub: str, endpoint: str, root: str, folder: str) -> dict[str, Any]:
     found["best"], found["loaded"] = trainer.state.best_model_checkpoint, whole(trainer.model)
     found["kept"] = sw.verify(found["best"]).ok
     trainer = train(4, 1, True)
-    found["resumed"] = trainer.resume_report.step, trainer.resume_report.exact
+    found["resumed"] = trainer.resume_report.step, trainer.resume_report.differences
     found["best again"] = trainer.state.best_model_checkpoint
     with arguments(root) as args:
         found["output_dir"] = _error_of(lambda: ShardwiseTrainer(trainer.model, args, train_dataset=Rows()))

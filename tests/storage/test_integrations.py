@@ -62,7 +62,8 @@ def test_trainers_best_checkpoint(
         for name, tensor in found["at 1"].items():
             assert torch.equal(found["loaded"][name], tensor), name
         assert found["kept"]
-        assert found["resumed"] == (3, True)
+        longer = "scheduler.lr_lambdas[0].num_training_steps: 3 when saved, 4 now"
+        assert found["resumed"] == (3, (longer,)), "four steps have other learning rates than three"
         assert found["best again"] == found["best"], (
             "a resume knows the best, though Trainer sees no such directory"
         )
