@@ -43,12 +43,13 @@ _PROBE = re.compile(r"\.tmp-probe-[0-9a-f]{16}-\d+")
 
 
 def mark(path: str) -> None:
-    """Write the note into a directory that was just made. Raises :class:`CheckpointError`."""
+    """Write the note into a directory that was just made, durably: a power loss may keep what comes later. Raises :class:`CheckpointError`."""
     note = {
         "shardwise": "unfinished or deleted: shardwise may delete this directory",
         "nonce": _nonce_of(path),
     }
     write_file(os.path.join(path, NOTE_NAME), json.dumps(note).encode())
+    fsync_directory(path)
 
 
 def unmark(path: str) -> None:
