@@ -235,3 +235,13 @@ def test_a_note_that_no_parser_ends_is_no_note(tmp_path: Path) -> None:
     with sw.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state(), 1)
     assert (folder / "precious").read_text() == "precious"
+
+
+def test_the_note_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power loss can keep files of the directory without the note, and no start deletes them."""
+    synced: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(marks, "fsync_directory", lambda path: synced.append((path, os.listdir(path))))
+    place = tmp_path / ".tmp-step-00000001-0123456789abcdef"
+    place.mkdir()
+    marks.mark(str(place))
+    assert synced == [(str(place), [marks.NOTE_NAME])]

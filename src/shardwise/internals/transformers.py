@@ -248,9 +248,9 @@ def default_conversions(meta_model: Any) -> list[Any]:
 
 
 def used_conversions(conversions: Sequence[Any]) -> list[Any]:
-    """Those of the conversions that a load has used: what ``from_pretrained`` leaves on a model.
+    """The conversions that a load has used: ``from_pretrained`` leaves these on a model.
 
-    transformers before 5.6 does not count them, and leaves all. Without it, ``save_pretrained`` would invert renames that the
+    transformers before 5.6 doesn't track use and leaves all of them. Without it, ``save_pretrained`` would invert renames that the
     stored files never had.
     """
     return [c for c in conversions if not hasattr(c, "was_used") or c.was_used()]
@@ -317,7 +317,7 @@ class HubGroup:
             converter.add_tensor(self.target, name, pattern, tensors[name])
         with torch.no_grad():
             made = converter.convert(self.target, model=self.meta_model, config=self.meta_model.config)
-        if isinstance(made, tuple):  # transformers 5.0: and errors
+        if isinstance(made, tuple):  # transformers 5.0 returns the errors, too
             made, _ = made
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 

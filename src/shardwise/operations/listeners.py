@@ -44,7 +44,7 @@ def progress(hook: _Hook | None = None) -> Iterator[None]:
     again in this block.
 
     It counts the bytes of its own rank, without any exchange with other ranks. It holds for all threads of the process.
-    The block waits for calls of the hook that have begun, and no operation calls it after the block. Blocks may be nested, for bars and a hook together. Any rank may call it.
+    The block waits for running calls of the hook to return; none starts after the block. Blocks may be nested, for bars and a hook together. Any rank may call it.
 
     Outside of such blocks no bar is drawn. Where no bar is, rank 0 logs two lines for each operation at level INFO to the logger
     ``shardwise.progress``: the bytes to do, then bytes, seconds and rate.
@@ -129,7 +129,7 @@ class _Called:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait for calls of other threads that have begun: what the hook uses may be closed behind the block."""
+        """Wait until other threads have left the hook, so that the caller may close what the hook uses."""
         own = get_ident()
         with self._changed:
             self._is_closed = True

@@ -1,4 +1,4 @@
-"""Listings of a store that obstore asks for: some objects at a time, with bounds on objects, on time and on a reply's bytes."""
+"""Listings of a store that obstore asks for: some objects at a time, with limits on their number, the time, and the memory of a reply."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MOST_KEY_BYTES = 1024
 _CHUNK = 100
 #: So long a store may take for the next of them.
 _PAGE_S = 120.0
-#: And so long for all pages of one level, where obstore gives them together.
+#: Time limit for listing one level, where obstore returns all pages together.
 _LEVEL_S = 600.0
-#: A listing that takes longer than the first is ended once this process has grown by the second: obstore holds a reply whole.
+#: After so many seconds, a listing is cancelled once the process has grown by so many bytes: obstore buffers the whole reply.
 _UNWATCHED_S, _MOST_GROWTH_BYTES = 1.0, 2**30
 _LOOK_S = 0.05
 #: The last character there is: no name sorts behind it.
@@ -86,7 +86,7 @@ def pages_of_level(client: Any, store: Any, folder: str, url: str, ask: _Ask) ->
 
 
 def level(client: Any, store: Any, folder: str) -> Any:
-    """What obstore lists directly in a folder, all pages together."""
+    """List the objects and folders directly in a folder, all pages at once. Raises ``TimeoutError``."""
     return _within(_LEVEL_S, lambda: client.list_with_delimiter_async(store, folder or None))
 
 
@@ -140,7 +140,7 @@ def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _watched(call: Awaitable[T]) -> T:
-    """The result of a call. Ends it if it fills the memory, and then raises ``OSError``: obstore has no bound on a reply."""
+    """Await a call. Cancels it and raises ``OSError`` if the process grows too much meanwhile: obstore does not limit a reply's size."""
     listing = asyncio.ensure_future(call)
     began, before = time.monotonic(), _held_bytes()
     try:
@@ -156,7 +156,7 @@ async def _watched(call: Awaitable[T]) -> T:
 
 
 def _held_bytes() -> int:
-    """The memory of this process, without pages of files; 0 where the system does not say it."""
+    """Resident memory of this process without file pages; 0 on systems that don't report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             _, resident, shared, *_ = map(int, file.read().split())

@@ -43,7 +43,10 @@ _PROBE = re.compile(r"\.tmp-probe-[0-9a-f]{16}-\d+")
 
 
 def mark(path: str) -> None:
-    """Write the note into a directory that was just made, durably: a power loss may keep what comes later. Raises :class:`CheckpointError`."""
+    """Write the note into a new directory and sync both, so that no file can survive a power loss without it.
+
+    Raises :class:`CheckpointError`.
+    """
     note = {
         "shardwise": "unfinished or deleted: shardwise may delete this directory",
         "nonce": _nonce_of(path),
