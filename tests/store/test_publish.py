@@ -48,7 +48,8 @@ def test_all_of_a_step_is_synced_before_it_appears(tmp_path: Path, monkeypatch: 
     assert files | {"."} <= set(before)
     # The manifest makes it a step: after all other files, and before the names that make all of them findable.
     assert before.index("manifest.json") > max(map(before.index, files - {"manifest.json", "model", "rank"}))
-    assert min(map(before.index, (".", "model", "rank"))) > before.index("manifest.json")
+    synced = {name: k for k, name in enumerate(before)}
+    assert min(synced[name] for name in (".", "model", "rank")) > before.index("manifest.json")
     assert calls[renamed + 1] == ("sync", str(tmp_path))
 
 
