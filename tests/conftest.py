@@ -29,6 +29,7 @@ from hypothesis import settings
 from tests.harness.pool import RankPool
 from tests.harness.process import start_fork_servers, use_fork_servers
 from tests.harness.tiers import share_of
+from tests.harness.versions import lacking
 
 # Small machines share their cores with the ranks: how long one example takes says nothing.
 settings.register_profile(
@@ -78,6 +79,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
         if "server" in getattr(item, "fixturenames", ()):  # of tests/storage
             item.add_marker(pytest.mark.processes)
+        for needs in item.iter_markers("needs"):
+            if reason := lacking(*needs.args):
+                item.add_marker(pytest.mark.skip(reason=reason))
     for marker in ("ranks", "processes"):
         marked = {item.path for item in items if item.get_closest_marker(marker)}
         items.sort(key=lambda item, marked=marked: item.path not in marked)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 
 from tests.harness.channel import Channel
 from tests.harness.process import exit_with_parent, install_stack_dump, resolve, warnings_as_in_pytest
@@ -42,7 +42,10 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
         # Cached sharding decisions hold meshes, and those hold names of groups that no longer exist.
-        _clear_sharding_prop_cache()
+        if clear := getattr(debug, "_clear_sharding_prop_cache", None):
+            clear()
+        else:  # torch 2.9
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
         self._hosted = None
         gc.collect()  # meshes lie in cycles, and a group's threads run until it is gone
         gc.freeze()  # later collections look only at newer objects

@@ -28,7 +28,7 @@ def arguments(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            config = {"state_dict_type": "SHARDED_STATE_DICT", **options.pop("fsdp_config", {})}
+            config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", **options.pop("fsdp_config", {})}
             sharding = {"fsdp": True, "fsdp_config": config} if fsdp else {}
             args = (kind or TrainingArguments)(
                 output_dir=output_dir,

@@ -24,6 +24,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 ORDER = (
     *(
         "errors",
+        "gates",
         "operations",
         "storage",
         "limits",
@@ -69,7 +70,7 @@ ORDER = (
         "__main__",
     ),
 )
-MOST_LOOSE = 8
+MOST_LOOSE = 9
 
 #: Directories of tests that have another subject than one room.
 BESIDE_ROOMS = {
@@ -84,6 +85,7 @@ BESIDE_ROOMS = {
         "harness",
         "hosts",
         "launchers",
+        "matrix",
         "meta",
         "mutations",
         "quick",

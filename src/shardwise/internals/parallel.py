@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ShardError
+from ..gates import require
 from .torch import local_tensor
 
 __all__ = ["ep_by_plan", "own_parts", "parallel_plans", "put_parameter", "tp_by_plan"]
@@ -23,7 +23,7 @@ def tp_by_plan(model: Any, mesh: Any, plan: Mapping[str, str] | None = None) -> 
     parameters under their second names; here they are cut too, and tied again afterwards. Without it, the user of
     Accelerate's ``tp_size`` would have to call ``parallelize_module`` before the load.
     """
-    _need_plans(model)
+    require("plans")
     from transformers import DistributedConfig
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
@@ -64,7 +64,7 @@ def parallel_plans(model: Any, *, tp: bool, ep: bool) -> tuple[dict[str, str], d
     transformers 5.22-5.23: ``_resolve_parallel_plans``, which also wants a plan for FSDP, and ``_expand_parallel_plan``.
     Without it, see :func:`tp_by_plan`.
     """
-    _need_plans(model)
+    require("plans")
     by_rule = dict(getattr(model, "ep_plan", None) or {}) if ep else {}
     rules = dict(getattr(model, "tp_plan", None) or {}) if tp else {}
     rules = {
@@ -73,18 +73,6 @@ def parallel_plans(model: Any, *, tp: bool, ep: bool) -> tuple[dict[str, str], d
         if not any(name == taken or name.startswith(f"{taken}.") for taken in by_rule)
     }
     return model._expand_parallel_plan(rules), model._expand_parallel_plan(by_rule)
-
-
-def _need_plans(model: Any) -> None:
-    """Raise :class:`ShardError` where transformers can't apply its plans, which it can from 5.22."""
-    if not hasattr(model, "_expand_parallel_plan"):
-        import transformers
-
-        raise ShardError(
-            f"tensor and expert parallelism by the model's own plan need transformers 5.22 or newer, and this is "
-            f"{transformers.__version__}. Update transformers; or, for tensor parallelism, call parallelize_module yourself "
-            f"before the load"
-        )
 
 
 def own_parts(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -6,15 +6,17 @@ Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -31,6 +33,7 @@ __all__ = [
     "fake_store",
     "fake_device_or_view",
     "fake_tensors",
+    "fsdp_placements",
     "fused_attention",
     "is_checkpointed",
     "compiled_by",
@@ -172,9 +175,46 @@ def sibling_meshes(mesh: Any) -> torch.Tensor:
 
     Shape: number of siblings, then the mesh's own. ``DeviceMesh.mesh`` picks this rank's from the same tensor. Without
     it, each rank would describe another layout of one model, and a manifest can hold one only.
+
+    torch 2.10-2.14: a mesh keeps the layout of its slice. torch 2.9: the table of all meshes knows the root, whose dims that
+    are not sliced come first, as in ``create_sub_mesh``.
     """
-    ranks: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
-    return ranks
+    if hasattr(mesh, "_layout"):
+        ranks: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+        return ranks
+    table = cast("Any", device_mesh)._mesh_resources
+    root = table.get_root_mesh(mesh)
+    if root is mesh or mesh.mesh_dim_names is None:
+        return cast("torch.Tensor", mesh.mesh.unsqueeze(0))
+    flattened, names = table.flatten_name_to_root_dims.get(root, {}), list(root.mesh_dim_names)
+    own = [dim for name in mesh.mesh_dim_names for dim in flattened.get(name) or (names.index(name),)]
+    others = [dim for dim in range(root.mesh.ndim) if dim not in own]
+    return cast("torch.Tensor", root.mesh.permute(*others, *own).reshape(-1, *mesh.mesh.shape))
+
+
+def fsdp_placements(parameter: DTensor) -> tuple[Any, ...]:
+    """Placements of a parameter that ``fully_shard`` manages, as torch 2.9 and 2.12-2.14 describe them.
+
+    torch 2.10 and 2.11 don't count packed weights (``_StridedShard``) among the cuts that tensor parallelism makes first, and call
+    FSDP's own cut of those ``Shard``, as if it came first. Without it, a checkpoint of such a weight would hold other rows
+    than the parameter.
+    """
+    placements = parameter.placements
+    if issubclass(StridedShard, Shard) or not any(isinstance(p, StridedShard) for p in placements):
+        return placements
+    found, sizes = list(placements), parameter.device_mesh.shape
+    for axis, placement in enumerate(placements):
+        if type(placement) is not Shard:
+            continue
+        later = [
+            k
+            for k in range(axis + 1, len(placements))
+            if getattr(placements[k], "dim", None) == placement.dim
+        ]
+        parts = math.prod(sizes[k] for k in later)
+        if parts > 1 and any(isinstance(placements[k], StridedShard) for k in later):
+            found[axis] = StridedShard(placement.dim, split_factor=parts)
+    return tuple(found)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import LayoutError
+from ..gates import require
 from .boxes import Box, LocalBox, whole
 
 if TYPE_CHECKING:
@@ -239,19 +240,36 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
     """
     from torch.distributed.tensor import DTensor
 
-    from ..internals.torch import sibling_meshes
+    from ..internals.torch import fsdp_placements, sibling_meshes
 
     if not isinstance(tensor, DTensor):
         return replicated(world_size)
     mesh, ranks = tensor.device_mesh, sibling_meshes(tensor.device_mesh)
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    cuts = tuple(_cut_of(p, tensor.ndim) for p in tensor.placements)
+    placements = fsdp_placements(tensor) if fsdp_order else tensor.placements
+    cuts = tuple(_cut_of(p, tensor.ndim) for p in placements)
     if ranks.shape[0] == 1:
         ranks = ranks[0]
     else:
         names, cuts = ("siblings", *names), (Cut("replicate"), *cuts)
     found = Geometry(tuple(ranks.shape), tuple(names), cuts, tuple(ranks.flatten().tolist()), fsdp_order)
+    if not _blocks_are_even(tensor.shape, found):
+        require("packed")
     return one_of_equals(found)
+
+
+def _blocks_are_even(shape: Sequence[int], geometry: Geometry) -> bool:
+    """Whether cuts in blocks divide their dims without a rest. All rules for such cuts then agree."""
+    for dim in {cut.dim for cut in geometry.cuts if cut.kind == "strided"}:
+        done = 1
+        for axis, _, factor in _cut_order(
+            cutting_axes(geometry, dim), geometry.axis_sizes, geometry.fsdp_order
+        ):
+            parts = geometry.axis_sizes[axis]
+            if factor > 1 and parts > 1 and shape[dim] % (done * factor * parts):
+                return False
+            done *= parts
+    return True
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from torch import nn
 from ..catalog import Catalog
 from ..catalog.quantized import method_of_config, quantized, settings_of_config
 from ..errors import UnsupportedConversionError
+from ..gates import require
 from ..internals.bitsandbytes import with_modules_of
 from ..internals.quantizers import SKIPPED_FORM, quantizer_of
 from ..internals.regex import check_patterns
@@ -128,6 +129,7 @@ def _put_as_stored(model: Any, settings: Any, dtype: torch.dtype, method: str) -
             f"quantized='dequantize'"
         ) from error
     if method == "fp8":
+        require("kept-fp8")
         from .kept_fp8 import put_fp8
 
         found = put_fp8(model, quantizer, dtype)

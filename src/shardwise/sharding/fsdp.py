@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
+from ..gates import require
 from .groups import Group, ShardPolicy, Wrapping, describe_groups, find_wrapping, largest_group, parameter_of
 from .replicated import mesh_device, reduce_after_backward
 from .split_points import Candidate, can_be_group
@@ -215,6 +216,8 @@ def _wrap(wrapping: Wrapping, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy:
     comes first, then these, from the outside in.
     """
     apart = {p for candidate, own in wrapping.groups if candidate.kind == "dtype" for p in own}
+    if not all(p.is_floating_point() or p.is_complex() for _, own in wrapping.groups for p in own):
+        require("integers")
 
     def in_order(group: tuple[Candidate, tuple[nn.Parameter, ...]]) -> int:
         return group[0].path.count(".") + 1 if group[0].kind == "dtype" else 0

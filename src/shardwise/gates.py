@@ -1,0 +1,118 @@
+"""Features that need newer packages than the lowest that shardwise installs with: one table.
+
+A row makes the error that refuses the feature, the rows of docs/compatibility.md and a note of ``shardwise doctor``. Importing
+this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+
+from .errors import LayoutError, ShardError, ShardwiseError, UnsupportedConversionError
+
+__all__ = ["GATES", "Gate", "require"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A feature, and the releases of a package that have what it needs."""
+
+    feature: str
+    package: str
+    needs: str
+    """The releases, as in requirements."""
+    why: str
+    """What older releases lack, or do otherwise. A sentence."""
+    instead: str
+    """What to do with an older release. A sentence."""
+    error: type[ShardwiseError] | None = None
+    """Raised by shardwise; None: the other package refuses, or takes another way, and says so itself."""
+
+    def is_open(self, installed: str) -> bool:
+        """Whether the feature is there with this release of the package."""
+        from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
+
+        return SpecifierSet(self.needs).contains(installed, prereleases=True)
+
+
+#: Name → row. Raising a minimum of pyproject.toml to what a row needs deletes the row.
+GATES = {
+    "packed": Gate(
+        "packed weights under tensor parallelism whose blocks don't divide evenly",
+        "torch",
+        ">=2.10",
+        "torch 2.9 cuts such blocks by another rule than all later releases, which then would read other rows from a checkpoint.",
+        "Choose sizes that the number of ranks divides, or keep gate and up, or q, k and v, in weights of their own.",
+        LayoutError,
+    ),
+    "integers": Gate(
+        "parameters of integers under FSDP2",
+        "torch",
+        ">=2.12",
+        "fully_shard asks for gradients of each parameter, and integers have none.",
+        "Register them as buffers.",
+        ShardError,
+    ),
+    "plans": Gate(
+        "tensor and expert parallelism by a model's own plan",
+        "transformers",
+        ">=5.22",
+        "Older releases can't apply a model's plan to DTensors.",
+        "For tensor parallelism, call parallelize_module before the load.",
+        ShardError,
+    ),
+    "model-directory": Gate(
+        "from_pretrained of a checkpoint's model/",
+        "transformers",
+        ">=5.20",
+        "Older releases of from_pretrained look for other names of files.",
+        "Use shardwise export, or the model that Trainer.save_model writes.",
+    ),
+    "kept-fp8": Gate(
+        "FP8 weights kept as they are (load_pretrained with quantized='keep')",
+        "transformers",
+        ">=5.7",
+        "Older releases lack the modules that hold them, or can't import those without Triton.",
+        "Load without that option: the weights are dequantised.",
+        UnsupportedConversionError,
+    ),
+    "trainer": Gate(
+        "the integration of Trainer and TRL",
+        "transformers",
+        ">=5.3",
+        "Older releases lack the methods that it overrides.",
+        "Use your own loop or Accelerate (shardwise.integrations.accelerate).",
+        ShardError,
+    ),
+    "fsdp-version": Gate(
+        "a Trainer's FSDP without fsdp_config['version']",
+        "transformers",
+        ">=5.10",
+        "Older releases take FSDP1 then, whose flat parameters shardwise refuses.",
+        'Set fsdp_config={"version": 2}.',
+        ShardError,
+    ),
+}
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require(name: str) -> None:
+    """Raise the error of a row of :data:`GATES` where the installed release lacks what the feature needs."""
+    gate = GATES[name]
+    installed = _version(gate.package)
+    if installed is None or gate.is_open(installed):
+        return
+    assert gate.error is not None
+    raise gate.error(
+        f"{gate.feature}: this needs {gate.package} {gate.needs.lstrip('>=')} or newer, and {installed} is installed. "
+        f"{gate.why} {gate.instead} Or update: pip install '{gate.package}{gate.needs}'"
+    )
