@@ -27,6 +27,8 @@ MUTATIONS ?=
 BENCH ?=
 # Options of `make nightly`: names of steps; none: all of them.
 NIGHTLY ?=
+# Options of `make matrix`: --pairs, --checks, --all, --write.
+MATRIX ?=
 # Options of `make gpu-check`: --only checks, --short, --device simgpu, ...
 GPU_CHECK ?=
 
@@ -40,7 +42,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not nightly and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long nightly lowest newest dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers sweep clean
+.PHONY: help install demo quick test long nightly matrix dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,8 +54,7 @@ help:
 	@echo "make nightly  everything: all parameters, every example of random searches, all mutations, faults, fuzzing (hours)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
 	@echo "make docs     the site, into site/; a warning is an error"
-	@echo "make lowest   make quick with the lowest versions that pyproject.toml declares, in .venv-lowest"
-	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
+	@echo "make matrix   imports, and a program on two ranks, with older and newer packages (minutes; MATRIX='--all --write': hours)"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
 	@echo "make phases   memory of each phase of 53 configurations beside its plan, under a limit at the plan (45 minutes)"
@@ -99,13 +100,10 @@ nightly: install
 quick: install
 	FORK_SERVERS=1 $(PYTEST) $(QUICK)
 
-# The same, with the lowest versions that pyproject.toml declares, and with the newest there are.
-lowest:
-	$(MAKE) quick VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
-
-newest:
-	rm -f .venv-newest/.installed
-	$(MAKE) quick VENV=.venv-newest CONSTRAINTS=
+# Environments of older and newer packages, below build/matrix. Without MATRIX: imports and a program on two ranks, with the oldest
+# packages and with another environment for each commit.
+matrix: install
+	$(BIN)/python -m tests.matrix $(MATRIX)
 
 # Two archives; the wheel in a fresh environment with its required dependencies alone.
 dist: install

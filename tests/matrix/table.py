@@ -1,0 +1,117 @@
+"""docs/compatibility.md: the table of gates, and what came of the matrix. ``python -m tests.matrix.table`` writes it again with the results that it has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shardwise.gates import GATES
+
+from .environments import ROOT
+from .pairs import PAIRS, Pair
+
+__all__ = ["PAGE", "Row", "page", "results", "write"]
+
+PAGE = ROOT / "docs" / "compatibility.md"
+CHECKS = ("imports", "program", "demo", "quick", "ranks")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl")
+
+HEAD = """# Compatibility
+
+shardwise installs with torch 2.9 or newer and transformers 5.0 or newer. With transformers 5.3 or newer you get everything
+except what the first table lists. With 5.0 to 5.2, you get loads, checkpoints, resumes and exports, in your own loop or with
+Accelerate. `shardwise doctor` tells you which rows apply to the packages that you have.
+
+## What needs newer packages
+
+| name | feature | needs | because | with an older release |
+|---|---|---|---|---|
+"""
+
+TRIED = """
+## What has been tested
+
+Each row is one environment. *program* loads a mixture of experts on two ranks, trains it, resumes it and exports it, in a
+loop of its own and with Accelerate: every parameter equals what `from_pretrained` loads, the resumed run equals the one that was
+not stopped bit for bit, and each rank reads at most 1.02 times its own bytes. *demo* is `shardwise demo`. *quick* and *ranks* are
+tests of one process and of several. Tests that are skipped are counted after the name of the row above that they need, or after
+*upstream*: another package has no such class or behaves differently, without any part of shardwise in it.
+
+"""
+
+
+@dataclass
+class Row:
+    """One environment: its packages, and what each check said and when."""
+
+    packages: dict[str, str]
+    checks: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+    commit: str = ""
+
+    @classmethod
+    def of(cls, pair: Pair, python: Path) -> tuple[str, dict[str, str]]:
+        """The pair's name, and the versions that its environment has."""
+        asked = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PACKAGES!r}}}))"
+        found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True)
+        return pair.name, {
+            name: version.partition("+")[0] for name, version in json.loads(found.stdout).items()
+        }
+
+
+def results() -> dict[str, Row]:
+    """The rows that the page has, by the pair's name."""
+    found: dict[str, Row] = {}
+    text = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
+    _, _, table = text.partition(TRIED)
+    for line in table.splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        packages = dict(zip(PACKAGES, cells, strict=False))
+        checks = {
+            check: cell for check, cell in zip(CHECKS, cells[len(PACKAGES) :], strict=False) if cell != "–"
+        }
+        found[name] = Row(packages, checks, *cells[-2:])
+    return found
+
+
+def page(rows: dict[str, Row]) -> str:
+    """The text of the page."""
+    lines = [HEAD.rstrip("\n")]
+    for gate in GATES.values():
+        lines.append(
+            f"| {gate.feature} | {gate.package} {gate.needs.removeprefix('>=')} | {gate.why} | {gate.instead} |"
+        )
+    lines += [TRIED.rstrip("\n"), ""]
+    lines.append("| environment | " + " | ".join((*PACKAGES, *CHECKS)) + " | date | commit |")
+    lines.append("|" + "---|" * (3 + len(PACKAGES) + len(CHECKS)))
+    for pair in PAIRS:
+        if (row := rows.get(pair.name)) is None:
+            continue
+        cells = [
+            *(row.packages.get(name, "–") for name in PACKAGES),
+            *(row.checks.get(c, "–") for c in CHECKS),
+        ]
+        lines.append(f"| {pair.name} | {' | '.join(cells)} | {row.date} | {row.commit} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(found: tuple[str, dict[str, str]], check: str, said: str) -> None:
+    """Put one check's result into the page."""
+    name, packages = found
+    rows = results()
+    row = rows.get(name)
+    if row is None or row.packages != packages:
+        row = rows[name] = Row(packages)
+    row.checks[check] = said
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=True
+    )
+    row.date, row.commit = datetime.now(UTC).strftime("%Y-%m-%d"), head.stdout.strip()
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(results()), encoding="utf-8")
