@@ -466,7 +466,7 @@ def test_export_under_torchrun(saved: Path, tmp_path: Path) -> None:
     assert one == two
     status, out, err = finish(start("export", step, tmp_path / "two", "--json", launch=launch))
     assert status != 0
-    assert "is there already" in json.loads(out)["error"]["message"]
+    assert "exists already" in json.loads(out)["error"]["message"]
 
 
 def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
@@ -540,7 +540,7 @@ def test_convert_under_torchrun(model: Path, tmp_path: Path) -> None:
     assert run_json("verify", tmp_path / "two")["ok"]
     status, out, err = finish(start(*arguments, launch=launch))
     assert status != 0
-    assert "is there already" in json.loads(out)["error"]["message"]
+    assert "exists already" in json.loads(out)["error"]["message"]
 
 
 def test_demo_passes_on_what_was_asked(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:

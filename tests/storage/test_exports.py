@@ -256,7 +256,7 @@ def test_tensors_without_elements_and_scalars(proxy: Proxy, tmp_path: Path) -> N
 
 def test_what_is_there_already(proxy: Proxy, server: S3Server) -> None:
     server.put("exports/taken/notes.txt", b"1")
-    with pytest.raises(CheckpointError, match="is there already; export into a new or empty directory"):
+    with pytest.raises(CheckpointError, match="exists already; export to a new or empty prefix"):
         sw.export_hf(small(), f"{ROOT}/taken")
     assert below(f"{ROOT}/taken") == {"notes.txt": b"1"}
     server.put("exports/claimed.claim", b'{"nonce": "1", "began": "2026-01-02 03:04:05 UTC"}')

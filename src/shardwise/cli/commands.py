@@ -286,6 +286,7 @@ def copy(path: str, out: str, as_json: bool) -> None:
 @click.option(
     "--source", metavar="PATH", default=None, help="The quantised source that the model was loaded from."
 )
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export at OUT, at once.")
 @one_model
 @config
 @trust_remote_code
@@ -297,6 +298,7 @@ def export(
     quantize: Literal["as-source"] | None,
     source: str | None,
     max_shard_bytes: int,
+    overwrite: bool,
     model: str | None,
     config: str | None,
     trust_remote_code: bool,
@@ -326,6 +328,7 @@ def export(
             quantize=quantize,
             source=source,
             max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
             trust_remote_code=trust_remote_code,
         )
         if rank != 0:

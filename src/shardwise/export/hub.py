@@ -28,18 +28,18 @@ from ..layout.spec import TensorSpec
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks, kept_in
 from ..operations.announced import announced
-from ..operations.operation import Operation, this_operation
+from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..planning.casts import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks
-from ..storage import absolute
+from ..storage import absolute, is_url
 from ..transfer.copy import Staging
 from .as_source import AsSource, AsSourceJob
 from .files import HubFiles
 from .job import Job
 from .live import LiveJob
 from .merged import MergedJob
-from .places import place_for
+from .places import Place, place_for
 from .quantized_source import QuantizedSource, place_of_source
 from .stored import StoredJob
 from .tensors import HubTensors
@@ -94,6 +94,7 @@ def export_hf(
     quantize: Literal["as-source"] | None = None,
     source: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = 5 * 1024**3,
+    overwrite: bool = False,
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ExportReport:
@@ -105,8 +106,8 @@ def export_hf(
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
-        out: a directory or a URL; must not exist, or be empty. It appears complete or not at all. In a store each rank
-            writes whole files, the config and the index come last, and a failure deletes what was written.
+        out: a directory or a URL; must not exist, or be empty, unless ``overwrite``. It appears complete or not at all. In a store
+            each rank writes whole files, the config and the index come last, and a failure deletes what was written.
         model: the name of the model, for a checkpoint with several models.
         config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
@@ -121,6 +122,9 @@ def export_hf(
         source: with ``quantize``, the quantised source, a directory or a URL. Default: that of the live model's last load, which must
             be as it was then; a stored model has none.
         max_shard_bytes: payload per file, unless one tensor is larger.
+        overwrite: replace an earlier export in a local directory. The new files are written first, then the two directories change
+            places at once, and the old files are deleted; both need room for that time. Anything that doesn't look like an export is
+            refused.
         trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
             their own code need it.
 
@@ -138,6 +142,10 @@ def export_hf(
     with ranks.agree("open source"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        if overwrite and is_url(final):
+            raise ValueError(
+                f"overwrite= replaces a local directory, and a store can't exchange two prefixes at once; export {final} to another one"
+            )
         if isinstance(model_or_path, nn.Module) and (model, config) != (None, None):
             raise ValueError("model= and config= apply to stored models, not to a live one")
         if adapters is not None and not (
@@ -176,7 +184,8 @@ def export_hf(
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
-        written = _write_out(job, contents, output, assets, final, ranks, io, counted)
+        place = place_for(final, output, ranks, counted, overwrite=overwrite)
+        written = _write_out(job, contents, output, assets, final, place, ranks, io)
         report = ExportReport.of(output, final, written, started, contents.hub)
         return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
 
@@ -243,12 +252,11 @@ def _write_out(
     output: HubFiles,
     assets: Mapping[str, bytes],
     final: str,
+    place: Place,
     ranks: Ranks,
     io: IOOptions,
-    counted: Operation,
 ) -> int:
     """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
-    place = place_for(final, output, ranks, counted)
     place.prepare()
     try:
         written, sums = place.write(job, contents, Staging(io))

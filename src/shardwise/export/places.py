@@ -37,6 +37,8 @@ class Place(Protocol):
         """Delete what was written. For rank 0, after a failure since :meth:`prepare`."""
 
 
-def place_for(final: str, output: HubFiles, ranks: Ranks, counted: Operation) -> Place:
-    """The place of a path or a URL. ``counted`` counts the payload that is written."""
-    return (ToStore if is_url(final) else ToDirectory)(final, output, ranks, counted)
+def place_for(final: str, output: HubFiles, ranks: Ranks, counted: Operation, *, overwrite: bool) -> Place:
+    """The place of a path or a URL. ``counted`` counts the payload that is written. ``overwrite`` is for a local one."""
+    if is_url(final):
+        return ToStore(final, output, ranks, counted)
+    return ToDirectory(final, output, ranks, counted, overwrite=overwrite)

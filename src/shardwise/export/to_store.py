@@ -41,7 +41,7 @@ class ToStore:
 
     def _claim(self) -> str:
         if patiently(exists, self._url):
-            raise CheckpointError(f"{self._url}: is there already; export into a new or empty directory")
+            raise CheckpointError(f"{self._url}: exists already; export to a new or empty prefix")
         claim(self._url)
         return self._url
 
