@@ -33,7 +33,7 @@ INSTEAD = {
     '"Qwen/Qwen3-0.6B"': "path",
 }
 #: Blocks of other pages' objects: what they need is not made here.
-LEFT_OUT = ("Accelerator", "…")
+LEFT_OUT = ("Accelerator", "…", "while step < total_steps")  # the last ones: test_programs.py
 
 #: Pages of blocks that have nothing to do with each other.
 ALONE = ("docs/index.md", "docs/concepts/")
