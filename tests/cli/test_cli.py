@@ -297,6 +297,26 @@ def test_plan(model: Path) -> None:
     assert wide["model_bytes"] == 2 * document["model_bytes"]
 
 
+def test_plan_of_a_config_alone(model: Path, tmp_path: Path) -> None:
+    """A directory or a file, with and without options of a training."""
+    config = tmp_path / "config.json"
+    config.write_bytes((model / "config.json").read_bytes())
+    expected = run_json("plan", model, "--ranks", 4)["total_shard_bytes"]
+    for path in (tmp_path, config):
+        assert run_json("plan", path, "--ranks", 4)["total_shard_bytes"] == expected
+        shown = run("plan", path, "--ranks", 4, "--fit", "80GiB")
+        assert shown.exit_code == 0
+        assert "from its config alone" in shown.stdout
+
+
+@pytest.mark.parametrize("option", ["--fit", "--host", "--bandwidth"])
+def test_memory_without_a_unit_is_refused_where_it_is_tiny(model: Path, option: str) -> None:
+    found = run("plan", model, "--ranks", 4, option, "80")
+    assert found.exit_code == 2
+    assert "80 without a unit is 80 bytes; did you mean 80GiB?" in found.stderr
+    assert run("plan", model, "--ranks", 4, option, str(80 * 1024**3)).exit_code == 0
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 def test_plan_of_a_training(model: Path) -> None:
     asked = (

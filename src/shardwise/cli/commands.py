@@ -124,7 +124,7 @@ def plan(
     Warns if the memory of this host, or of its container, would not suffice for the ranks of one of H hosts.
 
     With any of the options of a training run (from --batch-size to --explain) it shows each phase of the run: load, steps,
-    saves, resume, export. PATH may then be a config.json alone. Status 1 if the run does not fit into --fit or --host.
+    saves, resume, export. A config.json without weights is enough for PATH. Status 1 if the run does not fit into --fit or --host.
     """
     from ..phases.plan import plan as plan_model
     from .options import check_axes

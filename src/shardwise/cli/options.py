@@ -19,6 +19,7 @@ __all__ = [
     "common",
     "config",
     "debug",
+    "memory_size",
     "model_class",
     "new_adapter",
     "quantized_as",
@@ -58,6 +59,22 @@ def byte_count(context: click.Context, parameter: click.Parameter, value: str) -
             f"{value!r} is not a size; write for example 5GB, 500MiB or a number of bytes (2000000000, 2e9)",
             context,
             parameter,
+        )
+    return nbytes
+
+
+#: A device or a disk with less than this is a number without its unit.
+_LEAST_MEMORY_BYTES = 64 * 1024**2
+
+
+def memory_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """As :func:`byte_count`, for memory and bandwidth: refuses ``80``, which is 80 bytes, and names what was probably meant."""
+    if value is None:
+        return None
+    nbytes = byte_count(context, parameter, value)
+    if nbytes < _LEAST_MEMORY_BYTES and not (found := _SIZE.fullmatch(value))[2]:  # type: ignore[index]
+        raise click.BadParameter(
+            f"{value} without a unit is {nbytes:,} bytes; did you mean {found[1]}GiB?", context, parameter
         )
     return nbytes
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .options import DTYPES, byte_count
+from .options import DTYPES, memory_size
 
 if TYPE_CHECKING:
     from ..phases.fit import Verdict
@@ -42,7 +42,7 @@ _NAMES = (
 
 def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that describe a training run. Any one of them asks for its phases."""
-    sizes: dict[str, Any] = {"callback": _size, "metavar": "SIZE", "default": None}
+    sizes: dict[str, Any] = {"callback": memory_size, "metavar": "SIZE", "default": None}
     options = (
         click.option(
             "--batch-size", type=click.IntRange(1), default=None, help="Samples of a rank in a forward."
@@ -68,10 +68,6 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         command = option(command)
     return command
-
-
-def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else byte_count(context, parameter, value)
 
 
 @dataclass(frozen=True, slots=True)

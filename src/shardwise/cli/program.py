@@ -35,6 +35,8 @@ INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 #: Where no bar can be drawn, operations that take longer get lines on stderr.
 LINES_AFTER_S = 5.0
+#: Loggers of packages that transformers imports: which of their GPU extensions can't be loaded, and deprecations between them.
+_NOISY = ("torchao", "torch.utils._pytree")
 #: Findings of one error that are shown; ``--json`` gives all.
 _SHOWN_PROBLEMS = 20
 
@@ -165,14 +167,20 @@ def _take_any_text() -> None:
 
 @contextmanager
 def _logging(*, debug: bool, with_progress: bool) -> Iterator[None]:
-    """Show the package's log on stderr while a command runs; ``with_progress``: also the lines of operations without a bar."""
+    """Show the package's log on stderr while a command runs; ``with_progress``: also the lines of operations without a bar.
+
+    What other packages log while they are imported is not shown without ``debug``.
+    """
     logger, lines, handler = (
         logging.getLogger("shardwise"),
         logging.getLogger("shardwise.progress"),
         logging.StreamHandler(),
     )
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    before = [(one, one.level) for one in (logger, lines)]
+    others = [] if debug else [logging.getLogger(name) for name in _NOISY]
+    before = [(one, one.level) for one in (logger, lines, *others)]
+    for one in others:
+        one.setLevel(logging.ERROR)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
     lines.setLevel(logging.INFO if with_progress else logging.WARNING)

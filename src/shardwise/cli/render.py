@@ -185,8 +185,9 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     if len(axes) > 1 or experts:
         shape += f" ({' x '.join(axes)}{experts})"
     total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
+    from_config = "; from its config alone, as if it were stored so" if report.from_config else ""
     facts = {
-        "model": f"{report.model_class}, {', '.join(report.dtypes)}",
+        "model": f"{report.model_class}, {', '.join(report.dtypes)}{from_config}",
         "tensors": f"{report.tensors}, {size(report.model_bytes)} ({size(report.source_bytes)} stored)",
         "ranks": shape,
         "all ranks hold": size(report.total_shard_bytes),

@@ -83,8 +83,8 @@ def plan(
 
     Args:
         path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
-            a model on the Hugging Face hub, which is downloaded if the cache lacks it. With ``training`` also a config
-            alone: a JSON file, or a directory that holds config.json and no weights.
+            a model on the Hugging Face hub, which is downloaded if the cache lacks it. A config alone is enough: a JSON
+            file, or a directory that holds config.json and no weights.
         ranks: number of ranks of the load, at most 16,384.
         nodes: hosts, each with equally many consecutive ranks, or the last with fewer: the ranks of one share its memory, and
             a store's requests.
@@ -123,7 +123,7 @@ def plan(
     )
     io = io or IOOptions()
     _floating_dtype(request.understood().dtype)
-    with source_of(request, may_lack_weights=training is not None) as source:
+    with source_of(request) as source:
         this = replace(this, adapter=source.request.adapter)  # maybe one in the model's directory
         report, run = _report_of(source, this, io, with_run=training is not None)
         report = replace(report, from_config=source.is_config_alone, run=run)

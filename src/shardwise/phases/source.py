@@ -74,13 +74,10 @@ class Source:
 
 
 @contextmanager
-def source_of(request: Pretrained, *, may_lack_weights: bool) -> Iterator[Source]:
-    """The source of a request, while the context lasts: a config file gets a directory.
-
-    Raises :class:`SourceError` if there is none, or if it lacks weights and may not.
-    """
+def source_of(request: Pretrained) -> Iterator[Source]:
+    """The source of a request, while the context lasts: a config file gets a directory. Raises :class:`SourceError` if there is none."""
     path, asked = os.fspath(request.path), request.understood()
-    if may_lack_weights and not is_url(path) and _is_config_alone(path):
+    if not is_url(path) and _is_config_alone(path):
         with _directory_of(path) as directory:
             yield Source(request, asked, directory, None, True, Requests(), path)
         return
