@@ -683,7 +683,6 @@ def test_export_with_a_config_that_is_none(
 @pytest.mark.parametrize(
     "args",
     [
-        (),
         ("no-such-command",),
         ("inspect",),
         ("inspect", "PATH", "--no-such-option"),
@@ -872,3 +871,14 @@ def test_interrupt(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     status, _, err = finish(process)
     assert (status, err.strip()) == (130, "error: interrupted")
+
+
+def test_help_lists_every_command_in_its_group() -> None:
+    from shardwise.cli.program import GROUPS
+
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(main.commands)
+    shown, bare = (CliRunner().invoke(main, given, env={"COLUMNS": "80"}) for given in (["--help"], []))
+    assert shown.output == bare.output, "shardwise alone prints its help"
+    assert (shown.exit_code, bare.exit_code) == (0, 0)
+    assert "..." not in shown.output.split("Options:")[1], "no line is cut"
+    assert all(len(line) <= 80 for line in shown.output.splitlines())

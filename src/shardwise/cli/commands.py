@@ -45,7 +45,7 @@ def main() -> None:
     """
 
 
-@main.command()
+@main.command(short_help="Show the tensors and sizes of a model or checkpoint.")
 @source_path
 @common
 def inspect(path: str, as_json: bool) -> int:
@@ -73,7 +73,7 @@ def _is_sound(contents: Inspection) -> bool:
     return not (isinstance(contents, CheckpointContents) and contents.problems)
 
 
-@main.command()
+@main.command(short_help="Show whether a model fits, and what each rank reads.")
 @source_path
 @click.option("--ranks", type=click.IntRange(1, 16_384), required=True, metavar="N", help="Ranks of the run.")
 @click.option(
@@ -160,7 +160,7 @@ def plan(
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
-@main.command()
+@main.command(short_help="Check every byte of a checkpoint, or of a whole run.")
 @source_path
 @click.option(
     "--threads", type=click.IntRange(1, 256), default=None, metavar="N", help="Default: cores, at most 8."
@@ -185,7 +185,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
     return _verify_steps(path, threads, as_json)
 
 
-@main.command()
+@main.command(short_help="Compare two models or checkpoints tensor by tensor.")
 @click.argument("first", type=click.Path(path_type=str))
 @click.argument("second", type=click.Path(path_type=str))
 @common
@@ -245,7 +245,7 @@ def _verify_one(path: str, threads: int | None) -> Any:
     return stored.verify(path, threads=threads)
 
 
-@main.command()
+@main.command(short_help="Copy a model or checkpoint, and prove the copy.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @common
@@ -265,7 +265,7 @@ def copy(path: str, out: str, as_json: bool) -> None:
         show_copy(console(), report)
 
 
-@main.command()
+@main.command(short_help="Write a checkpoint as a Hugging Face model.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: as stored.")
@@ -339,7 +339,7 @@ def export(
             show_export(console(), report)
 
 
-@main.command()
+@main.command(short_help="Convert what other libraries saved while training.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="Format of OUT.")
@@ -386,7 +386,7 @@ def convert(
             show(console(), report)
 
 
-@main.command()
+@main.command(short_help="Write an HTML page about a run.")
 @click.argument("paths", type=click.Path(path_type=str), nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The file to write.")
 @click.option(
@@ -413,7 +413,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
         click.echo(f"{written}: {nbytes / 1024:.0f} KiB, one file to open or to send")
 
 
-@main.command()
+@main.command(short_help="Show the causes and cures of an error.")
 @click.argument("error", type=click.Choice(ERRORS), metavar="ERROR")
 @common
 def explain(error: str, as_json: bool) -> None:
@@ -446,7 +446,7 @@ def _ranks_of_launcher() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-@main.command()
+@main.command(short_help="Load, train, crash, resume and export on this machine.")
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--out",

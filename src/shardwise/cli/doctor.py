@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-@main.command()
+@main.command(short_help="Find problems of this machine, these files and logs.")
 @click.argument("path", nargs=-1, type=AnyPath(path_type=str))
 @click.option(
     "--ranks",

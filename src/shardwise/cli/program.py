@@ -41,6 +41,15 @@ _NOISY = ("torchao", "torch.utils._pytree")
 _SHOWN_PROBLEMS = 20
 
 
+#: The commands of ``shardwise --help``, by what they are for.
+GROUPS = {
+    "Before a run": ("plan", "doctor", "demo"),
+    "Look at files": ("inspect", "verify", "diff", "report"),
+    "Write files": ("export", "convert", "copy"),
+    "Help": ("explain",),
+}
+
+
 class Program(click.Group):
     """A group of commands that never ends in a traceback (except with ``--debug``, for unexpected errors).
 
@@ -57,7 +66,7 @@ class Program(click.Group):
         **extra: Any,
     ) -> NoReturn:
         """Run the command line ``args`` (default: the process's own) and exit with its status."""
-        given = list(sys.argv[1:] if args is None else args)
+        given = list(sys.argv[1:] if args is None else args) or ["--help"]
         options = given[: given.index("--")] if "--" in given else given
         _take_any_text()
         as_json = "--json" in options
@@ -72,6 +81,13 @@ class Program(click.Group):
                 else:
                     status = _report(error, as_json=as_json, debug="--debug" in options)
         sys.exit(status or FINE)
+
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands in groups, each with one line."""
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(60)) for name in names])
 
 
 def print_json(document: Any) -> None:
