@@ -173,3 +173,18 @@ def test_which_files_of_a_repository() -> None:
     assert chosen([*documents, *inner, "model.safetensors"], subfolder="inner") == set(inner)
     with pytest.raises(SourceError, match=r"is a model in GGUF"):
         chosen(["config.json", "q4.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("dtpye", "dtype"),
+        ("attn_implementaton", "attn_implementation"),
+        ("adaptor", "adapter"),
+        ("meshes", "mesh"),
+        ("revison", "revision"),
+    ],
+)
+def test_a_misspelt_argument_is_told_what_was_meant(typed: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"takes no {typed}=; did you mean {meant}=\?"):
+        understand({typed: None}, "auto")

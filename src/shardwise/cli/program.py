@@ -82,7 +82,6 @@ class Program(click.Group):
                     status = _report(error, as_json=as_json, debug="--debug" in options)
         sys.exit(status or FINE)
 
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands in groups, each with one line."""
         for title, names in GROUPS.items():

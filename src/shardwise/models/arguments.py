@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 import torch
@@ -125,7 +126,7 @@ def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
     if hub.get("subfolder", "") is None:
         hub["subfolder"] = ""
     for name in rest:
-        raise TypeError(f"load_pretrained takes no {name}=; leave it out: {_instead(name)}")
+        raise TypeError(f"load_pretrained takes no {name}=; {_instead(name)}")
     return Arguments(dtype=dtype, hub=HubOptions(**hub), implementations=implementations)
 
 
@@ -133,9 +134,17 @@ def _named(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+#: Arguments of ``load_pretrained`` that have no place in :class:`Pretrained`.
+_OF_THE_CALL = ("mesh", "policy", "seed", "device", "io", "verify")
+
+
 def _instead(name: str) -> str:
-    return REFUSED.get(name) or (
-        f"what changes the config goes into one: config = AutoConfig.from_pretrained(path, {name}=…), and "
+    known = (*FromPretrained.__annotations__, *Pretrained.__dataclass_fields__, *_OF_THE_CALL)
+    if name not in REFUSED and (close := get_close_matches(name, known, n=1, cutoff=0.75)):
+        return f"did you mean {close[0]}=?"
+    return "leave it out: " + (
+        REFUSED.get(name)
+        or f"what changes the config goes into one: config = AutoConfig.from_pretrained(path, {name}=…), and "
         f"load_pretrained(path, …, config=config)"
     )
 

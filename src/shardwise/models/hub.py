@@ -305,7 +305,7 @@ def _named_by_documents(folder: str, inner: str, files: Collection[str]) -> list
 
 def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
     """The folder of a snapshot in the cache, maybe with few of its files. Raises :class:`SourceError`."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -317,10 +317,10 @@ def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
         if folder := getattr(error, "snapshot_path", None):
             return str(folder)
         at = f" at revision {revision!r}" if revision else ""
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only the cache was asked"
         raise SourceError(
-            f"no such directory here, and the cache {_cache_dir(options)} holds no such model of the hub{at}; "
-            f"nothing was downloaded, because HF_HUB_OFFLINE or local_files_only says so. Correct the path, or run "
-            f"once online",
+            f"no such directory here, and the cache {_cache_dir(options)} holds no such model of the hub{at} ({offline}). "
+            f"Correct the path, or download the model first: hf download {model}",
             path=model,
         ) from error
     except (ValueError, OSError) as error:
