@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..layout.placements import mesh_text
+from ..operations.printed import Printed
+from ..operations.records import size
 
 if TYPE_CHECKING:
     from .restore import Filled, Saved
@@ -16,7 +18,7 @@ __all__ = ["ResumeReport"]
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeReport:
+class ResumeReport(Printed):
     """The outcome of a restore: the step, the restored state, and the state that was skipped by rule."""
 
     path: str
@@ -113,6 +115,29 @@ class ResumeReport:
     def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
         """The report, with the damaged and superseded steps of the search."""
         return replace(self, damaged=dict(damaged), superseded=superseded)
+
+    def rows(self) -> Mapping[str, str]:
+        """The rows of its table: from where, whether it is exact and why not, and what was restored."""
+        why = (*self.differences, *self.skipped, *self.caveats)
+        rows = {
+            "resumed from": f"step {self.step}, saved by {self.saved_world_size} rank{'s' * (self.saved_world_size != 1)}, "
+            f"now {self.world_size}" + " (from memory)" * self.from_memory,
+            "path": self.path,
+            "exact": "yes" if self.exact else f"no: {'; '.join(why)}",
+            "digests compared": f"{self.tensors:,} tensors of the model, {self.optimizer_tensors:,} of the optimizer",
+            "also restored": ", ".join(self.documents),
+            "random generators": self.rng,
+            "settings replaced": "; ".join(self.replaced),
+            "newer steps set aside": ", ".join(map(str, self.superseded)),
+            "damaged steps skipped": "; ".join(f"{step}: {found}" for step, found in self.damaged.items()),
+            "read by this rank": f"{size(self.bytes_read)} in {self.seconds:.2f} s",
+        }
+        return {name: value for name, value in rows.items() if value}
+
+    def line(self) -> str:
+        """The same in one line, as it is logged."""
+        rows = self.rows()
+        return f"restored {rows['resumed from']}; exact: {rows['exact']}"
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

@@ -20,6 +20,7 @@ from ..format.steps import misnamed
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
+from ..operations.printed import Printed
 from ..operations.recorder import phase
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
@@ -44,7 +45,7 @@ __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(Printed):
     """The outcome of a save on this rank."""
 
     path: str

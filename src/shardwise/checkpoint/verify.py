@@ -35,6 +35,7 @@ from ..format.steps import misnamed
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
+from ..operations.printed import Printed
 from ..storage import Stat, absolute, files_below, is_url
 from ..transfer import SourceReader
 from .check import read_head
@@ -43,7 +44,7 @@ __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Printed):
     """The scope of a verification, and every problem that it found."""
 
     path: str

@@ -72,9 +72,11 @@ def memory_size(context: click.Context, parameter: click.Parameter, value: str |
     if value is None:
         return None
     nbytes = byte_count(context, parameter, value)
-    if nbytes < _LEAST_MEMORY_BYTES and not (found := _SIZE.fullmatch(value))[2]:  # type: ignore[index]
+    if nbytes < _LEAST_MEMORY_BYTES and not value.strip()[-1].isalpha():
         raise click.BadParameter(
-            f"{value} without a unit is {nbytes:,} bytes; did you mean {found[1]}GiB?", context, parameter
+            f"{value} without a unit is {nbytes:,} bytes; did you mean {value.strip()}GiB?",
+            context,
+            parameter,
         )
     return nbytes
 

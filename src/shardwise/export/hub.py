@@ -29,6 +29,7 @@ from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks, kept_in
 from ..operations.announced import announced
 from ..operations.operation import this_operation
+from ..operations.printed import Printed
 from ..planning import IOOptions
 from ..planning.casts import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks
@@ -49,7 +50,7 @@ __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 
 @dataclass(frozen=True, slots=True)
-class ExportReport:
+class ExportReport(Printed):
     """The outcome of an export on this rank."""
 
     path: str

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..models.host_budget import HostBudget
+from ..operations.printed import Printed
 from ..planning import Plan
 from ..planning.casts import Cast, casts_of
 from ..quantized.dequantized import Dequantized, described
@@ -32,7 +33,7 @@ class ReadCost:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(Printed):
     """The outcome of a load on this rank."""
 
     source: str

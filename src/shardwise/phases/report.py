@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..loading.store_requests import StoreRequests
+from ..operations.printed import Printed
+from ..operations.records import size
 from ..planning import Plan
 from ..planning.casts import Cast, casts_of
 from ..quantized.dequantized import Dequantized, described
@@ -47,8 +50,12 @@ class RanksPlanned:
     store: StoreRequests | None
 
 
+#: Fields that are tables of their own, or have a row with another text.
+_NOT_SHOWN = {"per rank", "run", "verdict", "largest group", "store"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
+class PlanReport(Printed):
     """The cost of loading a model over ``ranks`` ranks, from the plans that a load would run."""
 
     path: str
@@ -96,6 +103,18 @@ class PlanReport:
     """The phases of the training; None without ``training=``."""
     verdict: Verdict | None = None
     """Whether they fit; None without a limit."""
+
+    def rows(self) -> Mapping[str, str]:
+        """The rows of its table. ``shardwise plan`` shows each rank and each phase, too."""
+        most, largest = max(self.per_rank, key=lambda cost: cost.shard_bytes), self.largest_group
+        rows = {name: text for name, text in Printed.rows(self).items() if name not in _NOT_SHOWN}
+        rows["a rank holds"] = f"at most {size(most.shard_bytes)}"
+        rows["largest group"] = (
+            f"{size(largest.gathered_bytes)} while it is gathered ({largest.name or 'root'})"
+        )
+        if self.verdict is not None:
+            rows["verdict"] = self.verdict.outcome
+        return rows
 
     @classmethod
     def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:

@@ -32,6 +32,7 @@ from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
 from ..operations.announced import announced
 from ..operations.operation import this_operation
+from ..operations.printed import Printed
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
@@ -54,7 +55,7 @@ _PIECE_BYTES = 8 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(Printed):
     """The outcome of a conversion on this rank."""
 
     path: str

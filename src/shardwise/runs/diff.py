@@ -20,6 +20,7 @@ from ..format.manifest import read_manifest
 from ..layout.boxes import Box
 from ..operations.announced import announced
 from ..operations.operation import this_operation
+from ..operations.printed import Printed
 from ..planning import IOOptions
 from ..recipe.tiles import identity
 from ..storage import absolute, is_file, is_url
@@ -48,7 +49,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(Printed):
     """The difference of two sources, from the first to the second."""
 
     first: str

@@ -27,6 +27,7 @@ from ..format.places import refuse_part
 from ..limits import inside, read_small, refuse_link_out
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
+from ..operations.printed import Printed
 from ..storage import (
     Stat,
     absolute,
@@ -59,7 +60,7 @@ _MOST_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class CopyReport:
+class CopyReport(Printed):
     """What a copy did."""
 
     path: str
