@@ -210,12 +210,21 @@ def _status(is_wrong: bool, is_part: bool) -> int:
 
 
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
-    from ..storage import join
+    from ..format.manifest import MANIFEST_NAME
+    from ..runs.history import others_steps
+    from ..storage import is_file, is_url, join
     from ..store.line import line_of
     from .render import console, show_problems, show_verify
 
     line = line_of(root)
     steps = {step: join(root, name) for step, name in line.steps().items()}
+    if not steps and not is_url(root) and (others := others_steps(root)):
+        steps = {step: path for step, path in others.items() if is_file(join(path, MANIFEST_NAME))}
+        if not steps:
+            raise NoCheckpointError(
+                f"{root}: holds checkpoints of the HF Trainer or Accelerate, which record no checksums to verify; "
+                f"inspect shows them, and diff compares two of them"
+            )
     if not steps:
         raise NoCheckpointError(
             line.strangers() or f"{root}: steps were published, but all were set aside; name one to verify it"

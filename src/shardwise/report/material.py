@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import FormatError, SourceError
 from ..limits import MAX_VALUE_BYTES, read_small
-from ..runs.history import RootContents, is_root, steps_below
+from ..runs.history import RootContents, is_root, losses_of_trainer, steps_below
 from ..storage import absolute, is_url
 from .ledger_files import Start, json_lines, json_object, read_process, starts_of
 
@@ -56,6 +56,8 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             roots = [str(one) for one in (place, place / "checkpoints") if one.is_dir() and is_root(str(one))]
             found = _files_of(place)
             material.runs += [steps_below(root) for root in roots]
+            if logged := losses_of_trainer(str(place)):
+                material.losses.append(LossLog(*logged))
             if plan is None:
                 material.plans += _plans_in(place)
         elif place.is_file():

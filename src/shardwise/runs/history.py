@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -10,11 +12,18 @@ from ..checkpoint.check import check_part
 from ..errors import ShardwiseError, SourceError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..limits import MAX_COUNT, MAX_VALUE_BYTES, read_json
 from ..storage import is_file, is_url, join, stat_of_expected
 from ..store.line import line_of
 from ..store.publish import was_ever_published
 
-__all__ = ["RootContents", "StepSummary", "is_root", "steps_below"]
+__all__ = ["RootContents", "StepSummary", "is_root", "losses_of_trainer", "others_steps", "steps_below"]
+
+#: Names of checkpoints below a Trainer's output_dir, and below ``checkpoints`` of an Accelerate project.
+_OTHERS_NAME = re.compile("checkpoint[-_]([0-9]{1,19})")
+_TRAINER_STATE = "trainer_state.json"
+#: Files of one checkpoint that are counted.
+_MOST_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +34,8 @@ class StepSummary:
     path: str
     ok: bool
     fate: str = "published"
-    """``published``; ``superseded`` or ``damaged`` for a step that a resume has set aside."""
+    """``published``; ``superseded`` or ``damaged`` for a step that a resume has set aside; ``of the HF Trainer`` or ``of another
+    program`` for a checkpoint without a manifest of ours."""
     problem: str | None = None
     part: str | None = None
     """Of a directory that holds one host's part of the step: which part, and where the others are."""
@@ -50,19 +60,44 @@ class RootContents:
 
 
 def is_root(path: str) -> bool:
-    """Whether a path is a directory of checkpoints, or a store's prefix with a head, rather than one checkpoint."""
+    """Whether a path holds checkpoints rather than being one: a run of ours, a store's prefix with a head, a Trainer's ``output_dir``,
+    an Accelerate project's ``checkpoints`` or the project itself."""
     if is_file(os.path.join(path, MANIFEST_NAME)):
         return False
     if is_url(path):
         return is_file(join(path, HEAD_NAME))
     try:
-        return os.path.isdir(path) and was_ever_published(path)
+        return os.path.isdir(path) and (was_ever_published(path) or bool(others_steps(path)))
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
 
 
+def others_steps(path: str) -> Mapping[int, str]:
+    """The checkpoints that the HF Trainer and Accelerate number, in a local directory or its ``checkpoints``, newest first: step → path.
+
+    None of a directory that is a model itself, as a Trainer's ``output_dir`` is at the end of its run: it is taken for that. Raises
+    ``OSError``.
+    """
+    names = os.listdir(path)
+    if any(name == "config.json" or name.endswith(".safetensors") for name in names):
+        return {}
+    if not any(map(_OTHERS_NAME.fullmatch, names)) and "checkpoints" in names:
+        path = os.path.join(path, "checkpoints")
+        names = os.listdir(path) if os.path.isdir(path) else []
+    found = {int(m[1]): os.path.join(path, m[0]) for m in map(_OTHERS_NAME.fullmatch, names) if m is not None}
+    return {
+        step: found[step]
+        for step in sorted(found, reverse=True)
+        if step <= MAX_COUNT and os.path.isdir(found[step])
+    }
+
+
 def steps_below(path: str) -> RootContents:
     """The steps of the run at ``path``. Raises :class:`SourceError`, :class:`CheckpointError`."""
+    if not is_url(path) and not was_ever_published(path):
+        others = others_steps(path)
+        steps = tuple(_step_of_another(step, place) for step, place in others.items())
+        return RootContents(path=path, steps=steps, set_aside=(), leftovers=())
     line = line_of(path)
     aside = sorted(line.set_aside(), key=lambda one: -one.step)
     return RootContents(
@@ -71,6 +106,42 @@ def steps_below(path: str) -> RootContents:
         set_aside=tuple(_step(one.step, join(path, one.name), one.why) for one in aside),
         leftovers=tuple(line.leftovers()),
     )
+
+
+def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:
+    """The losses by step that the newest ``trainer_state.json`` below a local directory logs, and that file; None without one."""
+    for place in others_steps(path).values():
+        file = os.path.join(place, _TRAINER_STATE)
+        if not os.path.isfile(file):
+            continue
+        history = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
+        entries = history.get("log_history") if isinstance(history, dict) else None
+        points = {
+            entry["step"]: float(entry["loss"])
+            for entry in (entries if isinstance(entries, list) else ())
+            if isinstance(entry, dict)
+            and type(entry.get("step")) is int
+            and isinstance(entry.get("loss"), int | float)
+            and 0 <= entry["step"] < 2**53
+            and abs(entry["loss"]) < 2**62
+        }
+        if points:
+            return file, points
+    return None
+
+
+def _step_of_another(step: int, path: str) -> StepSummary:
+    """A numbered checkpoint of the Trainer or Accelerate: ours inside, or their own files."""
+    if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
+        return _step(step, path, "published")
+    is_trainer = os.path.isfile(os.path.join(path, _TRAINER_STATE))
+    nbytes = files = 0
+    for folder, _, names in os.walk(path):
+        for name in names[: _MOST_FILES - files]:
+            nbytes, files = nbytes + os.lstat(os.path.join(folder, name)).st_size, files + 1
+    written = datetime.fromtimestamp(os.stat(path).st_mtime).astimezone().isoformat(timespec="seconds")
+    fate = "of the HF Trainer" if is_trainer else "of another program"
+    return StepSummary(step=step, path=path, ok=True, fate=fate, written=written, file_bytes=nbytes)
 
 
 def _step(step: int, path: str, fate: str) -> StepSummary:
