@@ -114,3 +114,16 @@ def test_a_model_with_checkpoints_below_is_a_model(trained: Path, tmp_path: Path
     status, shown = run("inspect", both)
     assert status == 0, shown
     assert "directory of checkpoints" not in shown
+
+
+def test_one_level_above_names_what_to_give(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with sw.Checkpointer(tmp_path / "runs" / name) as checkpoints:
+            checkpoints.save(sw.TrainState(model=nn.Linear(3, 2)), 1)
+    status, shown = run("inspect", tmp_path / "runs")
+    assert status == 1
+    assert f"give one of them: {tmp_path / 'runs' / 'a'}, {tmp_path / 'runs' / 'b'}" in " ".join(
+        shown.split()
+    )
+    listed = CliRunner().invoke(main, ["inspect", str(tmp_path / "runs" / "a")], env={"COLUMNS": "80"})
+    assert all(len(line) <= 80 for line in listed.output.splitlines() if str(tmp_path) not in line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,7 @@ from ..catalog.checkpoint import catalog_of_manifest
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
-from ..errors import PlanError, UnsupportedConversionError
+from ..errors import PlanError, SourceError, UnsupportedConversionError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..format.places import absent_places, describe_part, files_by_place
 from ..layout.placements import Geometry
@@ -131,8 +132,24 @@ def _contents_of(path: str) -> Inspection:
         return steps_below(path)
     if is_file(os.path.join(path, MANIFEST_NAME)):
         return _checkpoint(path)
-    catalog = open_catalog(path)
+    try:
+        catalog = open_catalog(path)
+    except SourceError as error:
+        if below := _roots_below(path):
+            raise SourceError(
+                f"holds no model and no checkpoint itself, but directories of checkpoints; give one of them: {', '.join(below)}",
+                path=path,
+            ) from error
+        raise
     return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
+
+
+def _roots_below(path: str) -> list[str]:
+    """The directories of checkpoints in a local directory, the first few."""
+    if is_url(path) or not os.path.isdir(path):
+        return []
+    below = (os.path.join(path, name) for name in sorted(os.listdir(path))[:1000])
+    return list(itertools.islice((one for one in below if os.path.isdir(one) and is_root(one)), 5))
 
 
 def _local(path: str) -> str:

@@ -137,16 +137,17 @@ def _show_root(out: Console, root: RootContents) -> None:
     _facts(out, root.path, {"kind": "directory of checkpoints", "steps": str(len(root.steps))})
     history = sorted((*root.steps, *root.set_aside), key=lambda s: (-s.step, s.fate != "published"))
     if history:
-        table = _table("step", "valid", "what", "written", ">size", ">ranks", ">parent", "run")
+        is_told = any(s.fate != "published" for s in history)
+        table = _table("step", "valid", *["what"] * is_told, "written", ">size", ">ranks", ">parent", "run")
         for s in history:
             parent = "-" if s.parent_step is None else str(s.parent_step)
             row = [
-                s.fate,
-                s.written or "-",
+                *[s.fate] * is_told,
+                (s.written or "-")[:16].replace("T", " "),
                 "-" if s.file_bytes is None else size(s.file_bytes),
                 str(s.world_size or "-"),
                 parent,
-                s.run_id or "-",
+                (s.run_id or "-")[:8],
             ]
             table.add_row(str(s.step), _verdict(s.ok, s.part), *(Text(plain(cell)) for cell in row))
         out.print(table)
