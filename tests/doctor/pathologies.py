@@ -387,6 +387,15 @@ PATHOLOGIES: tuple[Pathology, ...] = (
             models=(replace(MODEL, config={"vocab_size": 151_936}),),
         ),
     ),
+    Pathology(
+        "log.loss-jump",
+        "2.1 before, 9.8 after",
+        replace(HEALTHY, logs=(replace(LOG, jump=("resuming from step 100", 2.1, 9.8)),)),
+    ),
+    Pathology(
+        "log.nan-loss", "NaN or infinite", replace(HEALTHY, logs=(replace(LOG, not_a_number="loss: nan"),))
+    ),
+    Pathology("log.rising-loss", "from 2.1 to 9.8", replace(HEALTHY, logs=(replace(LOG, rise=(2.1, 9.8)),))),
     # ------------------------------------------------------------------------------------- ranks
     Pathology(
         "ranks.missing",

@@ -449,3 +449,36 @@ def test_a_model_larger_than_the_host(tmp_path: Path, here: set[str]) -> None:
     check(
         found(model, path, ranks=2), here, "accelerate.not-ram-efficient", words="2 ranks hold 2 whole models"
     )
+
+
+#: Rules of losses, and the fact that each speaks of.
+LOSSES = {"log.loss-jump": "jump", "log.nan-loss": "not_a_number", "log.rising-loss": "rise"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            ["{'loss': 2.1}", "{'loss': 2.0}", "resuming from step 100", "{'loss': 9.8}", "{'loss': 9.1}"],
+            "jump",
+        ),
+        (["step 3 loss=2.1", "Resumed from checkpoint-3", "step 4 loss=2.11", "step 5 loss=2.05"], None),
+        (["loss: 2.1", "loss: nan", "loss: nan"], "not_a_number"),
+        ([f"loss: {2 + abs(50 - k) / 10:.3f}" for k in range(100)], "rise"),
+        ([f"loss: {9 - k / 20:.3f}" for k in range(100)], None),
+        (["resuming from step 100", "{'loss': 9.8}"], None),
+        (["{'loss': 2.1}", "resuming", "{'eval_loss': 9.8}", "{'loss': 2.1}"], None),
+    ],
+    ids=["jump", "no jump", "nan", "rising", "falling", "nothing before", "evaluation"],
+)
+def test_what_a_log_says_of_the_loss(tmp_path: Path, lines: list[str], expected: str | None) -> None:
+    path = tmp_path / "run.log"
+    path.write_text("\n".join(lines))
+    log = read_log(str(path))
+    told = [name for name in LOSSES.values() if getattr(log, name) is not None]
+    assert told == ([] if expected is None else [expected])
+    assert [f.rule for f in found(path) if f.rule in LOSSES] == [
+        rule for rule in LOSSES if LOSSES[rule] in told
+    ]
+    if expected == "jump":
+        assert log.jump == ("resuming from step 100", 2.1, 9.1)

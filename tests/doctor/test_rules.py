@@ -87,7 +87,14 @@ def shown_on() -> dict[str, str]:
     found |= {rule: "real file" for rules in test_files.CHECKPOINTS for rule in rules}
     found |= dict.fromkeys(test_files.CASE_1, "real file")
     found |= dict.fromkeys(
-        (*test_files.INSTALLED, "path.unknown", "model.too-large", "accelerate.wrap-class"), "real file"
+        (
+            *test_files.INSTALLED,
+            *test_files.LOSSES,
+            "path.unknown",
+            "model.too-large",
+            "accelerate.wrap-class",
+        ),
+        "real file",
     )
     found |= dict.fromkeys(("accelerate.not-ram-efficient", *test_conditions.FILES), "real file")
     found |= dict.fromkeys(test_files.MOUNTS, "line")

@@ -244,6 +244,12 @@ class Log:
     """The first line of each kind, by the name of its pattern."""
     first_loss: float | None = None
     """Of training, as the first line that has one says."""
+    jump: tuple[str, float, float] | None = None
+    """The first line that speaks of a resume after which the loss is higher than before: the line, the loss before and after."""
+    not_a_number: str | None = None
+    """The first line whose loss is NaN or infinite."""
+    rise: tuple[float, float] | None = None
+    """The lowest loss, over a tenth of the log, and the loss of its last tenth, where that is much higher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

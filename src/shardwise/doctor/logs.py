@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from ..errors import SourceError
 from .facts import Log
@@ -15,7 +19,15 @@ __all__ = ["KNOWN", "Known", "read_log"]
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
 _LINE_CHARS = 400
 #: ``{'loss': 2.31, …``, ``loss=2.31``, ``loss: 2.31``; not ``eval_loss``.
-_LOSS = re.compile(r"loss(?<![\w-]loss)['\"]?\s*[:=]\s*['\"]?(\d{1,9}\.\d{1,16})")
+_LOSS = re.compile(r"loss(?<![\w-]loss)['\"]?\s*[:=]\s*['\"]?(\d{1,9}\.\d{1,16}|nan\b|inf\b)", re.IGNORECASE)
+#: A line in which a program says that it continues from a checkpoint.
+_RESUMES = re.compile(
+    r"\bresum(?:ed|ing)\b|\bcontinuing training from\b|\bload(?:ed|ing) checkpoint\b", re.IGNORECASE
+)
+#: Losses that are compared on either side of a resume; a tenth more than the highest before is a jump.
+_BEFORE, _AFTER, _JUMP = 5, 3, 1.1
+#: So many losses show a trend, and the last tenth is that much above the lowest one.
+_LEAST_TREND, _RISE = 50, 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +233,46 @@ def read_log(path: str) -> Log:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     text = raw.decode(errors="replace")
     lines = {known.name: line for known in KNOWN if (line := _first_line(known, text))}
-    loss = _LOSS.search(text)
-    return Log(path=path, lines=lines, first_loss=float(loss[1]) if loss else None)
+    losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text)]
+    finite = [(place, loss) for place, loss in losses if math.isfinite(loss)]
+    bad = next((place for place, loss in losses if not math.isfinite(loss)), None)
+    return Log(
+        path=path,
+        lines=lines,
+        first_loss=finite[0][1] if finite else None,
+        jump=_jump(text, finite),
+        not_a_number=None if bad is None else _line_at(text, bad),
+        rise=_rise([loss for _, loss in finite]),
+    )
+
+
+def _jump(text: str, losses: Sequence[tuple[int, float]]) -> tuple[str, float, float] | None:
+    """The first resume after which even the lowest of the next losses is higher than the highest of the last ones."""
+    places = [place for place, _ in losses]
+    for found in _RESUMES.finditer(text):
+        at = bisect(places, found.start())
+        before, after = losses[max(0, at - _BEFORE) : at], losses[at : at + _AFTER]
+        if before and after:
+            highest, lowest = max(loss for _, loss in before), min(loss for _, loss in after)
+            if lowest > _JUMP * highest:
+                return _line_at(text, found.start()), highest, lowest
+    return None
+
+
+def _rise(losses: Sequence[float]) -> tuple[float, float] | None:
+    """The median of the lowest tenth of a log and that of the last one, if that is much higher."""
+    if len(losses) < _LEAST_TREND:
+        return None
+    tenth = len(losses) // 10
+    medians = [median(losses[k * tenth : (k + 1) * tenth]) for k in range(9)]
+    low, last = min(medians), median(losses[-tenth:])
+    return (low, last) if last > _RISE * low else None
+
+
+def _line_at(text: str, place: int) -> str:
+    start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
+    line = text[max(start, place - 200) : len(text) if end < 0 else min(end, place + 10 * _LINE_CHARS)]
+    return " ".join(line.split())[:_LINE_CHARS]
 
 
 def _first_line(known: Known, text: str) -> str | None:
@@ -230,10 +280,7 @@ def _first_line(known: Known, text: str) -> str | None:
     found = [place for sign in known.lines if (place := _first_place(known, sign, text)) is not None]
     if not found:
         return None
-    place = min(found)
-    start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
-    line = text[max(start, place - 200) : len(text) if end < 0 else min(end, place + 10 * _LINE_CHARS)]
-    return " ".join(line.split())[:_LINE_CHARS]
+    return _line_at(text, min(found))
 
 
 def _first_place(known: Known, sign: str, text: str) -> int | None:

@@ -35,8 +35,49 @@ def _random_loss(facts: Facts) -> Iterator[Bite]:
                 )
 
 
+def _jump(facts: Facts) -> Iterator[Bite]:
+    for log in facts.logs:
+        if log.jump is not None:
+            line, before, after = log.jump
+            yield Bite(
+                f"{log.path}: {line}",
+                f"The loss jumped at a resume: {before:g} before, {after:g} after.",
+                "Part of the training state did not come back: the optimizer's moments, the scheduler, the place in the data, or weights "
+                "that were saved in another dtype.",
+                "Compare what was stored with what came back: print(checkpoints.resume(state)) lists every difference "
+                "(docs/cases/5-loss-spike.md); shardwise diff A B compares two checkpoints.",
+            )
+
+
+def _not_a_number(facts: Facts) -> Iterator[Bite]:
+    for log in facts.logs:
+        if log.not_a_number is not None:
+            yield Bite(
+                f"{log.path}: {log.not_a_number}",
+                "The loss is NaN or infinite.",
+                "A step overflowed, or weights are damaged. Every checkpoint that was saved since then holds such values.",
+                "Resume from a step before it: checkpoints.resume(state, step=N). shardwise verify tells damaged files from a training "
+                "that diverged.",
+            )
+
+
+def _rise(facts: Facts) -> Iterator[Bite]:
+    for log in facts.logs:
+        if log.rise is not None:
+            low, last = log.rise
+            yield Bite(
+                log.path,
+                f"The loss has risen: from {low:g} to {last:g} at the end of the log.",
+                "The training diverges: a learning rate that is too high, weights in bf16 that a plain optimizer updates, or data that changed.",
+                "Resume from a step before the rise, with a lower learning rate or fp32 weights (dtype=torch.float32 and mixed precision).",
+            )
+
+
 LOGS = (
     *map(_rule, KNOWN),
+    Rule("log.loss-jump", "a loss that is higher after a resume than before", "case 5", _jump),
+    Rule("log.nan-loss", "a loss that is NaN or infinite", "case 5", _not_a_number),
+    Rule("log.rising-loss", "a loss that rises over the log", "case 5", _rise, kind="note"),
     Rule(
         "log.random-loss",
         "a first loss as of random weights, for a given model",
