@@ -882,3 +882,18 @@ def test_help_lists_every_command_in_its_group() -> None:
     assert (shown.exit_code, bare.exit_code) == (0, 0)
     assert "..." not in shown.output.split("Options:")[1], "no line is cut"
     assert all(len(line) <= 80 for line in shown.output.splitlines())
+
+
+def test_diff_shows_what_changed_most(tmp_path: Path) -> None:
+    for name, scale in (("a", 0.0), ("b", 1.0)):
+        tensors = {f"t{k:02}": torch.ones(4) * (1 + scale * k) for k in range(30)}
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    few, every = (run("diff", tmp_path / "a", tmp_path / "b", *more) for more in ((), ("--all",)))
+    assert (few.exit_code, every.exit_code) == (1, 1)
+    assert "29 tensors, by at most 29 of their norm" in few.stdout
+    assert "--all shows all 29" in few.stdout
+    assert few.stdout.index("t29") < few.stdout.index("t28"), "the largest change first"
+    assert "t05" not in few.stdout
+    assert "t05" in every.stdout
+    assert len(run_json("diff", tmp_path / "a", tmp_path / "b", status=1)["changed"]) == 29

@@ -188,8 +188,11 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 @main.command(short_help="Compare two models or checkpoints tensor by tensor.")
 @click.argument("first", type=click.Path(path_type=str))
 @click.argument("second", type=click.Path(path_type=str))
+@click.option(
+    "--all", "every", is_flag=True, help="Show every tensor that changed, not only the 20 that changed most."
+)
 @common
-def diff(first: str, second: str, as_json: bool) -> int:
+def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     """Compare two sources tensor by tensor: added, removed, changed, and by how much.
 
     Compares the optimizers of two checkpoints, too. Status 1 if the sources differ.
@@ -201,7 +204,7 @@ def diff(first: str, second: str, as_json: bool) -> int:
     if as_json:
         print_json(report.to_json())
     else:
-        show_diff(console(), report)
+        show_diff(console(), report, every=every)
     return FINE if report.ok else WRONG_DATA
 
 

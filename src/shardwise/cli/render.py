@@ -280,19 +280,31 @@ def show_verify(out: Console, report: Any) -> None:
     out.print(_verdict(not report.problems, report.part))
 
 
-def show_diff(out: Console, report: Any) -> None:
-    """Print the result of ``diff`` (a ``DiffReport``)."""
+#: Changed tensors that ``diff`` shows without ``--all``.
+_MOST_CHANGES = 20
+
+
+def show_diff(out: Console, report: Any, *, every: bool) -> None:
+    """Print the result of ``diff`` (a ``DiffReport``): counts, then the tensors that changed most, or ``every`` one."""
     facts = {"equal": f"{report.equal} tensors, {report.by_digest} of them by their digests"}
+    changed = sorted(
+        report.changed, key=lambda one: (-one.relative if one.relative == one.relative else 0.0, one.name)
+    )
+    if changed:
+        facts["changed"] = f"{len(changed)} tensors, by at most {changed[0].relative:.3g} of their norm"
     for label, names in (("added", report.added), ("removed", report.removed)):
         if names:
             facts[label] = f"{len(names)}: {_some(names)}"
     _facts(out, f"{report.first} -> {report.second}", facts)
-    if report.changed:
+    if changed:
+        shown = changed if every else changed[:_MOST_CHANGES]
         table = _table("changed", "what", ">elements", ">largest", ">relative")
-        for change in report.changed:
+        for change in shown:
             numbers = (f"{change.elements:,}", f"{change.largest:.3g}", f"{change.relative:.3g}")
             table.add_row(plain(change.name), change.what, *numbers)
         out.print(table)
+        if len(shown) < len(changed):
+            out.print(f"the {len(shown)} that changed most; --all shows all {len(changed)}")
     out.print(Text("no difference", _GREEN) if report.ok else Text("they differ", _RED))
 
 
