@@ -353,7 +353,8 @@ def test_plan_says_what_the_host_has(model: Path) -> None:
     assert (host["ranks"], host["device"], host["needed_bytes"]) == (4, "cpu", sum(needed))
     two = run_json("plan", model, "--ranks", 4, "--nodes", 2)["host"]
     assert (two["ranks"], two["needed_bytes"]) == (2, sum(sorted(needed)[-2:]))
-    shown = run("plan", model, "--ranks", 4)
+    assert "this host" not in run("plan", model, "--ranks", 4).stdout, "it is about the hosts of the run"
+    shown = run("plan", model, "--ranks", 4, "--device", "cpu")
     assert f"({host['budget']['limit_from']})" in shown.stdout
     assert f"{size(host['needed_bytes'])} of it for 4 ranks on cpu" in shown.stdout
     assert "warning" not in shown.stdout
@@ -374,7 +375,7 @@ def test_plan_warns_of_a_load_that_does_not_fit_on_the_host(tmp_path: Path) -> N
         file.unlink()
     shapes = {name: [wide if n == narrow else n for n in t.shape] for name, t in stored.items()}
     sparse_file(path / "model.safetensors", shapes)
-    result = run("plan", path, "--ranks", 2)
+    result = run("plan", path, "--ranks", 2, "--device", "cpu")
     assert result.exit_code == 0
     assert "warning: 2 ranks on cpu of this host need" in result.stdout
     assert not run_json("plan", path, "--ranks", 2)["host"]["fits"]
@@ -897,3 +898,20 @@ def test_diff_shows_what_changed_most(tmp_path: Path) -> None:
     assert "t05" not in few.stdout
     assert "t05" in every.stdout
     assert len(run_json("diff", tmp_path / "a", tmp_path / "b", status=1)["changed"]) == 29
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
+def test_plan_says_how_many_gpus(model: Path) -> None:
+    """The answer stands on the first line."""
+    found = run("plan", model, "--fit", "80GiB")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith("1 GPU: each needs at most ")
+    document = run_json("plan", model, "--fit", "80GiB")
+    assert (document["ranks"], document["search"]["ranks"]) == (1, 1)
+    assert not document["search"]["tried"][0]["binds"]
+    none = run("plan", model, "--fit", "64MiB", "--batch-size", 512, "--sequence-length", 512)
+    assert none.exit_code == 1, none.output
+    assert none.stdout.startswith("no number of GPUs of 64.0 MiB is enough: "), none.stderr
+    assert "most of it activations" in none.stdout.splitlines()[0]
+    for words in (("plan", model), ("plan", model, "--fit", "80GiB", "--nodes", 2)):
+        assert run(*words).exit_code == 2

@@ -310,3 +310,38 @@ def test_a_device_keeps_no_matrix_of_tokens_for_narrow_values(tmp_path: Path) ->
 
     assert activations("cuda", 2048) < 2.2 * activations("cuda", 1024)
     assert activations("cpu", 2048) > 3 * activations("cpu", 1024)
+
+
+@pytest.mark.parametrize(
+    ("floor", "shards", "expected"),
+    [(10, 500, 8), (10, 60, 1), (10, 3000, 48), (75, 3000, 768), (90, 100, None)],
+)
+def test_the_smallest_number_of_ranks(floor: int, shards: int, expected: int | None) -> None:
+    """Of a run that takes a part that every rank has and shards: compared with trying every number."""
+    from types import SimpleNamespace
+
+    from shardwise.phases.fit import _SIZES, Limits, smallest_ranks
+
+    planned: list[int] = []
+
+    def needed(ranks: int) -> int:
+        return floor + -(-shards // ranks)
+
+    def plan(ranks: int) -> Any:
+        planned.append(ranks)
+        phase = SimpleNamespace(
+            name="steady step", amounts=[SimpleNamespace(where="device", upper_bytes=1, what="x")]
+        )
+        return SimpleNamespace(
+            phases=[phase], device_bytes=needed(ranks), is_unified=False, needed=lambda _: (needed(ranks), 0)
+        )
+
+    found = smallest_ranks(plan, Limits(80, None), unit=1)
+    assert found.ranks == expected
+    assert found.ranks == next((n for n in _SIZES if needed(n) <= 80), None)
+    assert len(planned) == len(set(planned)) <= 6, "few numbers are planned"
+    if expected is not None and expected > 1:
+        assert found.below is not None
+        assert found.below.ranks == _SIZES[_SIZES.index(expected) - 1], (
+            "and the one below is known not to fit"
+        )

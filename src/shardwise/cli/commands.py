@@ -75,7 +75,13 @@ def _is_sound(contents: Inspection) -> bool:
 
 @main.command(short_help="Show whether a model fits, and what each rank reads.")
 @source_path
-@click.option("--ranks", type=click.IntRange(1, 16_384), required=True, metavar="N", help="Ranks of the run.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 16_384),
+    default=None,
+    metavar="N",
+    help="Ranks of the run. Default, with --fit: as few as fit.",
+)
 @click.option(
     "--replicas",
     type=click.IntRange(1),
@@ -102,7 +108,7 @@ def _is_sound(contents: Inspection) -> bool:
 @common
 def plan(
     path: str,
-    ranks: int,
+    ranks: int | None,
     replicas: int,
     tp: int,
     ep: int,
@@ -117,11 +123,13 @@ def plan(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Show what loading a transformers model over N ranks will take, without loading it.
+    """Show how many GPUs a model needs, and what loading and training it over N ranks will take, without loading it.
+
+    plan PATH --fit 80GiB answers how many GPUs of 80 GiB a training needs, and what takes the memory.
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, the
     id of a model on the hub, which is downloaded if the cache lacks it, or a URL, to which the requests are counted.
-    Warns if the memory of this host, or of its container, would not suffice for the ranks of one of H hosts.
+    With --device cpu it warns if the memory of this host, or of its container, would not suffice for the ranks of one of H hosts.
 
     With any of the options of a training run (from --batch-size to --explain) it shows each phase of the run: load, steps,
     saves, resume, export. A config.json without weights is enough for PATH. Status 1 if the run does not fit into --fit or --host.
@@ -131,12 +139,20 @@ def plan(
     from .render import console, show_plan, size
     from .this_host import nodes_like_this, this_host
 
-    check_axes(ranks=ranks, nodes=nodes or 1, replicas=replicas, tp=tp, ep=ep)
-    nodes, asked = nodes or nodes_like_this(ranks), asked_training(options)
+    on_this_host = options["device"] == "cpu"
+    asked = asked_training(options)
+    if ranks is None:
+        if asked.device_limit_bytes is None:
+            raise click.UsageError("give --ranks N, or --fit SIZE to ask how many ranks the run needs")
+        if nodes is not None:
+            raise click.UsageError("--nodes needs --ranks; without it, hosts have 8 ranks")
+    else:
+        check_axes(ranks=ranks, nodes=nodes or 1, replicas=replicas, tp=tp, ep=ep)
+        nodes = nodes or nodes_like_this(ranks)
     report = plan_model(
         path,
         ranks=ranks,
-        nodes=nodes,
+        nodes=nodes or 1,
         replicas=replicas,
         tp=tp,
         ep=ep,
@@ -150,11 +166,11 @@ def plan(
         **asked.arguments,
         **options,
     )
-    host = this_host(report, -(-ranks // nodes))
+    host = this_host(report, -(-report.ranks // (nodes or -(-report.ranks // 8))))
     if as_json:
         print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:
-        show_plan(console(), report, host)
+        show_plan(console(), report, host if on_this_host else None)
         if report.run is not None:
             show_phases(console(), report.run, report.verdict, explain=asked.explain, size=size)
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA

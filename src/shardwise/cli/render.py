@@ -20,6 +20,7 @@ from .tree import Node
 
 if TYPE_CHECKING:
     from ..loading.store_requests import StoreRequests
+    from ..phases.fit import Search
     from ..phases.report import PlanReport
     from ..planning.casts import Cast
     from ..quantized.dequantized import Dequantized
@@ -175,8 +176,30 @@ def _cast(one: Cast) -> str:
     return f"{one.tensors} tensors from {one.source} to {one.target} ({_some(one.names)})"
 
 
+def _answer(search: Search) -> Text:
+    """How many devices a run needs, and what binds."""
+    below = search.below
+    why = ""
+    if below is not None:
+        need = below.binds[0]
+        why = f"{below.ranks} would need {size(need.needed_bytes)} each ({need.phase}; most of it {need.largest})"
+    if search.ranks is None:
+        assert below is not None
+        return Text(f"no number of GPUs of {size(below.binds[0].limit_bytes)} is enough: {why}", _RED)
+    found = next(one for one in search.tried if one.ranks == search.ranks)
+    hosts = f", {search.ranks // 8} hosts of 8" if search.ranks > 8 else ""
+    changed = ""
+    if search.unchanged is not None:
+        more = f"{size(search.unchanged.needed_bytes)} ({search.unchanged.largest})"
+        changed = f", with {search.change} (without it: {more} on any number of GPUs)"
+    text = f"{search.ranks} GPU{'s' * (search.ranks > 1)}{hosts}{changed}: each needs at most {size(found.device_bytes)}"
+    return Text(f"{text}; {why}" if why else text, _GREEN)
+
+
 def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
-    """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
+    """Print the result of ``plan``: the answer first, then the model, what each rank holds and reads, and whether a load fits on this host."""
+    if report.search is not None:
+        out.print(_answer(report.search), soft_wrap=True)
     largest = report.largest_group
     shape = f"{report.ranks}"
     shards = report.ranks // report.replicas // report.tp

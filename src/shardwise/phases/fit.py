@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -11,8 +12,22 @@ from ..errors import ShardwiseError
 from .records import RunPlan
 from .variant import Variant
 
-__all__ = ["Change", "Limits", "Need", "Variant", "Verdict", "verdict_of"]
+__all__ = [
+    "Change",
+    "Limits",
+    "Need",
+    "Search",
+    "Tried",
+    "Variant",
+    "Verdict",
+    "smallest_ranks",
+    "verdict_of",
+]
 
+#: Devices of a host, where nothing says otherwise: more ranks than that are whole hosts.
+RANKS_PER_HOST = 8
+#: Numbers of ranks that are tried, as clusters are rented: parts of a host, and 2^n or 3 * 2^n hosts.
+_SIZES = (1, 2, 4, *sorted(RANKS_PER_HOST * n for k in range(10) for n in {2**k, 3 * 2**k}))
 #: So many changes that make it fit are shown.
 _MOST_CHANGES = 3
 _RANK_OF_LORA = 16
@@ -59,6 +74,67 @@ class Verdict:
     """The phases that do not fit, the one that lacks most first."""
     changes: tuple[Change, ...]
     """The cheapest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A number of ranks that was planned."""
+
+    ranks: int
+    device_bytes: int
+    """Of one device, in the phase that takes most, at the upper end of the error bar."""
+    binds: tuple[Need, ...]
+    """The phases that do not fit; empty if the run does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How many ranks a run needs."""
+
+    ranks: int | None
+    """The smallest number that fits; None if none does."""
+    tried: tuple[Tried, ...]
+    """By the number of ranks."""
+    change: str | None = None
+    """What had to change, because no number of ranks fits without it."""
+    unchanged: Need | None = None
+    """What does not fit without that change, whatever the number of ranks."""
+
+    @property
+    def below(self) -> Tried | None:
+        """The largest number that was tried and does not fit."""
+        return max((one for one in self.tried if one.binds), key=lambda one: one.ranks, default=None)
+
+
+def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int) -> Search:
+    """The smallest number of ranks with which a run fits: 1, 2, 4, or 1, 2, 3, 4, 6, 8, 12, ... hosts of 8; a multiple of ``unit``.
+
+    ``plan`` plans the run with a number of ranks. Most of a device's memory is a part that every rank has, and shards: a + b / ranks.
+    So two numbers say where to look, and the neighbours are planned to be sure.
+    """
+    assert limits.device_bytes is not None
+    sizes = [n for n in _SIZES if n % unit == 0] or [unit]
+    tried: dict[int, Tried] = {}
+    low, high = -1, len(sizes)  # that of low does not fit, that of high does
+    index = min(bisect_left(sizes, RANKS_PER_HOST), len(sizes) - 1)
+    while high - low > 1:
+        run = plan(sizes[index])
+        one = tried[sizes[index]] = Tried(sizes[index], run.device_bytes, _binding(run, limits))
+        low, high = (index, high) if one.binds else (low, index)
+        known = sorted(tried.values(), key=lambda tried: tried.ranks)[-2:]
+        if len(known) < 2:
+            index = bisect_left(sizes, 8 * one.ranks) if one.binds else 0
+        else:
+            (n, most), (m, least) = ((one.ranks, one.device_bytes) for one in known)
+            shards = (most - least) / (1 / n - 1 / m)
+            rest = least - shards / m
+            if rest >= limits.device_bytes and high == len(sizes):
+                break  # no number of ranks makes that less
+            wanted = shards / (limits.device_bytes - rest) if rest < limits.device_bytes else m
+            index = bisect_left(sizes, wanted)
+        index = min(max(index, low + 1), high - 1)
+    found = sizes[high] if high < len(sizes) else None
+    return Search(found, tuple(tried[n] for n in sorted(tried)))
 
 
 def verdict_of(run: RunPlan, limits: Limits, asked: Variant, plan: Callable[[Variant], RunPlan]) -> Verdict:

@@ -28,7 +28,7 @@ from ..storage import Requests, is_url
 from .activations import step_of
 from .estimate import run_plan
 from .files import files_of
-from .fit import Limits, verdict_of
+from .fit import RANKS_PER_HOST, Limits, smallest_ranks, verdict_of
 from .held import held_by_first
 from .network import flows_of
 from .records import Flow, RunPlan
@@ -49,7 +49,7 @@ MAX_RANKS = 16_384
 def plan(
     path: str | os.PathLike[str],
     *,
-    ranks: int,
+    ranks: int | None = None,
     nodes: int = 1,
     replicas: int = 1,
     tp: int = 1,
@@ -85,7 +85,8 @@ def plan(
         path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
             a model on the Hugging Face hub, which is downloaded if the cache lacks it. A config alone is enough: a JSON
             file, or a directory that holds config.json and no weights.
-        ranks: number of ranks of the load, at most 16,384.
+        ranks: number of ranks of the load, at most 16,384. None: the smallest number with which the run fits into
+            ``device_limit_bytes``, on hosts of 8 devices; ``report.search`` has the numbers that were tried.
         nodes: hosts, each with equally many consecutive ranks, or the last with fewer: the ranks of one share its memory, and
             a store's requests.
         replicas: number of ranks that hold the same shard; divides ``ranks``.
@@ -101,10 +102,20 @@ def plan(
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
-    _check_counts(ranks, nodes)
+    if ranks is None:
+        if device_limit_bytes is None:
+            raise ValueError(
+                "ranks=None asks how many ranks fit: give device_limit_bytes, or a number of ranks"
+            )
+        training = training or Training()
+    else:
+        _check_counts(ranks, nodes)
     _check_limits(training, device_limit_bytes, host_limit_bytes)
+    first, per_host = (
+        (ranks, -(-ranks // nodes)) if ranks is not None else (replicas * max(tp, ep), RANKS_PER_HOST)
+    )
     this = Variant(
-        ranks, replicas, -(-ranks // nodes), policy or ShardPolicy(), training or Training(), adapter, tp, ep
+        first, replicas, per_host, policy or ShardPolicy(), training or Training(), adapter, tp, ep
     )
     this.check()
     dtype = _floating_dtype(dtype)
@@ -125,17 +136,26 @@ def plan(
     _floating_dtype(request.understood().dtype)
     with source_of(request) as source:
         this = replace(this, adapter=source.request.adapter)  # maybe one in the model's directory
-        report, run = _report_of(source, this, io, with_run=training is not None)
-        report = replace(report, from_config=source.is_config_alone, run=run)
-        if run is None or (device_limit_bytes is None and host_limit_bytes is None):
-            return report
-        limits = Limits(device_limit_bytes, host_limit_bytes)
 
         def other_run(variant: Variant) -> RunPlan:
             found = _report_of(source, variant, io, with_run=True)[1]
             assert found is not None
             return found
 
+        limits, search = Limits(device_limit_bytes, host_limit_bytes), None
+        if ranks is None:
+            search = smallest_ranks(lambda n: other_run(replace(this, ranks=n)), limits, unit=first)
+            if search.ranks is None and search.below is not None and not this.training.checkpointing:
+                leaner = replace(this, training=replace(this.training, checkpointing=True))
+                again = smallest_ranks(lambda n: other_run(replace(leaner, ranks=n)), limits, unit=first)
+                if again.ranks is not None:
+                    need = search.below.binds[0]
+                    this, search = leaner, replace(again, change="activation checkpointing", unchanged=need)
+            this = replace(this, ranks=search.ranks or search.tried[-1].ranks)
+        report, run = _report_of(source, this, io, with_run=training is not None)
+        report = replace(report, from_config=source.is_config_alone, run=run, search=search)
+        if run is None or (device_limit_bytes is None and host_limit_bytes is None):
+            return report
         return replace(report, verdict=verdict_of(run, limits, this, other_run))
 
 

@@ -15,7 +15,7 @@ from ..quantized.dequantized import Dequantized, described
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
 from ..sharding.groups import Group, largest_group
-from .fit import Verdict
+from .fit import Search, Verdict
 from .records import RunPlan
 
 __all__ = ["PlanReport", "RankCost", "RanksPlanned"]
@@ -51,7 +51,7 @@ class RanksPlanned:
 
 
 #: Fields that are tables of their own, or have a row with another text.
-_NOT_SHOWN = {"per rank", "run", "verdict", "largest group", "store"}
+_NOT_SHOWN = {"per rank", "run", "verdict", "search", "largest group", "store"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,8 @@ class PlanReport(Printed):
     """The phases of the training; None without ``training=``."""
     verdict: Verdict | None = None
     """Whether they fit; None without a limit."""
+    search: Search | None = None
+    """How many ranks the run needs; None where the caller gave a number."""
 
     def rows(self) -> Mapping[str, str]:
         """The rows of its table. ``shardwise plan`` shows each rank and each phase, too."""
