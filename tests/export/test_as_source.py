@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
@@ -27,6 +26,7 @@ from shardwise.errors import (
 from shardwise.quantized.dequantized import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
+from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
 from tests.quantized._boxes import State
@@ -326,10 +326,10 @@ def test_the_command(fp8: Path, tmp_path: Path) -> None:
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     sw.export_hf(model, tmp_path / "live", quantize="as-source")
     given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
-    failed = CliRunner().invoke(main, given)
+    failed = runner().invoke(main, given)
     assert failed.exit_code == 2
     assert "--quantize as-source and --source go together" in " ".join(failed.stderr.split())
-    done = CliRunner().invoke(main, [*given, "--source", str(fp8)])
+    done = runner().invoke(main, [*given, "--source", str(fp8)])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert "from the source" in said
