@@ -244,7 +244,7 @@ def test_names_that_are_none_are_refused(tmp_path: Path, name: str, why: str) ->
     _write_names(tmp_path, ["x.weight", name])
     result = run("inspect", tmp_path)
     assert result.exit_code == 1
-    assert why in result.output
+    assert why in result.stderr
 
 
 def _write_names(folder: Path, names: list[str]) -> None:
