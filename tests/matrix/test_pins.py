@@ -5,6 +5,7 @@ The quick form chooses among recorded releases; the nightly one asks pip, and ne
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -34,29 +35,35 @@ KNOWN = {
     )
 }
 
+LEAVES = frozenset(map(canonicalize_name, RELEASES))
+
 
 def resolved(lines: Iterable[str]) -> dict[str, str]:
     """A release of each known package that ``lines`` lead to, so that all fit together; AssertionError if there are none."""
-    tried: dict[str, SpecifierSet] = {}
 
     def choose(chosen: dict[str, str], wanted: dict[str, SpecifierSet]) -> dict[str, str] | None:
-        tried.update(wanted)
-        name = next((name for name in wanted if name not in chosen), None)
-        if name is None:
+        left = {name: [v for v in KNOWN[name] if admits(specifier, v)] for name, specifier in wanted.items()}
+        if any(version not in left[name] for name, version in chosen.items()) or not all(left.values()):
+            return None
+        # Those that require others come first: what is left for the rest then only has to be something.
+        order = sorted(
+            (name for name in wanted if name not in chosen), key=lambda n: (n in LEAVES, len(left[n]))
+        )
+        if not order:
             return chosen
-        for version, needs in KNOWN[name].items():
-            if wanted[name].contains(version):
-                more = _joined(wanted, needs.split())
-                now = {**chosen, name: version}
-                if all(more[one].contains(release) for one, release in now.items()):
-                    found = choose(now, more)
-                    if found is not None:
-                        return found
-        return None
+        name = order[0]
+        each = (choose({**chosen, name: v}, _joined(wanted, KNOWN[name][v].split())) for v in left[name])
+        return next((found for found in each if found is not None), None)
 
+    lines = list(lines)
     found = choose({}, _joined({}, lines))
-    assert found is not None, f"no releases fit together: {', '.join(f'{n}{s}' for n, s in tried.items())}"
+    assert found is not None, f"no releases fit together: {', '.join(lines)}"
     return found
+
+
+@functools.cache
+def admits(specifier: SpecifierSet, version: str) -> bool:
+    return specifier.contains(version)
 
 
 def _joined(wanted: dict[str, SpecifierSet], lines: Iterable[str]) -> dict[str, SpecifierSet]:
