@@ -10,7 +10,6 @@ import traceback
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from shardwise import errors
 from shardwise.cli import main
@@ -23,6 +22,7 @@ from shardwise.errors import (
     SourceError,
     StateError,
 )
+from tests.harness.command import runner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 HEADINGS = {h.lower(): h for h in re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)}
@@ -118,7 +118,7 @@ def test_ranks_that_fail_alike_lead_to_their_cause(
 def test_the_command_line_shows_it_once(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for words in (("verify", nowhere), ("inspect", nowhere, "--json")):
-        result = CliRunner().invoke(main, words)
+        result = runner().invoke(main, words)
         assert result.exit_code == 1
         assert sections(result.stderr) == ["SourceError"]
         assert sections(result.stdout) == []
@@ -126,7 +126,7 @@ def test_the_command_line_shows_it_once(tmp_path: Path) -> None:
 
 
 def test_tracebacks_of_the_command_line_have_it_and_the_text_below_has_not(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["verify", str(tmp_path / "nowhere"), "--debug"])
+    result = runner().invoke(main, ["verify", str(tmp_path / "nowhere"), "--debug"])
     shown, _, text = result.stderr.rpartition("\nerror: ")
     errors_of_the_chain = shown.count("\nshardwise.errors.SourceError: ")
     assert sections(shown) == ["SourceError"] * errors_of_the_chain != []
@@ -135,13 +135,13 @@ def test_tracebacks_of_the_command_line_have_it_and_the_text_below_has_not(tmp_p
 
 @by_name
 def test_explain_prints_the_section(name: str) -> None:
-    result = CliRunner().invoke(main, ["explain", name])
+    result = runner().invoke(main, ["explain", name])
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.strip().startswith(name)  # rich 13 centres it
     assert "](" not in result.stdout
     for path in re.findall(r"\(([\w/-]+\.md)\)", result.stdout):
         assert (PAGE.parents[1] / path).is_file(), path
-    told = json.loads(CliRunner().invoke(main, ["explain", name, "--json"]).stdout)
+    told = json.loads(runner().invoke(main, ["explain", name, "--json"]).stdout)
     assert told["text"].startswith(f"## {name}\n")
     assert HEADINGS[told["page"].partition("#")[2]] == told["name"] == name
 
@@ -151,6 +151,6 @@ def test_the_page_of_the_package_is_that_of_the_documents() -> None:
 
 
 def test_explain_knows_no_other_name() -> None:
-    result = CliRunner().invoke(main, ["explain", "KeyError"])
+    result = runner().invoke(main, ["explain", "KeyError"])
     assert result.exit_code == 2
     assert "PlanError" in result.stderr

@@ -19,7 +19,7 @@ import click
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner, Result
+from click.testing import Result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -30,6 +30,7 @@ from shardwise.cli.options import byte_count
 from shardwise.cli.render import size
 from shardwise.cli.tree import tree_of
 from shardwise.models.host_budget import host_budget
+from tests.harness.command import runner
 from tests.harness.models import sparse_file
 from tests.loading.test_plan_promises import make_model
 
@@ -37,7 +38,7 @@ SCRIPT = Path(sys.executable).with_name("shardwise")
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in args], prog_name="shardwise")
+    return runner().invoke(main, [str(a) for a in args], prog_name="shardwise")
 
 
 def run_json(*args: object, status: int = 0) -> Any:
@@ -243,7 +244,7 @@ def test_names_that_are_none_are_refused(tmp_path: Path, name: str, why: str) ->
     _write_names(tmp_path, ["x.weight", name])
     result = run("inspect", tmp_path)
     assert result.exit_code == 1
-    assert why in result.output
+    assert why in result.stderr
 
 
 def _write_names(folder: Path, names: list[str]) -> None:

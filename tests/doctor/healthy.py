@@ -134,7 +134,7 @@ MEETING = Meeting(
     missing=(),
     waited_s=2.0,
 )
-REQUIRED = ("torch>=2.12", "transformers>=5.20", "safetensors>=0.8", "xxhash>=3.4.1", "click>=8.4.2")
+REQUIRED = ("torch>=2.9", "transformers>=5.0", "safetensors>=0.4.3", "xxhash>=3.2", "click>=8.1")
 HEALTHY = Facts(ranks=8, machine=MACHINE, software=SOFTWARE, environment=TORCHRUN, requirements=REQUIRED)
 
 

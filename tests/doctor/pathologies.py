@@ -231,9 +231,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("launch.fsdp1", "asks for FSDP1", _told(LAUNCH, FSDP_VERSION="1")),
     Pathology("launch.no-watchdog", "wait for ever", _told(TORCHRUN, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")),
-    Pathology("software.requires", "transformers is 5.1.0", _software(transformers="5.1.0")),
-    Pathology("software.requires", "torch is 2.11.0", _software(torch="2.11.0", torchvision="0.26.0")),
-    Pathology("software.peft", "peft 0.19.1 beside transformers", _software(peft="0.19.1")),
+    Pathology("software.requires", "transformers is 4.57.6", _software(transformers="4.57.6")),
+    Pathology("software.requires", "torch is 2.8.0", _software(torch="2.8.0", torchvision="0.23.0")),
+    Pathology("software.peft", "peft 0.19.1 with transformers", _software(peft="0.19.1")),
     Pathology("software.torchvision", "torchvision 0.24.0", _software(torchvision="0.24.0")),
     # ------------------------------------------------------------------------------------- settings
     Pathology(

@@ -382,8 +382,8 @@ def test_a_line_of_many_mib(tmp_path: Path, text: str) -> None:
 
 
 INSTALLED = {
-    "software.requires": ("transformers", "5.1.0", "transformers is 5.1.0"),
-    "software.peft": ("peft", "0.19.1", "peft 0.19.1 beside transformers"),
+    "software.requires": ("transformers", "4.57.6", "transformers is 4.57.6"),
+    "software.peft": ("peft", "0.19.1", "peft 0.19.1 with transformers"),
     "software.torchvision": ("torchvision", "0.20.0", "torchvision 0.20.0 beside torch"),
 }
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.doctor.settings import read_settings
 from tests.doctor.real import FSDP2, NOISE, ROOT, WHERE, arguments, check, found
+from tests.harness.command import runner
 
 # ----------------------------------------------------------------------------------------------------
 # Healthy
@@ -56,11 +56,11 @@ def test_healthy_files_have_no_finding(model: Path, steps: Path, tmp_path: Path,
 def test_the_command(tmp_path: Path, here: set[str]) -> None:
 
     yaml_of_case_1 = str(ROOT / "examples/accelerate_fsdp.yaml")
-    shown = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1"])
+    shown = runner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1"])
     assert shown.exit_code == 1
     assert "accelerate.device-mesh" in shown.stdout
     assert "2 findings, 1 note" in shown.stdout or here > WHERE
-    said = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1", "--json"])
+    said = runner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1", "--json"])
     document = json.loads(said.stdout)
     assert not document["ok"]
     assert document["facts"]["accelerate"][0]["path"] == yaml_of_case_1
@@ -69,23 +69,23 @@ def test_the_command(tmp_path: Path, here: set[str]) -> None:
     quiet.write_text(
         yaml.safe_dump({**base, "fsdp_config": {**FSDP2, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}})
     )
-    noted = CliRunner().invoke(main, ["doctor", str(quiet), "--ranks", "1"])
+    noted = runner().invoke(main, ["doctor", str(quiet), "--ranks", "1"])
     assert "note: accelerate.sharded-fp32" in noted.stdout
     if here == WHERE:
         assert noted.exit_code == 0, "a note is no failure"
         assert "no finding, 1 note" in noted.stdout
-    lost = CliRunner().invoke(main, ["doctor", str(tmp_path / "no.yaml")])
+    lost = runner().invoke(main, ["doctor", str(tmp_path / "no.yaml")])
     assert lost.exit_code == 1
     assert "no such file" in lost.stderr
     if here == WHERE:
-        assert CliRunner().invoke(main, ["doctor", "--ranks", "1"]).exit_code == 0
+        assert runner().invoke(main, ["doctor", "--ranks", "1"]).exit_code == 0
 
 
 def test_hostile_text_does_not_move_the_cursor(tmp_path: Path) -> None:
 
     path = tmp_path / "run.log"
     path.write_text("\x1b[2JOSError: [Errno 24] Too many open files \x1b]0;title\x07 [bold]x[/bold]\n")
-    shown = CliRunner().invoke(main, ["doctor", str(path), "--ranks", "1"]).stdout
+    shown = runner().invoke(main, ["doctor", str(path), "--ranks", "1"]).stdout
     assert "\x1b" not in shown
     assert "[bold]x[/bold]" in shown
 
@@ -111,7 +111,7 @@ def test_secrets_are_not_repeated(tmp_path: Path, name: str) -> None:
     """What rules read is shown, and no other text: a name does not say whether a text is a secret."""
     path = tmp_path / name
     path.write_text(json.dumps(_SECRETS))  # which is YAML, too
-    outcome = CliRunner().invoke(main, ["doctor", str(path), "--ranks", "1", "--json"])
+    outcome = runner().invoke(main, ["doctor", str(path), "--ranks", "1", "--json"])
     document = json.loads(outcome.stdout)
     assert "SENT" not in outcome.output
     assert "77123456" not in outcome.output
@@ -157,7 +157,7 @@ def test_an_odd_configuration_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_name_with_nul_is_refused() -> None:
-    outcome = CliRunner().invoke(main, ["doctor", "a\0b", "--json"])
+    outcome = runner().invoke(main, ["doctor", "a\0b", "--json"])
     assert "NUL" in json.loads(outcome.stdout)["error"]["message"]
 
 
@@ -172,7 +172,7 @@ def test_an_interrupted_probe_leaves_nothing(tmp_path: Path, sent: signal.Signal
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Thread(target=_tell, args=(tmp_path, release), daemon=True).start()
-            CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"])
+            runner().invoke(main, ["doctor", str(tmp_path), "--json"])
         finally:
             os._exit(0)
     os.close(release)

@@ -131,3 +131,19 @@ def test_architectures_that_are_cut_on_dim_0() -> None:
     rows = re.findall(r"^\| ([\w.-]+) \| \w+ \| ([^|]*) \|", text, re.MULTILINE)
     cut = re.compile(r"\b(Chunk|Split|Concatenate|Transpose|Permute\w*|Ernie\w+)\(0\b")
     assert {name for name, conversions in rows if cut.search(conversions)} == CUT_ON_DIM_0
+
+
+@pytest.mark.parametrize(
+    ("peft", "transformers", "bites"),
+    [
+        ("0.18.1", "5.23.0", False),
+        ("0.19.1", "5.5.4", False),
+        ("0.19.0", "5.6.0", True),
+        ("0.20.0", "5.6.0", False),
+    ],
+)
+def test_releases_of_peft_that_open_converted_models(peft: str, transformers: str, bites: bool) -> None:
+    from dataclasses import replace
+
+    facts = replace(HEALTHY, software={**SOFTWARE, "peft": peft, "transformers": transformers})
+    assert [f.rule for f in findings_of(facts)] == ["software.peft"] * bites

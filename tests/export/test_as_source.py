@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
@@ -27,6 +26,7 @@ from shardwise.errors import (
 from shardwise.quantized.dequantized import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
+from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
 from tests.quantized._boxes import State
@@ -266,6 +266,9 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
     write(tmp_path / "q", CASES["w4-group"][0], torch.bfloat16)
     stem, stored = "model.layers.0.self_attn.q_proj.weight", plain_tensors(tmp_path / "q")
     stored[f"{stem}_g_idx"] = (torch.randperm(96) // 32).to(torch.int32)
+    (
+        tmp_path / "q" / "model.safetensors"
+    ).unlink()  # these tensors are its memory; safetensors before 0.8 would write into it
     save_file(stored, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
     model, _ = sw.load_pretrained(tmp_path / "q", dtype="bfloat16")
     sw.export_hf(model, tmp_path / "same", quantize="as-source")
@@ -326,10 +329,10 @@ def test_the_command(fp8: Path, tmp_path: Path) -> None:
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     sw.export_hf(model, tmp_path / "live", quantize="as-source")
     given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
-    failed = CliRunner().invoke(main, given)
+    failed = runner().invoke(main, given)
     assert failed.exit_code == 2
     assert "--quantize as-source and --source go together" in " ".join(failed.stderr.split())
-    done = CliRunner().invoke(main, [*given, "--source", str(fp8)])
+    done = runner().invoke(main, [*given, "--source", str(fp8)])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert "from the source" in said

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from shardwise.cli import main
+from tests.harness.command import runner
 from tests.harness.launch import Launch
 from tests.harness.models import write_state
 from tests.harness.pool import RankPool
@@ -131,14 +131,14 @@ def test_ranks_that_share_a_cache_import_one_after_another(tmp_path: Path) -> No
 
 def test_plan_and_export_on_the_command_line(directories: dict[str, Path], tmp_path: Path) -> None:
     path = str(directories["quirky"])
-    refused = CliRunner().invoke(main, ["plan", path, "--ranks", "2"])
+    refused = runner().invoke(main, ["plan", path, "--ranks", "2"])
     assert refused.exit_code == 1
     assert "--trust-remote-code" in refused.stderr
-    planned = CliRunner().invoke(main, ["plan", path, "--ranks", "2", "--trust-remote-code", "--json"])
+    planned = runner().invoke(main, ["plan", path, "--ranks", "2", "--trust-remote-code", "--json"])
     assert planned.exit_code == 0, planned.stderr
     assert json.loads(planned.stdout)["model_class"] == "QuirkyForCausalLM"
     export = ["export", path, str(tmp_path / "out"), "--trust-remote-code"]
-    assert CliRunner().invoke(main, export).exit_code == 0
+    assert runner().invoke(main, export).exit_code == 0
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == sorted(
         f.name for f in directories["quirky"].iterdir()
     )

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main, program
+from tests.harness.command import runner
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SCRIPT = """
@@ -267,8 +267,8 @@ def test_commands(step: Path, tmp_path: Path) -> None:
 def test_long_commands_say_so_in_logs(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a terminal, of operations that take longer: what they began, and how they ended."""
     monkeypatch.setattr(program, "LINES_AFTER_S", 0.0)
-    result = CliRunner().invoke(main, ["verify", str(step)])
+    result = runner().invoke(main, ["verify", str(step)])
     begin, end = result.stderr.splitlines()
     assert begin == f"INFO: verify of {step}: 38.2 MiB to do"
     assert end.startswith(f"INFO: verify of {step}: done, 38.2 MiB in ")
-    assert CliRunner().invoke(main, ["verify", str(step), "--json"]).stderr == ""
+    assert runner().invoke(main, ["verify", str(step), "--json"]).stderr == ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import shardwise as sw
 from shardwise.cli import main
@@ -32,6 +32,7 @@ from shardwise.report.material import find_material
 from shardwise.report.sections import marks_of
 from shardwise.report.write import write_report
 from tests.harness.bombs import run_apart
+from tests.harness.command import runner
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -71,7 +72,7 @@ class Page(HTMLParser):
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(main, ["report", *map(str, args)], prog_name="shardwise")
+    return runner().invoke(main, ["report", *map(str, args)], prog_name="shardwise")
 
 
 def cut_in_last_save(file: Path) -> None:

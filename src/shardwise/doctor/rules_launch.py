@@ -193,12 +193,12 @@ def _needs(facts: Facts) -> Iterator[Bite]:
 def _peft(facts: Facts) -> Iterator[Bite]:
     if not {"peft", "transformers"} <= facts.software.keys():
         return
-    if is_version(facts, "transformers", ">=5.20") and is_version(facts, "peft", "<0.20"):
+    if is_version(facts, "transformers", ">=5.6") and is_version(facts, "peft", "==0.19.*"):
         yield Bite(
             "peft",
-            f"An adapter can't be opened: peft {facts.software['peft']} beside transformers "
-            f"{facts.software['transformers']}.",
-            "It imports a name that transformers 5.20 no longer has.",
+            f"An adapter of Mixtral, and of other models that transformers converts, can't be opened: peft "
+            f"{facts.software['peft']} with transformers {facts.software['transformers']}.",
+            "It copies transformers' conversions with an argument (distributed_operation) that transformers 5.6 no longer takes.",
             "pip install 'peft>=0.20'",
         )
 
@@ -273,6 +273,6 @@ LAUNCH = (
 )
 SOFTWARE = (
     Rule("software.requires", "a package older than shardwise needs", "pyproject.toml", _needs),
-    Rule("software.peft", "peft < 0.20 beside transformers ≥ 5.20", "pyproject.toml", _peft),
+    Rule("software.peft", "peft 0.19 with transformers ≥ 5.6", "WeightConverter of transformers 5.6", _peft),
     Rule("software.torchvision", "torchvision or torchaudio of another torch", "pytorch#157648", _vision),
 )
