@@ -240,6 +240,8 @@ def check_pretrained(directory: str, ordinary: Any, mesh: DeviceMesh, **options:
     assert report.model_bytes == sum(p.nbytes for p in distinct.values())
     held = {id(p): local(p) for p in (*model.parameters(), *_persistent_buffers(model))}
     assert report.local_bytes == sum(p.nbytes for p in held.values())
+    if not options:
+        assert report.bytes_read <= 1.02 * report.local_bytes, "more than this rank's shards was read"
     assert report.initialized == ()
     before = pointers(model)
     torch.testing.assert_close(forward(model), forward(ordinary))
