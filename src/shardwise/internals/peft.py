@@ -1,4 +1,4 @@
-"""What shardwise uses of PEFT that PEFT keeps private, or moves between releases. peft 0.20-0.21.
+"""What shardwise uses of PEFT that PEFT keeps private, or moves between releases. peft 0.18-0.21.
 
 Importing this module does not import PEFT, nor does asking whether a model has adapters: with such a model PEFT is
 imported already.
