@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -22,10 +24,19 @@ from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly, nightly_but
 from tests.loading._load_fns import tensors_of
 
+CONVERTED = pytest.mark.needs(
+    "peft!=0.19.*",
+    "opens no adapter of a class that transformers 5.8 has conversions for (TypeError, or values left out)",
+)
+
+
+def _marked(kinds: Iterable[Any]) -> list[Any]:
+    return [pytest.param(kind, marks=CONVERTED) if kind == "experts" else kind for kind in kinds]
+
 
 @pytest.mark.parametrize("world_size", [3, *nightly(1, 2)])
 @pytest.mark.parametrize(
-    "kind", nightly_but(fns.KINDS, "lora", "dora-transposed", "tied-saved-head", "experts")
+    "kind", _marked(nightly_but(fns.KINDS, "lora", "dora-transposed", "tied-saved-head", "experts"))
 )
 def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     fns.write_reference(kind, str(tmp_path))
@@ -66,7 +77,7 @@ TRAINED = [k for k in fns.KINDS if k not in ("renamed-base", "biases")]
 
 
 @pytest.mark.parametrize("world_size", [2, *nightly(3)])
-@pytest.mark.parametrize("kind", nightly_but(TRAINED, "dora-bf16", "experts"))
+@pytest.mark.parametrize("kind", _marked(nightly_but(TRAINED, "dora-bf16", "experts")))
 def test_trains_as_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     """Frozen parameters beside trainable ones in one FSDP group; adapters in fp32 over a base in bf16."""
     fns.write_reference(kind, str(tmp_path))
@@ -107,6 +118,7 @@ def test_a_plain_module(ranks: RankPool, tmp_path: Path, world_size: int) -> Non
     assert all(torch.equal(stored[1][n], t) for n, t in stored[0].items())
 
 
+@CONVERTED
 def test_an_adapter_from_before_its_class_changed(ranks: RankPool, tmp_path: Path) -> None:
     """Names of an older transformers, which PEFT renames when it loads (the language model of a LLaVA)."""
     fns.write_reference("renamed-base", str(tmp_path))

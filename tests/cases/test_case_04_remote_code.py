@@ -48,6 +48,10 @@ def test_ranks_hold_their_shards_only(ranks: RankPool, directory: Path) -> None:
     assert sum(c["read"] for c in costs) <= 1.02 * costs[0]["model"]
 
 
+@pytest.mark.needs(
+    "transformers>=5.3",
+    "writes the experts of Qwen3-VL one by one: the prefix is not their only change",
+)
 def test_the_wrapper_s_prefix_is_named(ranks: RankPool, directory: Path) -> None:
     first, second = ranks.run_ranks(2, fns.undeclared, str(directory))
     assert first == second

@@ -32,7 +32,14 @@ def found(
     return _FOUND[key]
 
 
-@pytest.mark.parametrize("name", fns.KINDS)
+SWALR_OF_2_9 = pytest.mark.needs(
+    "torch>=2.10", "keeps a function in SWALR's state, which reports name: no exact resume"
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SWALR_OF_2_9) if "SWALR" in name else name for name in fns.KINDS]
+)
 def test_exact_if_and_only_if_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for by_kind in found(ranks, tmp_path, fns.KINDS, sharded=False):
         _check(fns.KINDS[name], by_kind[name])
@@ -50,7 +57,13 @@ def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Pat
         _check(quantised.KINDS[name], by_kind[name])
 
 
-@pytest.mark.parametrize("name", quantised.SHARDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.needs("integers")) if "Linear4bit" in name else name
+        for name in quantised.SHARDED
+    ],
+)
 def test_exact_if_and_only_if_bitwise_of_few_bits_on_shards(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:

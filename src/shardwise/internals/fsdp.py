@@ -1,4 +1,4 @@
-"""What shardwise uses of FSDP2's own objects: the parameter groups that ``fully_shard`` keeps, and their shards. torch 2.12-2.14."""
+"""What shardwise uses of FSDP2's own objects: the parameter groups that ``fully_shard`` keeps, and their shards. torch 2.9-2.14."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FsdpGroup:
 def fsdp_groups(module: object) -> list[FsdpGroup]:
     """The parameter groups of one module that ``fully_shard`` was called on; none of any other module.
 
-    torch 2.12-2.14: 2.12 keeps one in the module's state, 2.13 a list. Without it, parameters that FSDP2
+    torch 2.9-2.14: up to 2.12 one in the module's state, from 2.13 a list. Without it, parameters that FSDP2
     can't shard would train apart on each rank, and a save would not see gradients that wait for their reduction.
     """
     if not isinstance(module, FSDPModule):
