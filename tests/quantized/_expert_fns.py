@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 import shardwise as sw
 from shardwise.internals.torch import local_tensor
@@ -22,6 +21,8 @@ __all__ = ["like_the_plain_model"]
 
 def _expert_parallel(model: Any, groups: int) -> None:
     """Experts by transformers' plan over all ranks of a group; FSDP2 over ``groups`` of them, and the rest over as many."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (groups, world // groups), mesh_dim_names=("fsdp", "ep"))
     plan = model._expand_parallel_plan(model.ep_plan)

@@ -39,6 +39,7 @@ def test_every_layout(world_size: int, pairs: list[tuple[str, str]], ranks: Rank
         assert not wrong, wrong[:5]
 
 
+@pytest.mark.needs("plans")
 @pytest.mark.parametrize("world_size", nightly_but((2, 4), 2))
 def test_experts_over_ranks(world_size: int, tmp_path: Path, ranks: RankPool) -> None:
     """transformers' expert parallelism: FP8 experts that are stored one by one, and gpt-oss' in MXFP4."""

@@ -71,8 +71,11 @@ OF_TORCH: dict[str, Make] = {
 }
 OF_TRANSFORMERS: dict[str, Make] = {
     "AdafactorSchedule": lambda o: optimization.AdafactorSchedule(o, initial_lr=0.02),
-    "GreedyLR": lambda o: optimization.GreedyLR(o, patience=1, min_lr=1e-3, smooth=True),
 }
+#: transformers has it from 5.4.
+GREEDY: type | tuple[()] = getattr(optimization, "GreedyLR", ())
+if GREEDY:
+    OF_TRANSFORMERS["GreedyLR"] = lambda o: optimization.GreedyLR(o, patience=1, min_lr=1e-3, smooth=True)
 #: What the functions of transformers need beside the numbers of steps.
 SPECIFIC: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr": 0.01},
@@ -146,7 +149,7 @@ def advance(state: sw.TrainState, begin: int, count: int) -> list[Any]:
         state.model(torch.full((2, 3), 0.1 * index)).square().sum().backward()  # type: ignore[operator]
         optimizer.step()
         metric = [1.0, 0.5, 0.7, 0.6, 0.6, 0.61][index % 6]
-        by_metric = isinstance(state.scheduler, (lrs.ReduceLROnPlateau, optimization.GreedyLR))
+        by_metric = isinstance(state.scheduler, (lrs.ReduceLROnPlateau, GREEDY))
         state.scheduler.step(metric) if by_metric else state.scheduler.step()
         last = None if by_metric else state.scheduler.get_last_lr()
         found.append(([(g["lr"], g.get("momentum")) for g in optimizer.param_groups], last))
