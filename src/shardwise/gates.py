@@ -52,7 +52,7 @@ GATES = {
         "torch",
         ">=2.12",
         "fully_shard asks for gradients of each parameter, and integers have none.",
-        "Register them as buffers.",
+        "Register them as buffers, or leave them whole on each rank: ShardPolicy(exclude=...).",
         ShardError,
     ),
     "plans": Gate(
@@ -105,14 +105,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def require(name: str) -> None:
-    """Raise the error of a row of :data:`GATES` where the installed release lacks what the feature needs."""
+def require(name: str, *, where: str = "") -> None:
+    """Raise the error of a row of :data:`GATES` where the installed release lacks what the feature needs. ``where``: begins its text."""
     gate = GATES[name]
     installed = _version(gate.package)
     if installed is None or gate.is_open(installed):
         return
     assert gate.error is not None
     raise gate.error(
-        f"{gate.feature}: this needs {gate.package} {gate.needs.lstrip('>=')} or newer, and {installed} is installed. "
+        f"{where}{': ' if where else ''}{gate.feature}: this needs {gate.package} {gate.needs.lstrip('>=')} or newer, and {installed} is installed. "
         f"{gate.why} {gate.instead} Or update: pip install '{gate.package}{gate.needs}'"
     )

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.harness.versions import is_open
+
 __all__ = [
     "KINDS",
     "Block",
@@ -26,6 +28,7 @@ __all__ = [
     "fill_with_noise",
     "hub_model",
     "minilm_directory",
+    "put_integers",
     "sparse_file",
     "state_of",
     "write_hub_directory",
@@ -122,6 +125,14 @@ def fill_with_noise(model: nn.Module) -> None:
                 tensor.copy_(noise.abs() if name.endswith("running_var") else noise)
 
 
+def put_integers(module: nn.Module, name: str, values: torch.Tensor) -> None:
+    """A parameter of integers; where FSDP2 can't shard such parameters, a buffer, as the error of ``shard`` advises."""
+    if is_open("integers"):
+        module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    else:
+        module.register_buffer(name, values)
+
+
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """A state dict that safetensors takes: ties once, everything contiguous."""
     state: dict[str, torch.Tensor] = {}
@@ -189,7 +200,7 @@ class Plain(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embed.weight
         self.temperature = nn.Parameter(torch.tensor(1.5), requires_grad=False)
-        self.codes = nn.Parameter(torch.arange(7), requires_grad=False)
+        put_integers(self, "codes", torch.arange(7))
         self.flags = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
         self.adapter = Adapter(width)
         self.register_buffer("steps", torch.tensor(3))

@@ -17,6 +17,7 @@ from shardwise.catalog.records import Coded
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.dequantized import dequantized
 from tests.harness import models
+from tests.quantized._fp8_library import fp8_quantize
 from tests.quantized._opened import exactly
 from tests.quantized._packed import awq_parts, gptq_parts
 from tests.quantized.compressed_cases import CASES
@@ -60,17 +61,12 @@ def fp8_directory(
     plain: Path, out: Path, block: tuple[int, int] | None = (128, 128), scale_fmt: str | None = None
 ) -> dict[str, Any]:
     """By transformers' ``Fp8Quantize``; returns the settings."""
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import Fp8Quantize
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
     extra = {} if scale_fmt is None else {"scale_fmt": scale_fmt}
-    config = FineGrainedFP8Config(weight_block_size=block, **extra)
-    quantize = Fp8Quantize(FineGrainedFP8HfQuantizer(config))
+    quantize = fp8_quantize(weight_block_size=block, **extra)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in plain_tensors(plain).items():
         kept = not name.endswith("_proj.weight")
-        found |= {name: tensor} if kept else quantize.convert({name: tensor})
+        found |= {name: tensor} if kept else quantize(name, tensor)
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, **extra}
     write_quantized(plain, out, settings, found)
     return settings

@@ -11,6 +11,7 @@ import torch
 
 from tests.quantized import _reference_awq, _reference_gptq
 from tests.quantized._boxes import State
+from tests.quantized._fp8_library import fp8_quantize
 from tests.quantized.compressed_models import scheme_of
 
 __all__ = ["quantised_by_library"]
@@ -31,13 +32,8 @@ def quantised_by_library(directory: Path, name: str, weight: torch.Tensor, store
 
 
 def _fp8(settings: Mapping[str, Any], name: str, weight: torch.Tensor, stored: State) -> State:
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import Fp8Quantize
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
     own = {key: settings[key] for key in ("weight_block_size", "scale_fmt") if key in settings}
-    quantize = Fp8Quantize(FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**own)))
-    return dict(quantize.convert({name: weight}))
+    return fp8_quantize(**own)(name, weight)
 
 
 def _compressed_tensors(settings: Mapping[str, Any], name: str, weight: torch.Tensor, stored: State) -> State:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise.internals.fsdp import fsdp_groups
 from shardwise.names import named_tensors
 from shardwise.sharding.fsdp import describe_groups
 from tests.sharding._replicated_models import MODELS, WIDTH, Dtypes, Net, loss_of
@@ -288,10 +289,8 @@ def groups_for_dtypes() -> dict[str, list[str]]:
     described = {g.name: g for g in describe_groups(model)}
     found = {}
     for path, module in model.named_modules():
-        if hasattr(module, "_get_fsdp_state"):
-            parameters = [
-                p.sharded_param for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params
-            ]
+        if groups := fsdp_groups(module):
+            parameters = [p.sharded_param for each in groups for p in each.group.fsdp_params]
             found[path] = [names[id(p)] for p in parameters]
             assert described[path].parameter_count == sum(p.numel() for p in parameters)
     return found

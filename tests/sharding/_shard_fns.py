@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from shardwise.loading.initialize import initialize
 from shardwise.models.meta_init import meta_init
 from shardwise.names import named_tensors
 from shardwise.sharding.fsdp import ShardPolicy, describe_groups, shard
+from tests.harness.versions import is_open
 
 WIDTH = 8
 
@@ -234,7 +236,8 @@ def sharded_twice() -> str:
 def scalars_and_integers(trainable: bool) -> dict[str, bool]:
     model = Oddments(trainable)
     plain = copy.deepcopy(model)
-    shard(model, _mesh())
+    policy = ShardPolicy() if is_open("integers") else ShardPolicy(exclude=("codes",))
+    shard(model, _mesh(), policy)
     kinds = {n: isinstance(p, DTensor) for n, p in model.named_parameters()}
     x = torch.ones(2, WIDTH)
     losses = [each(x).square().mean() for each in (model, plain)]
@@ -246,6 +249,12 @@ def scalars_and_integers(trainable: bool) -> dict[str, bool]:
     for name in mine:
         torch.testing.assert_close(mine[name], theirs[name], msg=name)
     return kinds
+
+
+def integers_refused() -> str:
+    with pytest.raises(ShardError) as caught:
+        shard(Oddments(trainable=True), _mesh())
+    return str(caught.value)
 
 
 def ignored_by_name() -> dict[str, bool]:

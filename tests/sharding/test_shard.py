@@ -16,6 +16,7 @@ from shardwise.sharding.fsdp import ShardPolicy, describe_groups, largest_group,
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly
+from tests.harness.versions import is_open
 from tests.sharding import _shard_fns as fns
 
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -99,7 +100,13 @@ def test_sharded_twice(ranks: RankPool) -> None:
 
 
 def test_parameters_outside_of_every_wrapped_module(ranks: RankPool) -> None:
-    sharded = {"temperature": False, "bias": False, "codes": True, "lin.weight": True, "lin.bias": True}
+    integers = is_open("integers")
+    if not integers:
+        for text in ranks.run_ranks(2, fns.integers_refused):
+            assert "codes" in text
+            assert "torch 2.12 or newer" in text
+            assert "exclude" in text
+    sharded = {"temperature": False, "bias": False, "codes": integers, "lin.weight": True, "lin.bias": True}
     for trainable in (False, True):
         assert ranks.run_ranks(2, fns.scalars_and_integers, trainable) == [sharded] * 2
     sharded |= {"codes": False, "lin.bias": False}

@@ -216,8 +216,13 @@ def _wrap(wrapping: Wrapping, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy:
     comes first, then these, from the outside in.
     """
     apart = {p for candidate, own in wrapping.groups if candidate.kind == "dtype" for p in own}
-    if not all(p.is_floating_point() or p.is_complex() for _, own in wrapping.groups for p in own):
-        require("integers")
+    managed = {p for _, own in wrapping.groups for p in own}
+    if integers := [
+        t.name
+        for t in wrapping.tensors
+        if t.tensor in managed and not (t.tensor.is_floating_point() or t.tensor.is_complex())
+    ]:
+        require("integers", where=", ".join(integers))
 
     def in_order(group: tuple[Candidate, tuple[nn.Parameter, ...]]) -> int:
         return group[0].path.count(".") + 1 if group[0].kind == "dtype" else 0
