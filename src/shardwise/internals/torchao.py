@@ -1,4 +1,4 @@
-"""What shardwise uses of torchao's optimizers that torchao keeps in modules of its own. torchao 0.18.
+"""What shardwise uses of torchao's optimizers that torchao keeps in modules of its own. torchao 0.15-0.18.
 
 Importing this does not import torchao.
 """
@@ -6,6 +6,7 @@ Importing this does not import torchao.
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,14 +90,18 @@ def low_bit(tensor: torch.Tensor) -> LowBit | None:
 def low_bit_state(parts: LowBit, shape: tuple[int, ...]) -> torch.Tensor:
     """A state of these tensors, of a local ``shape``. Imports torchao; raises ``ImportError``, ``AttributeError``.
 
-    Without it, a state could only be made by a step of the optimizer, which would change the parameters.
+    torchao before 0.17: a state has no dtype of its own and says fp32 of any model; codes and scales are the same. Without it, a state could only
+    be made by a step of the optimizer, which would change the parameters.
     """
     made = _class_of(parts.kind)
-    if parts.kind == "OptimStateFp8":
-        return made(parts.codes, parts.scale, dtype=parts.dtype)  # type: ignore[no-any-return]
-    if parts.kind == "OptimState8bit":
-        return made(parts.codes, parts.scale, parts.book, parts.signed, dtype=parts.dtype)  # type: ignore[no-any-return]
-    return made(parts.codes, parts.scale, parts.book, parts.signed, torch.Size(shape), dtype=parts.dtype)  # type: ignore[no-any-return]
+    given: list[Any] = [parts.codes, parts.scale]
+    if parts.kind != "OptimStateFp8":
+        given += [parts.book, parts.signed]
+    if parts.kind == "OptimState4bit":
+        given.append(torch.Size(shape))
+    knows_dtypes = "dtype" in inspect.signature(made.__new__).parameters
+    found: torch.Tensor = made(*given, dtype=parts.dtype) if knows_dtypes else made(*given)
+    return found
 
 
 def fresh_book(kind: str, signed: bool) -> torch.Tensor:
