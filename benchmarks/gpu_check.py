@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 -m benchmarks.gpu_check                  # an image's own Python: no install, no network
     PYTHONPATH=src python3 -m benchmarks.gpu_check --only checks    # minutes less
 
-Needs torch 2.11, safetensors and numpy; transformers 5.20 for models of transformers. Without a GPU it says so and exits 0.
+Needs torch 2.11, safetensors and numpy; transformers 5.0 for models of transformers. Without a GPU it says so and exits 0.
 Figures go to build/gpu-check: checks.json, load.json, report.md. The exit status is 1 if something does not hold.
 """
 

@@ -35,6 +35,8 @@ from tests.loading.test_plan_promises import make_model
 
 SCRIPT = Path(sys.executable).with_name("shardwise")
 
+_DCP_OF_OLDER_TORCH = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # its own, up to 2.10
+
 
 def run(*args: object) -> Result:
     return CliRunner().invoke(main, [str(a) for a in args], prog_name="shardwise")
@@ -392,6 +394,7 @@ def test_verify(saved: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@_DCP_OF_OLDER_TORCH
 def test_verify_of_dcp_directories(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-7")
     check_paragraph(run("verify", tmp_path), "DCP directories", "shardwise convert", status=(1,))
@@ -487,6 +490,7 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@_DCP_OF_OLDER_TORCH
 def test_what_a_dcp_directory_lacks_is_said(model: Path, tmp_path: Path) -> None:
     """No config.json, and no step."""
     live, _ = load_pretrained(model)

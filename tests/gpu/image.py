@@ -11,7 +11,7 @@ import types
 
 __all__ = ["complete", "transformers_problem"]
 
-_LEAST_TRANSFORMERS = (5, 20)
+_LEAST_TRANSFORMERS = (5, 0)
 
 
 def complete() -> list[str]:
@@ -39,4 +39,4 @@ def transformers_problem() -> str | None:
         return "transformers is not installed"
     found = importlib.metadata.version("transformers")
     numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
-    return None if numbers >= _LEAST_TRANSFORMERS else f"transformers {found} is older than 5.20"
+    return None if numbers >= _LEAST_TRANSFORMERS else f"transformers {found} is older than 5.0"
