@@ -52,7 +52,7 @@ GATES = {
         "torch",
         ">=2.12",
         "fully_shard asks for gradients of each parameter, and integers have none.",
-        "Register them as buffers, or leave them whole on each rank: ShardPolicy(exclude=...).",
+        "Register them as buffers, leave them whole on each rank (ShardPolicy(exclude=...)), or load quantised weights dequantised.",
         ShardError,
     ),
     "plans": Gate(

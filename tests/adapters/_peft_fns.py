@@ -90,6 +90,7 @@ def known_warnings() -> Iterator[None]:
             "Setting `save_embedding_layers` to `True`",
             "The following rank_pattern keys did not match",
             "The following alpha_pattern keys did not match",
+            "Unsupported layer type .*Experts",  # PEFT 0.18-0.19, of target_parameters
         ):
             warnings.filterwarnings("ignore", message)
         yield
@@ -129,7 +130,10 @@ def opened(kind: str, base: str, adapter: str) -> Any:
             if k == 0:
                 model = peft.PeftModel.from_pretrained(model, folder, adapter_name=name, is_trainable=True)
             else:
+                before = [(p, p.requires_grad) for p in model.parameters()]
                 model.load_adapter(folder, name)
+                for parameter, trained in before:  # PEFT 0.18-0.19 would freeze the first adapter
+                    parameter.requires_grad_(trained)
     return model
 
 

@@ -112,6 +112,7 @@ def test_configs_without_a_sharded_form(ranks: RankPool, reference: Path) -> Non
         assert words in found[0][case][1], (case, found[0][case])
 
 
+@pytest.mark.needs("peft>=0.19", "converts no adapters: it names the modules that it does not find")
 def test_an_adapter_that_has_to_be_fused(ranks: RankPool, tmp_path: Path) -> None:
     """Experts one by one, as transformers 4 had them: PEFT fuses them with zeros in between."""
     models.write_hub_directory("mixtral", tmp_path / "base", torch.float32)

@@ -75,7 +75,7 @@ KINDS: dict[str, Kind] = {
     "torchao AdamW4bit": Kind(wide, torchao("AdamW4bit")),
     "torchao AdamWFp8": Kind(wide, torchao("AdamWFp8")),
     "torchao AdamW8bit, small": Kind(mlp, torchao("AdamW8bit")),
-    "torchao int8 weights": modules(int8_weight_only, "refused", "Int8Tensor, a tensor subclass"),
+    "torchao int8 weights": modules(int8_weight_only, "refused", "Tensor, a tensor subclass"),
     "bitsandbytes AdamW": Kind(wide, bitsandbytes("AdamW")),
     "bitsandbytes AdamW8bit": Kind(wide, bitsandbytes("AdamW8bit")),
     "bitsandbytes PagedAdamW8bit": Kind(wide, bitsandbytes("PagedAdamW8bit")),

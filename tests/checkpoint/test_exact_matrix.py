@@ -50,7 +50,13 @@ def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Pat
         _check(quantised.KINDS[name], by_kind[name])
 
 
-@pytest.mark.parametrize("name", quantised.SHARDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.needs("integers")) if "Linear4bit" in name else name
+        for name in quantised.SHARDED
+    ],
+)
 def test_exact_if_and_only_if_bitwise_of_few_bits_on_shards(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:

@@ -34,6 +34,7 @@ from shardwise.layout.placements import (
     local_shape,
 )
 from tests.harness.rank_boxes import every_rank_boxes
+from tests.harness.versions import is_open
 
 _runs = count()
 
@@ -227,7 +228,40 @@ def test_distribute_tensor(
     with fake_mesh(rank, sizes) as mesh:
         tensor = distribute_tensor(full, mesh, [p for _, p in axes], src_data_rank=None)
         assert tensor.device_mesh is mesh
+        if not is_open("packed") and not _blocks_are_even(shape, axes):
+            with pytest.raises(LayoutError, match=r"packed weights.*needs torch 2\.10 or newer"):
+                local_boxes(tensor, fsdp_order=False)
+            return
         assert_same(tensor._local_tensor, gathered(full, local_boxes(tensor, fsdp_order=False)))
+
+
+def _blocks_are_even(shape: tuple[int, int], axes: list[tuple[int, Placement]]) -> bool:
+    """Whether each cut in blocks divides what the cuts before it have left, and each block."""
+    parts = [1, 1]
+    for size, placement in axes:
+        if placement.is_replicate():
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        if factor > 1 and size > 1 and shape[placement.dim] % (parts[placement.dim] * factor * size):
+            return False
+        parts[placement.dim] *= size
+    return True
+
+
+def test_uneven_packed_weights_are_refused_where_torch_cuts_them_otherwise() -> None:
+    """Even ones are described with any torch."""
+    for rows in (24, 26):
+        with fake_mesh(1, {"tp": 4}) as mesh:
+            packed = distribute_tensor(
+                numbered((3 * rows, 2)), mesh, [_StridedShard(0, split_factor=3)], src_data_rank=None
+            )
+            if rows == 24 or is_open("packed"):
+                boxes = local_boxes(packed)
+                assert_same(packed._local_tensor, gathered(numbered((3 * rows, 2)), boxes))
+                assert len(boxes) == 3
+            else:
+                with pytest.raises(LayoutError, match=r"packed weights.*needs torch 2\.10 or newer"):
+                    local_boxes(packed)
 
 
 def test_placements_that_are_not_known_are_refused() -> None:
@@ -255,7 +289,8 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
         self.norm = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * width, bias=False)
+        even = -(-width // 4) * 4  # torch 2.9: other packed weights are refused
+        self.qkv = nn.Linear(hidden, 3 * (width if is_open("packed") else even), bias=False)
         self.up = nn.Linear(hidden, width)
         self.down = nn.Linear(width, hidden)
         self.register_buffer("scale", torch.ones(()))

@@ -50,12 +50,12 @@ def test_any_module_with_build(ranks: RankPool, root: Path) -> None:
 
 @on_ranks(2)
 def test_as_an_accelerator_shards(root: Path) -> None:
-    """Models that were sharded as an accelerator says: FSDP2 with all that the plugin can ask for, tensor parallelism."""
+    """A model that was sharded as an accelerator says: FSDP2 with all that the plugin can ask for."""
     source = str(root / "qwen3-tied")
-    from accelerate import Accelerator, ParallelismConfig
+    import accelerate
 
     from shardwise.integrations import accelerate as swa
-    from tests.integrations._accelerate_fns import accelerator_with, launched
+    from tests.integrations._accelerate_fns import accelerator_with
 
     plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"], "activation_checkpointing": True}
     with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
@@ -63,12 +63,26 @@ def test_as_an_accelerator_shards(root: Path) -> None:
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         fns.clone_of_trained(model, optimizer)
         reshard(model.modules())
-        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        if not accelerate.__version__.startswith("1.13."):  # which drops what it casts
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
         held = weakref.ref(model)
         del model, optimizer
     del accelerator
     gc.collect()
     assert held() is None, "what is noted for a clone keeps the model"
+
+
+@pytest.mark.needs("plans")
+@on_ranks(2)
+def test_as_an_accelerator_cuts_by_plan(root: Path) -> None:
+    """A model with an accelerator's tensor parallelism."""
+    source = str(root / "qwen3-tied")
+    from accelerate import Accelerator, ParallelismConfig
+
+    from shardwise.integrations import accelerate as swa
+    from tests.integrations._accelerate_fns import launched
+
     with launched():
         accelerator = Accelerator(
             cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())

@@ -76,6 +76,8 @@ def _per_tensor(plain: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.needs("integers")
+@pytest.mark.needs("kept-fp8")
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 5), 3))
 def test_shards_are_those_of_the_stored_tensors(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
@@ -88,6 +90,8 @@ def test_shards_are_those_of_the_stored_tensors(
         assert sum(own for own, *_ in found) >= found[0][1], name
 
 
+@pytest.mark.needs("integers")
+@pytest.mark.needs("kept-fp8")
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 3), 2))
 def test_lora_on_top_is_that_of_the_unsharded_model(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
@@ -99,6 +103,8 @@ def test_lora_on_top_is_that_of_the_unsharded_model(
         assert steps[0] >= 100, name
 
 
+@pytest.mark.needs("integers")
+@pytest.mark.needs("kept-fp8")
 def test_saved_at_two_exported_and_resumed_at_three(
     sources: dict[str, tuple[str, str]], tmp_path: Path, ranks: RankPool
 ) -> None:
@@ -126,6 +132,8 @@ def test_saved_at_two_exported_and_resumed_at_three(
         assert settings[0]["quant_method"] == settings[1]["quant_method"]
 
 
+@pytest.mark.needs("integers")
+@pytest.mark.needs("kept-fp8")
 @pytest.mark.parametrize("world_size", nightly_but((2, 4), 2))
 def test_other_layouts_compute_the_same(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
@@ -146,6 +154,8 @@ def test_gradients_pass_the_rounding_of_activations(sources: dict[str, tuple[str
     assert all(g is not None and g.abs().max() > 0 for g in gradients)
 
 
+@pytest.mark.needs("integers")
+@pytest.mark.needs("kept-fp8")
 def test_casts_are_refused(sources: dict[str, tuple[str, str]], ranks: RankPool) -> None:
     ranks.run_ranks(2, fns.refuses_casts, [sources["fp8 qwen3"][0], sources["w4-group"][0]])
 

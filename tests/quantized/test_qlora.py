@@ -57,6 +57,7 @@ def asked(root: Path, kind: str) -> tuple[str, Any]:
     return str(root / ("nf4" if kind == "kept" else "nested")), "keep"
 
 
+@pytest.mark.needs("integers")
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 4), 3))
 def test_losses_and_gradients_are_those_of_the_unsharded_model(
     world_size: int, root: Path, ranks: RankPool
@@ -67,6 +68,7 @@ def test_losses_and_gradients_are_those_of_the_unsharded_model(
         assert found == [fns.STEPS * 28] * world_size, kind
 
 
+@pytest.mark.needs("integers")
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 4), 3))
 def test_each_rank_holds_its_part_of_the_codes(world_size: int, root: Path, ranks: RankPool) -> None:
     for kind in KINDS:
@@ -75,6 +77,7 @@ def test_each_rank_holds_its_part_of_the_codes(world_size: int, root: Path, rank
             assert total == (2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 192)) // 64 * 36
 
 
+@pytest.mark.needs("integers")
 def test_saved_at_two_and_resumed_at_three(root: Path, tmp_path: Path, ranks: RankPool) -> None:
     source = asked(root, KINDS[0])
     straight = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "straight"), 0, 4)[0]
@@ -91,6 +94,7 @@ def test_saved_at_two_and_resumed_at_three(root: Path, tmp_path: Path, ranks: Ra
     )
 
 
+@pytest.mark.needs("integers")
 def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: RankPool) -> None:
     """It holds adapters and optimizer; the base, quantised alike, is compared by its digests, at any number of ranks."""
     source = asked(root, KINDS[0])
@@ -110,6 +114,7 @@ def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: Rank
         sw.restore(sw.TrainState(model=other), tmp_path / "run" / "step-00000005")
 
 
+@pytest.mark.needs("integers")
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 3), 3))
 def test_a_merged_export_is_what_peft_merges(
     world_size: int, root: Path, tmp_path: Path, ranks: RankPool
@@ -276,6 +281,7 @@ def test_a_trained_copy_of_a_tied_tensor_is_not_merged(module: str, tmp_path: Pa
     assert sw.export_hf(model, tmp_path / "adapter").tensors
 
 
+@pytest.mark.needs("integers")
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 5), 5))
 def test_weights_of_no_whole_number_of_blocks(world_size: int, tmp_path: Path, ranks: RankPool) -> None:
     """The last block is filled up, some ranks hold none, and the merged model computes what the live one does."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
@@ -289,8 +290,8 @@ def groups_for_dtypes() -> dict[str, list[str]]:
     described = {g.name: g for g in describe_groups(model)}
     found = {}
     for path, module in model.named_modules():
-        if groups := fsdp_groups(module):
-            parameters = [p.sharded_param for each in groups for p in each.group.fsdp_params]
+        if isinstance(module, FSDPModule):
+            parameters = [p.sharded_param for each in fsdp_groups(module) for p in each.group.fsdp_params]
             found[path] = [names[id(p)] for p in parameters]
             assert described[path].parameter_count == sum(p.numel() for p in parameters)
     return found

@@ -15,7 +15,7 @@ from ..catalog.safetensors import catalog_of_safetensors
 from ..catalog.torchfile import catalog_of_torch_file
 from ..catalog.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..errors import FormatError, PlanError, SourceError
-from ..internals.peft import adapter_configs, base_of, expressions_in, peft_model
+from ..internals.peft import adapter_configs, add_adapter, base_of, expressions_in, peft_model
 from ..internals.regex import check_patterns
 from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, read_shallow_json
@@ -160,7 +160,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
                 if model is None:
                     model = peft.get_peft_model(base, config, adapter_name=name)
                 else:
-                    model.add_adapter(name, config)
+                    add_adapter(model, name, config)
         except Exception as error:
             if name not in files:
                 raise  # the caller's own config

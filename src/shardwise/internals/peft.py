@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .torch import original_class
 __all__ = [
     "BaseSlot",
     "adapted_modules",
+    "add_adapter",
     "adapter_configs",
     "base_of",
     "convert_adapter",
@@ -164,6 +166,18 @@ def _walk(
             yield from _walk(child, inner, deeper, copy_of, root)
 
 
+def add_adapter(model: Any, name: str, config: Any) -> None:
+    """Add an adapter to a ``PeftModel``. What can be trained stays as it was.
+
+    peft 0.18 and 0.19 freeze trained copies (``modules_to_save``) of the adapters that are there. Without it, those of the active
+    adapter would not be trained.
+    """
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.add_adapter(name, config)
+    for parameter, trained in before:
+        parameter.requires_grad_(trained)
+
+
 # ----------------------------------------------------------------------------------------------------
 # Adapters' files
 
@@ -214,9 +228,12 @@ def select_adapter(
 def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
     """PEFT's conversion of an adapter's stored tensors (symbols), if the base's class has changed since training.
 
-    ``meta_base`` is an unsharded instance of the base's class. peft 0.20-0.21; older releases don't convert names.
-    Without it, such an adapter's file would name tensors that the model does not have.
+    ``meta_base`` is an unsharded instance of the base's class. peft 0.19-0.21; older releases only rename, as transformers
+    before 5.8 wants for some classes. Without it, such an adapter's file would name tensors that the model does not have.
     """
+    renames = getattr(meta_base, "_checkpoint_conversion_mapping", None) or {}
+    if renames:  # as in PeftModel.from_pretrained and load_peft_weights, peft 0.18-0.21
+        stored = {_renamed(name, renames): symbol for name, symbol in stored.items()}
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -235,6 +252,14 @@ def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str,
         model=cast(Any, Model()), peft_config=config, adapter_state_dict=stored, adapter_name=adapter
     )
     return converted
+
+
+def _renamed(name: str, renames: Mapping[str, str]) -> str:
+    """A name of an adapter's file by the first of these expressions that fits it, after PEFT's prefix."""
+    prefix = next((p for p in ("base_model.model.", "base_model.") if name.startswith(p)), "")
+    inner = name.removeprefix(prefix)
+    found = (re.subn(pattern, new, inner) for pattern, new in renames.items())
+    return prefix + next((text for text, count in found if count), inner)
 
 
 def embeddings_to_save(model: Any, adapter: str) -> bool | Literal["auto"]:

@@ -90,13 +90,14 @@ def can_be_built(kind: Any) -> bool:
 def build_from_config(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model of a class (no Auto class) from a config alone, in a dtype, as ``from_pretrained`` builds it.
 
-    transformers 5.20-5.23: ``PreTrainedModel._from_config``. The public constructor takes no dtype. Without it, parts
-    that a class keeps in fp32 would get another one.
+    transformers 5.0-5.23: ``PreTrainedModel._from_config``. The public constructor takes no dtype. Without it, parts
+    that a class keeps in fp32 would get another one. In 5.0-5.3 only ``from_pretrained`` notes the dtype in the config and its
+    parts; without that here, an export's ``config.json`` would name another dtype than its weights have.
     """
-    made = kind._from_config(config, dtype=dtype)
-    if made.config.dtype is None:  # transformers 5.3, whose from_pretrained sets it elsewhere
-        made.config.dtype = dtype
-    return made
+    for part in (config, *(getattr(config, key) for key in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
+    return kind._from_config(config, dtype=dtype)
 
 
 @contextmanager

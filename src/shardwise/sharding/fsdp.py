@@ -222,7 +222,7 @@ def _wrap(wrapping: Wrapping, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy:
         for t in wrapping.tensors
         if t.tensor in managed and not (t.tensor.is_floating_point() or t.tensor.is_complex())
     ]:
-        require("integers", where=", ".join(integers))
+        require("integers", where=integers[0] + (f" and {len(integers) - 1} more" if integers[1:] else ""))
 
     def in_order(group: tuple[Candidate, tuple[nn.Parameter, ...]]) -> int:
         return group[0].path.count(".") + 1 if group[0].kind == "dtype" else 0
