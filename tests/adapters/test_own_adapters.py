@@ -17,8 +17,9 @@ import shardwise as sw
 from shardwise.errors import SourceError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated"
-)  # PEFT asks for it
+    "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT asks for it
+    "ignore:Could not find a config file in  - will assume:UserWarning",  # PEFT 0.18, of a base without a directory
+)
 IDS = torch.arange(8)[None]
 CONFIG = "adapter_config.json"
 

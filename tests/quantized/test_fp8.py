@@ -15,6 +15,7 @@ from shardwise.errors import IntegrityError, PlanError
 from shardwise.quantized.codes import floats
 from shardwise.quantized.dequantized import dequantized
 from tests.harness import models
+from tests.quantized._fp8_library import fp8_module
 from tests.quantized._made import boxes_of, decoded, fp8_directory, write_quantized
 
 BLOCKS: list[tuple[tuple[int, int] | None, str | None]] = [
@@ -32,11 +33,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def reference(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def reference(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> Any:
     """The whole tensor, dequantised by transformers, in fp32."""
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    return Fp8Dequantize(SimpleNamespace())._dequantize_one(codes, scales, output_dtype=torch.float32)
+    config = SimpleNamespace(weight_block_size=block)
+    made = fp8_module().Fp8Dequantize(SimpleNamespace(quantization_config=config))
+    if hasattr(made, "_dequantize_one"):
+        return made._dequantize_one(codes, scales, output_dtype=torch.float32)
+    stored = {"weight$": [codes], "weight_scale_inv": [scales]}  # older transformers
+    return made.convert(stored, full_layer_name="w")["w"]
 
 
 @pytest.mark.parametrize(("block", "fmt"), BLOCKS)
@@ -47,7 +51,7 @@ def test_every_box(plain: Path, tmp_path: Path, block: Any, fmt: str | None) -> 
     assert len(found.coded) == sum(t.dtype == torch.float8_e4m3fn for t in stored.values()) > 8
     for one in found.coded.values():
         codes, scales = (stored[one.parts[role].name] for role in ("codes", "scales"))
-        expected = reference(codes, scales)
+        expected = reference(codes, scales, block)
         for box in boxes_of(one.tensor.shape, 12):
             assert torch.equal(decoded(one, stored, box), expected[box.slices]), (one.tensor.name, box)
 
