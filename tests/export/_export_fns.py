@@ -22,8 +22,10 @@ import shardwise as sw
 from shardwise.names import named_tensors
 from shardwise.store.write import FileWriter
 from tests.checkpoint._checkpointer_fns import failure
+from tests.harness.versions import is_open
 
 VOCAB = 37
+ROWS = 22 if is_open("packed") else 24  # of packed weights: two halves, cut in 2 or 4
 
 
 def save_source(directory: str, kind: str) -> None:
@@ -255,7 +257,7 @@ class Packed(nn.Module):
         self.first = nn.Linear(9, 38)
         self.second = nn.Linear(38, 9)
         self.norm = nn.LayerNorm(9)
-        self.gate_up = nn.Parameter(torch.zeros(22, 5))
+        self.gate_up = nn.Parameter(torch.zeros(ROWS, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.second(torch.relu(self.first(x))))
@@ -267,7 +269,7 @@ def packed_model(shape: tuple[int, int]) -> Packed:
     torch.manual_seed(9)
     model = Packed()
     with torch.no_grad():
-        model.gate_up.copy_(torch.arange(110).reshape(22, 5))
+        model.gate_up.copy_(torch.arange(ROWS * 5).reshape(ROWS, 5))
     placements = [Replicate(), _StridedShard(0, split_factor=2)]
     packed = distribute_tensor(model.gate_up.detach(), mesh, placements, src_data_rank=None)
     model.gate_up = nn.Parameter(packed, requires_grad=False)
@@ -305,8 +307,8 @@ def save_with_sliced_mesh(path: str) -> tuple[str, str]:
     model = packed_model((2, 2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ranks = mesh["tp"].mesh.tolist()  # a mesh made by hand: nothing in it tells of its siblings
-    own = DeviceMesh("cpu", ranks, mesh_dim_names=("tp",), _init_backend=False)
-    sliced = DTensor.from_local(torch.zeros(11, 5), own, [Shard(0)], run_check=False)
+    own = DeviceMesh("cpu", ranks, mesh_dim_names=("by hand",), _init_backend=False)
+    sliced = DTensor.from_local(torch.zeros(ROWS // 2, 5), own, [Shard(0)], run_check=False)
     model.gate_up = nn.Parameter(sliced, requires_grad=False)
     error = failure(lambda: sw.save(sw.TrainState(model=model), path))
     assert os.listdir(os.path.dirname(path)) == []
@@ -338,7 +340,7 @@ def expected_packed() -> dict[str, torch.Tensor]:
     torch.manual_seed(9)
     model = Packed()
     with torch.no_grad():
-        model.gate_up.copy_(torch.arange(110).reshape(22, 5))
+        model.gate_up.copy_(torch.arange(ROWS * 5).reshape(ROWS, 5))
     model.gate_up.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:

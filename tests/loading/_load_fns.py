@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import random
 import re
@@ -137,6 +138,24 @@ def pointers(model: nn.Module) -> dict[str, int]:
     return {n: local(p).untyped_storage().data_ptr() for n, p in model.named_parameters()}
 
 
+def after_forward(model: nn.Module, before: dict[str, int]) -> dict[str, int]:
+    """Where shards lie after the first forward: where they were. torch 2.9 pads uneven ones again, into new memory."""
+    found = pointers(model)
+    moved = [model.get_parameter(n) for n, pointer in found.items() if pointer != before[n]]
+    assert not moved or torch.__version__.startswith("2.9."), "the first forward moved shards"
+    for parameter in moved:
+        assert isinstance(parameter, DTensor)
+        cut = [
+            (p.dim, size)
+            for p, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            if isinstance(p, Shard)
+        ]
+        assert any(
+            n % math.prod(size for dim, size in cut if dim == d) for d, n in enumerate(parameter.shape)
+        )
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------
 # Meshes and sharding
 
@@ -224,7 +243,8 @@ def check_pretrained(directory: str, ordinary: Any, mesh: DeviceMesh, **options:
     assert report.initialized == ()
     before = pointers(model)
     torch.testing.assert_close(forward(model), forward(ordinary))
-    assert pointers(model) == before, "the first forward moved shards"
+    after_forward(model, before)
+    assert_same_whole(model, ordinary)
 
 
 def _persistent_buffers(model: nn.Module) -> list[torch.Tensor]:
@@ -463,7 +483,7 @@ def fsdp_and_tp(sizes: tuple[int, int, int], file: str, forward_too: bool) -> di
         before = pointers(model)
         with torch.no_grad():
             torch.testing.assert_close(model(ids), parallel_reference(*sizes)(ids))
-        assert pointers(model) == before
+        after_forward(model, before)
     return {n: str(p.placements) for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
