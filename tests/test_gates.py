@@ -25,7 +25,11 @@ def test_an_older_release_is_named_with_what_to_do(name: str, monkeypatch: pytes
         require(name, where="here")
     lowest = next(iter(SpecifierSet(gate.needs))).version
     said = str(refused.value)
-    for part in (f"here: {gate.feature}", f"{gate.package} {lowest} or newer, and 2.0.1 is installed", gate.why):
+    for part in (
+        f"here: {gate.feature}",
+        f"{gate.package} {lowest} or newer, and 2.0.1 is installed",
+        gate.why,
+    ):
         assert part in said
     assert gate.instead in said
     assert f"pip install '{gate.package}{gate.needs}'" in said

@@ -10,7 +10,9 @@ from tests.docs.samples import SAMPLES, Sample
 @pytest.mark.parametrize(
     "sample",
     [
-        pytest.param(sample, id=sample.title, marks=[pytest.mark.needs("plans")] if "--ep" in sample.words else [])
+        pytest.param(
+            sample, id=sample.title, marks=[pytest.mark.needs("plans")] if "--ep" in sample.words else []
+        )
         for sample in SAMPLES
     ],
 )

@@ -62,7 +62,9 @@ def test_every_file_that_a_tokenizer_class_declares(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*unclosed file.*byte_maps", "ignore:.*byte_maps"
 )  # MyT5Tokenizer leaves it open
-@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")  # tokenizers, of older transformers
+@pytest.mark.filterwarnings(
+    "ignore:Deprecated in 0.9.0:DeprecationWarning"
+)  # tokenizers, of older transformers
 def test_every_tokenizer_class_gives_the_same_ids(tmp_path: Path) -> None:
     built, lacking, failed = [], [], {}
     for kind in {k.__name__: k for k in every.tokenizer_classes()}.values():

@@ -18,9 +18,9 @@ from tests.harness import models
 from tests.quantized._fp8_library import fp8_module
 from tests.quantized._made import boxes_of, decoded, fp8_directory, write_quantized
 
-BLOCKS: list[tuple[tuple[int, int] | None, str | None]] = [
+BLOCKS = [
     ((4, 8), None),
-    ((12, 4), None),
+    pytest.param((12, 4), None, marks=pytest.mark.needs("transformers>=5.8", "cuts no block short")),
     ((4, 8), "ue8m0"),
     (None, None),
 ]
@@ -88,13 +88,13 @@ def test_one_scale_a_tensor_or_a_channel(held: tuple[int, ...], tmp_path: Path, 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_every_code_is_the_number_that_torch_says(dtype: torch.dtype, count: int, flushed: bool) -> None:
     """Also NaN, infinities, zeros of both signs and subnormal numbers, in a process that flushes those, too."""
-    every = torch.arange(256, dtype=torch.uint8).view(dtype)
-    expected = every.to(torch.float32)
+    every = torch.arange(256, dtype=torch.uint8)
+    expected = every.view(dtype).to(torch.float32)
     torch.set_flush_denormal(flushed)
     try:
         for codes, numbers in ((every, expected), (every[~expected.isnan()], expected[~expected.isnan()])):
             k = torch.randint(0, len(codes), (count,))
-            found = floats(codes.view(torch.uint8)[k].view(dtype))
+            found = floats(codes[k].view(dtype))
             assert torch.equal(found.view(torch.int32), numbers[k].view(torch.int32))
     finally:
         torch.set_flush_denormal(False)

@@ -150,6 +150,9 @@ def test_two_active_adapters_and_an_embedding_are_merged_as_peft_does(root: Path
     )
     reference: Any = peft.get_peft_model(base.dequantize().to(torch.bfloat16), first)
     reference.add_adapter("more", second)
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name:  # PEFT 0.18 leaves a second adapter in the base's dtype
+            parameter.data = parameter.data.float()
     for one in (model, reference):
         one.base_model.set_adapter(["default", "more"])
         fns.set_adapters(one, 1)

@@ -169,8 +169,10 @@ def test_a_resumed_scheduler_goes_on_alike(tmp_path: Path, name: str) -> None:
     advance(first, 0, 5)
     state = first.scheduler.state_dict()
     encoded = encode(state)
+    functions = {key for key, value in state.items() if inspect.isfunction(value)}  # SWALR's, of torch 2.9
+    stored = {key: value for key, value in state.items() if key not in functions}
     assert text(decode(json.loads(json.dumps(encoded.document, allow_nan=False)), encoded.tensors)) == text(
-        state
+        stored
     )
     report = sw.save(first, tmp_path / "step")
     at_save = text(state)
@@ -185,10 +187,8 @@ def test_a_resumed_scheduler_goes_on_alike(tmp_path: Path, name: str) -> None:
     assert text(second.scheduler.state_dict()) == at_save
     assert advance(second, 5, 8) == expected
     assert text(second.scheduler.state_dict()) == text(first.scheduler.state_dict())
-    if name in FUNCTIONS:
-        assert len(report.skipped) == FUNCTIONS[name], report.skipped
-    elif not name.startswith("get_scheduler"):
-        assert report.skipped == ()
+    if not name.startswith("get_scheduler"):
+        assert len(report.skipped) == FUNCTIONS.get(name, 0) + len(functions), report.skipped
 
 
 def test_functions_that_are_not_stored_are_reported_by_path(tmp_path: Path) -> None:
