@@ -182,7 +182,9 @@ def test_a_resumed_scheduler_goes_on_alike(tmp_path: Path, name: str) -> None:
     advance(second, 0, 2)  # a position of its own, which must not shine through
     second = run(name)
     resumed = sw.restore(second, tmp_path / "step")
-    assert resumed.exact
+    assert resumed.differences == tuple(
+        f"scheduler.{key}: a function is not stored; this run may have another" for key in functions
+    )
     assert "scheduler" in resumed.documents
     assert text(second.scheduler.state_dict()) == at_save
     assert advance(second, 5, 8) == expected
