@@ -32,7 +32,14 @@ def found(
     return _FOUND[key]
 
 
-@pytest.mark.parametrize("name", fns.KINDS)
+SWALR_OF_2_9 = pytest.mark.needs(
+    "torch>=2.10", "keeps a function in SWALR's state, which reports name: no exact resume"
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SWALR_OF_2_9) if "SWALR" in name else name for name in fns.KINDS]
+)
 def test_exact_if_and_only_if_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for by_kind in found(ranks, tmp_path, fns.KINDS, sharded=False):
         _check(fns.KINDS[name], by_kind[name])
