@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from packaging.specifiers import SpecifierSet
 
 import shardwise as sw
 from shardwise import gates
-from shardwise.errors import ShardError
+from shardwise.errors import ShardError, ShardwiseError
 from shardwise.gates import GATES, require
+from tests.harness.versions import is_open
 
 REFUSED = sorted(name for name, gate in GATES.items() if gate.error)
 
@@ -49,3 +52,21 @@ def test_a_plan_of_parallelism_is_refused_before_any_work(
     monkeypatch.setattr(gates, "_version", {"transformers": "5.21.0"}.get)
     with pytest.raises(ShardError, match=r"transformers 5\.22 or newer, and 5\.21\.0 is installed"):
         sw.plan(tmp_path, ranks=2, tp=2, training=sw.Training(batch_size=1, sequence_length=8, device="cpu"))
+
+
+#: Modules that are imported behind a gate.
+BEHIND = {"shardwise.models.kept_fp8": "kept-fp8"}
+
+
+@pytest.mark.filterwarnings("ignore")  # what other packages say when they are imported
+def test_every_module_can_be_imported() -> None:
+    names = [found.name for found in pkgutil.walk_packages(sw.__path__, "shardwise.")]
+    assert len(names) > 400
+    assert set(names) > BEHIND.keys()
+    for name in names:
+        if name.endswith("__main__") or (name in BEHIND and not is_open(BEHIND[name])):
+            continue
+        try:
+            importlib.import_module(name)
+        except ShardwiseError as refused:
+            assert any(gate.feature in str(refused) for gate in GATES.values() if gate.error), name
