@@ -28,6 +28,7 @@ NOT_BUILT = {
     "ParakeetTokenizer",  # the same
     "PegasusTokenizer",  # its default vocabulary is none that it takes
     "ReformerTokenizer",  # the same
+    "RobertaTokenizerFast",  # of older transformers: the same
 }
 
 
@@ -85,6 +86,7 @@ def test_every_tokenizer_class_gives_the_same_ids(tmp_path: Path) -> None:
     assert len(built) >= 65, (built, lacking)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # SAM 3's code
 def test_every_processor_class_saves_what_is_carried(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

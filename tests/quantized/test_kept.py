@@ -160,6 +160,7 @@ def test_casts_are_refused(sources: dict[str, tuple[str, str]], ranks: RankPool)
     ranks.run_ranks(2, fns.refuses_casts, [sources["fp8 qwen3"][0], sources["w4-group"][0]])
 
 
+@pytest.mark.needs("integers")
 @pytest.mark.needs("kept-fp8")
 def test_copies_plans_and_what_can_not_be_done_with_codes(
     sources: dict[str, tuple[str, str]], tmp_path: Path

@@ -792,7 +792,7 @@ def test_every_operation_has_a_case() -> None:
         for entry in get_checkpoint_conversion_mapping(model_type) or ()
         for operation in getattr(entry, "operations", ())
     }
-    assert len(used) > 5
+    assert len(used) >= 5
     assert used <= set(OPERATIONS.values())
 
 
