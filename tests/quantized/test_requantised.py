@@ -94,7 +94,9 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
         one = next(one for one in catalog.coded.values())
         encoder = encoder_of(one, catalog.quantization.settings)
         rules.add(encoder.reference)
-        if directory.name == "ue8m0" and lacking("transformers>=5.12", "has no scale_fmt"):
+        if directory.name == "ue8m0" and lacking(
+            "transformers>=5.23", "has no scale_fmt, or rounds the scales after the codes"
+        ):
             continue
         dtype = CASES[directory.name][1] if directory.name in CASES else torch.bfloat16
         weight = decoded(one, stored, whole(one.tensor.shape)).float() * 1.3

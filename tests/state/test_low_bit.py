@@ -25,6 +25,10 @@ from shardwise.limits import parse_json
 from shardwise.state.documents import check_form
 from shardwise.state.places import Places
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.compile with fullgraph=True found no compiled frames:UserWarning"
+)  # torch 2.12, of what it was told not to compile
+
 
 def trained(name: str = "AdamW8bit", dtype: torch.dtype = torch.float32, layers: int = 1) -> sw.TrainState:
     torch.manual_seed(0)
