@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +14,7 @@ from shardwise.errors import PlanError
 from shardwise.loading.initialize import initialize
 from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import shard
+from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
@@ -81,6 +83,39 @@ def test_rules_of_ancestors_count() -> None:
     rules = _plain("rules")
     assert not rules["attention.out_proj.bias"].any(), "set by the attention around it"
     assert not rules["embed.weight"][1].any(), "the padding row"
+
+
+class InFp32(transformers.Qwen3ForCausalLM):
+    """Draws into what is a copy of a weight in every dtype but fp32, as transformers 5.8 does for each model."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.float().normal_(std=0.02)
+
+
+def test_a_rule_that_writes_to_a_copy_in_fp32() -> None:
+    config = models.hub_model("qwen3")[1]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with meta_init():
+            model = InFp32(config).to(dtype)
+        initialize(model, 3)
+        found.append(model.state_dict())
+    linear = [name for name in found[1] if "_proj" in name]
+    assert len(linear) >= 7
+    for name in linear:
+        assert found[1][name].dtype is torch.bfloat16
+        assert 0.01 < found[0][name].std() < 0.03, name
+        assert torch.equal(found[1][name], found[0][name].bfloat16()), name
+
+
+def test_a_model_in_bf16_is_drawn_in_full() -> None:
+    with meta_init():
+        model = fns.build("llama").to(torch.bfloat16)
+    initialize(model, 3)
+    for name, value in model.named_parameters():
+        if value.ndim == 2:
+            assert 0.01 < value.float().std() < 0.03, name
 
 
 @pytest.mark.parametrize("kind", ["llama", "rules"])
