@@ -14,7 +14,6 @@ from shardwise.errors import PlanError
 from shardwise.loading.initialize import initialize
 from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import shard
-from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
@@ -85,28 +84,25 @@ def test_rules_of_ancestors_count() -> None:
     assert not rules["embed.weight"][1].any(), "the padding row"
 
 
-class InFp32(transformers.Qwen3ForCausalLM):
-    """Draws into what is a copy of a weight in every dtype but fp32, as transformers 5.8 does for each model."""
+def test_a_rule_that_writes_to_a_copy_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.8 does for each model: ``float()`` is a copy of a weight in every other dtype."""
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def in_fp32(self: nn.Module, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.float().normal_(std=0.02)
 
-
-def test_a_rule_that_writes_to_a_copy_in_fp32() -> None:
-    config = models.hub_model("qwen3")[1]
+    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", in_fp32)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         with meta_init():
-            model = InFp32(config).to(dtype)
-        initialize(model, 3)
-        found.append(model.state_dict())
-    linear = [name for name in found[1] if "_proj" in name]
-    assert len(linear) >= 7
-    for name in linear:
+            model = fns.build("llama").to(dtype)
+        initialize(model, 3, only=["*_proj.weight"], device="cpu")
+        found.append({name: p for name, p in model.named_parameters() if "_proj" in name})
+    assert len(found[0]) >= 7
+    for name, value in found[0].items():
+        assert 0.01 < value.std() < 0.03, name
         assert found[1][name].dtype is torch.bfloat16
-        assert 0.01 < found[0][name].std() < 0.03, name
-        assert torch.equal(found[1][name], found[0][name].bfloat16()), name
+        assert torch.equal(found[1][name], value.bfloat16()), name
 
 
 def test_a_model_in_bf16_is_drawn_in_full() -> None:
