@@ -18,9 +18,10 @@ import shardwise as sw
 
 TOKENS, MORE = 100, 104
 IDS = torch.arange(90, TOKENS)[None]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)  # PEFT's
+pytestmark = pytest.mark.filterwarnings(  # PEFT's
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",  # 0.18
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"target_modules": ["q_proj"]},

@@ -134,6 +134,7 @@ def test_the_log_of_a_program_that_fails(rule: str, tmp_path: Path, here: set[st
     check(found(tmp_path / "run.log"), here, rule)
 
 
+@pytest.mark.needs("transformers!=5.8.*", "leaves new weights in bf16 as the memory was")
 def test_weights_that_from_pretrained_does_not_find(
     copy: Path, tmp_path: Path, here: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +165,7 @@ def test_weights_that_from_pretrained_does_not_find(
     check(found(log, copy), here, "log.missing-weights", "log.random-loss", "model.internal-names")
 
 
+@pytest.mark.needs("torch>=2.13", "does not refuse a parameter in two groups of FSDP2")
 @pytest.mark.processes
 def test_torch_refuses_a_tied_embedding_in_a_group_of_its_own() -> None:
     """What accelerate.tied-groups says beforehand."""
@@ -229,6 +231,7 @@ def test_parts_larger_than_the_memory(tmp_path: Path, here: set[str]) -> None:
     check(found(tmp_path), here, "checkpoint.merge", "checkpoint.pickle", words="1024.0 GiB of parts")
 
 
+@pytest.mark.needs("torch>=2.13", "does not refuse a parameter in two groups of FSDP2")
 def test_a_tied_embedding_in_a_group_of_its_own(copy: Path, tmp_path: Path, here: set[str]) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))

@@ -315,6 +315,7 @@ def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.needs("kept-fp8")
 def test_a_checkpoint_of_kept_codes(fp8: Path, tmp_path: Path) -> None:
     model, _ = sw.load_pretrained(fp8, quantized="keep")
     sw.save(sw.TrainState(model=model), tmp_path / "step")

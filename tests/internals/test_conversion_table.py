@@ -19,15 +19,15 @@ def test_every_conversion_of_transformers_is_the_same():
         found = space["get_checkpoint_conversion_mapping"](name)
         assert [_content(c) for c in found] == [_content(c) for c in expected], name
         compared += len(expected)
-    assert compared > 500
+    assert compared > 70
 
 
 def test_each_reader_has_conversions_of_its_own():
     get = conversion_table._postponing()["get_checkpoint_conversion_mapping"]
     (first, *_), (second, *_) = get("qwen2_moe"), get("qwen2_moe")
-    first.scope_prefix = "language_model"
-    assert second.scope_prefix is None
+    assert first is not second
     assert first.source_patterns is not second.source_patterns
+    assert first.operations is not second.operations
     assert get("no such model") is None
 
 

@@ -100,7 +100,8 @@ def surroundings() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": repr(numpy.random.get_state()),
         "torch": bytes(torch.get_rng_state().tolist()),
-        "environ": dict(os.environ),
+        # torch 2.9 sets this where inductor is first imported, which PEFT does through torchao.
+        "environ": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
         "handlers": list(root.handlers),
         "level": root.level,
         "disabled": logging.root.manager.disable,

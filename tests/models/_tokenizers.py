@@ -172,9 +172,8 @@ def _part(kind: Any, attribute: str, special: Mapping[str, str]) -> Any:
             pad_token="<pad>",
             extra_special_tokens=dict(special),
         )
-    name = {"image_processor": "CLIPImageProcessorPil", "feature_extractor": "WhisperFeatureExtractor"}.get(
-        attribute
-    )
-    if name is None:
-        raise ImportError(f"{attribute} needs torchvision or torchaudio")
-    return getattr(transformers, name)()
+    if attribute == "image_processor":  # older transformers: the class without a suffix is that of PIL
+        return getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)()
+    if attribute == "feature_extractor":
+        return transformers.WhisperFeatureExtractor()
+    raise ImportError(f"{attribute} needs torchvision or torchaudio")

@@ -28,6 +28,7 @@ NOT_BUILT = {
     "ParakeetTokenizer",  # the same
     "PegasusTokenizer",  # its default vocabulary is none that it takes
     "ReformerTokenizer",  # the same
+    "RobertaTokenizerFast",  # of older transformers: the same
 }
 
 
@@ -62,6 +63,9 @@ def test_every_file_that_a_tokenizer_class_declares(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*unclosed file.*byte_maps", "ignore:.*byte_maps"
 )  # MyT5Tokenizer leaves it open
+@pytest.mark.filterwarnings(
+    "ignore:Deprecated in 0.9.0:DeprecationWarning"
+)  # tokenizers, of older transformers
 def test_every_tokenizer_class_gives_the_same_ids(tmp_path: Path) -> None:
     built, lacking, failed = [], [], {}
     for kind in {k.__name__: k for k in every.tokenizer_classes()}.values():
@@ -82,6 +86,7 @@ def test_every_tokenizer_class_gives_the_same_ids(tmp_path: Path) -> None:
     assert len(built) >= 65, (built, lacking)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # SAM 3's code
 def test_every_processor_class_saves_what_is_carried(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

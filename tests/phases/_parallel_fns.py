@@ -12,8 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.distributed.expert_parallel import apply_expert_parallelism
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import shardwise as sw
 from shardwise.internals.torch import local_tensor, storage_key
@@ -25,6 +23,9 @@ __all__ = ["measured"]
 
 def cut(model: Any, tp: int, ep: int, *, shards: bool) -> None:
     """As ``maybe_distribute_model`` of transformers: tensor parallelism, experts, then FSDP2 over two meshes."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
     world = dist.get_world_size()
     dense = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("fsdp", "tp"))
     experts = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("efsdp", "ep"))

@@ -47,6 +47,7 @@ def planned(path: Path, ranks: int, tp: int, ep: int) -> Any:
     return report
 
 
+@pytest.mark.needs("plans")
 def test_what_ranks_hold_and_read(moe: Path, ranks: RankPool) -> None:
     """FSDP x TP, FSDP x EP, and all three, filled by ``load``: to the byte, on each rank."""
     layouts = [(2, 1), (1, 2), (1, 4), (2, 4)]
@@ -61,6 +62,7 @@ def test_what_ranks_hold_and_read(moe: Path, ranks: RankPool) -> None:
         assert report.run.checkpoint.nbytes == report.model_bytes
 
 
+@pytest.mark.needs("plans")
 def test_what_a_step_sends_and_takes(moe: Path, ranks: RankPool) -> None:
     """Bytes of collectives are exact, but for what routing sends to which expert: over both ranks that is the mean."""
     layouts = [(2, 1), (1, 2), (2, 2)]
@@ -85,6 +87,7 @@ def test_what_a_step_sends_and_takes(moe: Path, ranks: RankPool) -> None:
             assert run.largest_gather_bytes == 0
 
 
+@pytest.mark.needs("plans")
 def test_what_goes_between_nodes(moe: Path) -> None:
     """Tensor and expert parallelism stay on a node that has room for them; FSDP's rings leave it."""
     report = sw.plan(moe, ranks=8, nodes=2, tp=2, ep=4, training=CPU)
@@ -131,6 +134,7 @@ def test_ranks_that_can_not_be_arranged_so(moe: Path, options: dict[str, int], m
         sw.plan(moe, ranks=8, training=CPU, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.needs("plans")
 def test_what_the_class_can_not_do_is_named(moe: Path, tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="does not divide the 4 key-value heads"):
         sw.plan(moe, ranks=8, tp=8, training=CPU)

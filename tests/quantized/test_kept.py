@@ -160,6 +160,8 @@ def test_casts_are_refused(sources: dict[str, tuple[str, str]], ranks: RankPool)
     ranks.run_ranks(2, fns.refuses_casts, [sources["fp8 qwen3"][0], sources["w4-group"][0]])
 
 
+@pytest.mark.needs("integers")
+@pytest.mark.needs("kept-fp8")
 def test_copies_plans_and_what_can_not_be_done_with_codes(
     sources: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -183,6 +185,7 @@ def _half(module: torch.nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float16)
 
 
+@pytest.mark.needs("kept-fp8")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_not_merged_into_codes(sources: dict[str, tuple[str, str]], tmp_path: Path) -> None:
     import peft
@@ -213,6 +216,7 @@ def _altered(source: str, out: Path, **tensors: torch.Tensor | None) -> Path:
     return out
 
 
+@pytest.mark.needs("kept-fp8")
 def test_sources_that_no_layer_can_hold_are_named(
     sources: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -133,7 +133,10 @@ def test_a_merged_export_is_what_peft_merges(
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",  # PEFT 0.18
+)
 def test_two_active_adapters_and_an_embedding_are_merged_as_peft_does(root: Path, tmp_path: Path) -> None:
     import peft
 
@@ -147,6 +150,9 @@ def test_two_active_adapters_and_an_embedding_are_merged_as_peft_does(root: Path
     )
     reference: Any = peft.get_peft_model(base.dequantize().to(torch.bfloat16), first)
     reference.add_adapter("more", second)
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name:  # PEFT 0.18 leaves a second adapter in the base's dtype
+            parameter.data = parameter.data.float()
     for one in (model, reference):
         one.base_model.set_adapter(["default", "more"])
         fns.set_adapters(one, 1)
@@ -219,6 +225,7 @@ def test_transposed_weights_are_turned_before_they_are_quantised(tmp_path: Path)
     )
 
 
+@pytest.mark.needs("integers")
 def test_plan_says_what_is_stored_and_held(root: Path) -> None:
     (one,) = sw.plan(root / "plain", ranks=2, quantized=fns.four_bits()).dequantized
     assert one.format == "BF16, quantised to NF4 in blocks of 64"

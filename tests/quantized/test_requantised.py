@@ -14,6 +14,7 @@ from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.dequantized import dequantized
 from shardwise.quantized.encoders import Encoder, NestedFourBitEncoder, encoder_of
 from shardwise.quantized.packing import awq_words, field_words, fp4_bytes, integer_words, nibble_bytes
+from tests.harness.versions import lacking
 from tests.quantized import _reference_awq
 from tests.quantized._boxes import State
 from tests.quantized._made import decoded, fp8_directory, plain_tensors, quantised_directories
@@ -92,6 +93,11 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
         stored, catalog = plain_tensors(directory), dequantized(open_catalog(directory))
         one = next(one for one in catalog.coded.values())
         encoder = encoder_of(one, catalog.quantization.settings)
+        rules.add(encoder.reference)
+        if directory.name == "ue8m0" and lacking(
+            "transformers>=5.23", "has no scale_fmt, or rounds the scales after the codes"
+        ):
+            continue
         dtype = CASES[directory.name][1] if directory.name in CASES else torch.bfloat16
         weight = decoded(one, stored, whole(one.tensor.shape)).float() * 1.3
         weight = (weight + torch.randn_like(weight) * weight.std() / 8).to(dtype)
@@ -106,7 +112,6 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
                     part.numel() // 200 if directory.name == "nested fp4" and name.endswith("absmax") else 0
                 )
                 assert unlike <= allowed, (directory.name, name, most, unlike)
-        rules.add(encoder.reference)
     assert len(rules) == 9, rules
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.harness.models import Mixed, state_of, write_hub_directory, write_state
+from tests.harness.versions import is_open
 
 #: Every check by the name of what it uses, in the order in which they run: later ones read what earlier ones wrote.
 CHECKS: dict[str, Callable[[Path, DeviceMesh], None]] = {}
@@ -207,7 +208,11 @@ def trainer(place: Path, mesh: DeviceMesh) -> None:
     both = life(3, resume=True)
     assert both[:2] == first
     assert len(both) == 3
-    opened = transformers.AutoModelForCausalLM.from_pretrained(place / "trainer" / "checkpoint-3")
+    written = place / "trainer" / "checkpoint-3"
+    if not is_open("model-directory"):
+        written = place / "trainer" / "exported"
+        sw.export_hf(place / "trainer" / "checkpoint-3", written)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(written)
     assert opened.state_dict().keys() == reference(place / "hub").keys()
 
 

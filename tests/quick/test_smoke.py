@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from shardwise.gates import GATES
 from tests.harness.launch import Launch
 from tests.quick._smoke_fns import CHECKS, smoke
 
@@ -21,7 +22,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
         return [job.result(rank) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.needs(name)) if name in GATES else name for name in CHECKS],
+)
 def test_entry_point(results: list[dict[str, str | None]], name: str) -> None:
     for rank, found in enumerate(results):
         assert found[name] is None, f"rank {rank}: {found[name]}"

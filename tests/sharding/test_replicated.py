@@ -195,6 +195,11 @@ def test_described() -> None:
     }
     with meta_init():
         assert sum(g.replicated_bytes for g in describe_groups(tiny.clip())) == 4
+
+
+@pytest.mark.needs("transformers>=5.3", "has no OlmoHybrid")
+def test_a_layer_that_keeps_a_dtype_is_described_apart() -> None:
+    with meta_init():
         (group,) = (g for g in describe_groups(tiny.olmo_hybrid()) if g.kind == "dtype")
     assert (group.name, group.stored_bytes) == ("model.layers.0.linear_attn", 2 * 4)
 

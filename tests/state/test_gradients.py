@@ -283,6 +283,7 @@ def low_precision(*, grad_dtype: torch.dtype | None) -> sw.TrainState:
     return sw.TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.needs("torch>=2.10", "knows no dtype of gradients of their own")
 def test_gradients_keep_a_dtype_of_their_own(tmp_path: Path) -> None:
     first = low_precision(grad_dtype=torch.float32)
     gradient = torch.randn(2, 3)

@@ -71,8 +71,11 @@ OF_TORCH: dict[str, Make] = {
 }
 OF_TRANSFORMERS: dict[str, Make] = {
     "AdafactorSchedule": lambda o: optimization.AdafactorSchedule(o, initial_lr=0.02),
-    "GreedyLR": lambda o: optimization.GreedyLR(o, patience=1, min_lr=1e-3, smooth=True),
 }
+#: transformers has it from 5.4.
+GREEDY: type | tuple[()] = getattr(optimization, "GreedyLR", ())
+if GREEDY:
+    OF_TRANSFORMERS["GreedyLR"] = lambda o: optimization.GreedyLR(o, patience=1, min_lr=1e-3, smooth=True)
 #: What the functions of transformers need beside the numbers of steps.
 SPECIFIC: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr": 0.01},
@@ -146,7 +149,7 @@ def advance(state: sw.TrainState, begin: int, count: int) -> list[Any]:
         state.model(torch.full((2, 3), 0.1 * index)).square().sum().backward()  # type: ignore[operator]
         optimizer.step()
         metric = [1.0, 0.5, 0.7, 0.6, 0.6, 0.61][index % 6]
-        by_metric = isinstance(state.scheduler, (lrs.ReduceLROnPlateau, optimization.GreedyLR))
+        by_metric = isinstance(state.scheduler, (lrs.ReduceLROnPlateau, GREEDY))
         state.scheduler.step(metric) if by_metric else state.scheduler.step()
         last = None if by_metric else state.scheduler.get_last_lr()
         found.append(([(g["lr"], g.get("momentum")) for g in optimizer.param_groups], last))
@@ -166,8 +169,10 @@ def test_a_resumed_scheduler_goes_on_alike(tmp_path: Path, name: str) -> None:
     advance(first, 0, 5)
     state = first.scheduler.state_dict()
     encoded = encode(state)
+    functions = {key for key, value in state.items() if inspect.isfunction(value)}  # SWALR's, of torch 2.9
+    stored = {key: value for key, value in state.items() if key not in functions}
     assert text(decode(json.loads(json.dumps(encoded.document, allow_nan=False)), encoded.tensors)) == text(
-        state
+        stored
     )
     report = sw.save(first, tmp_path / "step")
     at_save = text(state)
@@ -177,15 +182,15 @@ def test_a_resumed_scheduler_goes_on_alike(tmp_path: Path, name: str) -> None:
     advance(second, 0, 2)  # a position of its own, which must not shine through
     second = run(name)
     resumed = sw.restore(second, tmp_path / "step")
-    assert resumed.exact
+    assert resumed.differences == tuple(
+        f"scheduler.{key}: a function is not stored; this run may have another" for key in functions
+    )
     assert "scheduler" in resumed.documents
     assert text(second.scheduler.state_dict()) == at_save
     assert advance(second, 5, 8) == expected
     assert text(second.scheduler.state_dict()) == text(first.scheduler.state_dict())
-    if name in FUNCTIONS:
-        assert len(report.skipped) == FUNCTIONS[name], report.skipped
-    elif not name.startswith("get_scheduler"):
-        assert report.skipped == ()
+    if not name.startswith("get_scheduler"):
+        assert len(report.skipped) == FUNCTIONS.get(name, 0) + len(functions), report.skipped
 
 
 def test_functions_that_are_not_stored_are_reported_by_path(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ..layout.boxes import LocalBox
 from ..layout.live import LiveModel, describe
 from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
-from ..models.rules import Rule, Template, build_template, copy_template, rules_of
+from ..models.rules import Rule, Template, build_template, copy_template, rules_of, run_rules
 from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter, patterns_of
 from ..rng import preserve_rng
 
@@ -282,13 +282,9 @@ def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
         return  # other ranks hold all of it, and their values do not depend on this rank's draws
     on_meta = {attribute: own_parameter(job.module, attribute) for attribute, _ in targets}
     try:
-        for attribute, target in targets:
-            full = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
-            exchange_parameter(job.module, attribute, nn.Parameter(full, target.tensor.requires_grad))
-        _seed_generators(seed, job.name)
+        if not _draw(job, seed, targets, None):
+            _draw(job, seed, targets, torch.float32)
         with torch.no_grad():
-            for rule in job.rules:
-                rule.call()
             for attribute, target in targets:
                 drawn = own_parameter(job.module, attribute)
                 assert drawn is not None
@@ -297,6 +293,23 @@ def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
     finally:
         for attribute, parameter in on_meta.items():
             exchange_parameter(job.module, attribute, parameter)
+
+
+def _draw(job: _Job, seed: int, targets: Iterable[tuple[str, _Held]], dtype: torch.dtype | None) -> bool:
+    """Draw parameters in full, in their own dtype or another. Returns whether the rules wrote to each.
+
+    Some rules write to ``weight.float()`` (transformers 5.8), which is a copy of a weight in any dtype but fp32.
+    """
+    made = []
+    for attribute, target in targets:
+        own = target.tensor.dtype
+        full = torch.empty(
+            target.tensor.shape, dtype=dtype if dtype and own.is_floating_point else own, device="cpu"
+        )
+        made.append(nn.Parameter(full, target.tensor.requires_grad))
+        exchange_parameter(job.module, attribute, made[-1])
+    _seed_generators(seed, job.name)
+    return run_rules(job.rules, made)
 
 
 def _seed_generators(seed: int, name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from ..internals.transformers import initializer_of
 from ..names import exchange_parameter
 from .meta_init import meta_init
 
-__all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of"]
+__all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of", "run_rules"]
 
 # Operations that set every element without reading it: earlier writes no longer matter.
 _OVERWRITES = frozenset(
@@ -102,11 +102,21 @@ def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Ru
 
     ``calls``: calls to watch instead.
     """
-    recorder = _Recorder(template.root)
+    recorder = _Recorder(p for p in template.root.parameters() if p.is_meta)
     rules = [*_resets(template.root), *_init_weights(template.root)] if calls is None else [*calls]
     for rule in rules:
         recorder.watch(rule)
     return rules
+
+
+def run_rules(rules: Iterable[Rule], parameters: Collection[torch.Tensor]) -> bool:
+    """Run calls on parameters with memory. Returns whether they wrote to all of these."""
+    recorder, written = _Recorder(parameters), set[int]()
+    for rule in rules:
+        run = Rule(rule.module, rule.call)
+        recorder.call(run)
+        written |= run.written.keys()
+    return all(id(p) in written for p in parameters if p.numel())
 
 
 def _resets(root: nn.Module) -> Iterator[Rule]:
@@ -148,16 +158,19 @@ def _takes(method: Callable[..., object], *arguments: object) -> bool:
 class _Recorder(TorchDispatchMode):
     """Notes, for one call at a time, the parameters whose storages it writes, through any view."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._by_storage = {storage_key(p): p for p in root.parameters() if p.is_meta}
+        self._by_storage = {storage_key(p): p for p in parameters}
         self._rule: Rule | None = None
 
-    def watch(self, rule: Rule) -> None:
+    def call(self, rule: Rule) -> None:
         self._rule = rule
+        with self, torch.no_grad():
+            rule.call()
+
+    def watch(self, rule: Rule) -> None:
         try:
-            with self, torch.no_grad():
-                rule.call()
+            self.call(rule)
         except Exception as error:
             rule.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
