@@ -12,6 +12,8 @@ from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly, nightly_but
 from tests.integrations import _trainer_prompt_fns as fns
 
+pytestmark = pytest.mark.needs("trainer")
+
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # below from_pretrained
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

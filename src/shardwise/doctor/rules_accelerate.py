@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..gates import GATES
 from .facts import Facts, Model, Settings
 from .rule import Bite, Rule, each, is_on, is_version, number
 
@@ -45,9 +46,10 @@ def _fsdp(facts: Facts) -> Iterator[_Fsdp]:
     for settings in facts.accelerate:
         if str(settings.values.get("distributed_type", "FSDP")).upper() == "FSDP" and settings.fsdp:
             yield _Fsdp(settings, number(settings.fsdp.get("version", 1)) or 1, is_yaml=True)
+    default = 2 if is_version(facts, "transformers", GATES["fsdp-version"].needs) else 1
     for settings in facts.arguments:
-        if settings.values.get("fsdp") and settings.fsdp:
-            yield _Fsdp(settings, number(settings.fsdp.get("version", 2)) or 2, is_yaml=False)
+        if settings.values.get("fsdp"):
+            yield _Fsdp(settings, number(settings.fsdp.get("version", default)) or default, is_yaml=False)
 
 
 def _fsdp2(facts: Facts) -> Iterator[_Fsdp]:
@@ -255,8 +257,12 @@ ACCELERATE = (
         ("accelerate.fsdp1", "FSDP1", "docs/howto/accelerate.md"),
         when=lambda one: one.version != 2,
         bites="shardwise refuses the model: this asks for FSDP1, whose flat parameters nothing here can fill or save.",
-        why="Accelerate's YAML means version 1 unless fsdp_version says 2; transformers calls FSDP1 deprecated.",
-        do="Set fsdp_version: 2 (accelerate to-fsdp2 rewrites a YAML).",
+        why="Accelerate's YAML means version 1 unless fsdp_version says 2, and so do TrainingArguments before transformers 5.10.",
+        do=lambda one: (
+            "Set fsdp_version: 2 (accelerate to-fsdp2 rewrites a YAML)."
+            if one.is_yaml
+            else GATES["fsdp-version"].instead
+        ),
     ),
     each(
         _fsdp2,
@@ -293,9 +299,9 @@ ACCELERATE = (
     Rule(
         "accelerate.tied-groups",
         "FSDP2 that wraps the embedding of a given model with a tied head",
-        "case 8; FSDP2 of torch 2.13",
+        "case 8; FSDP2 of torch 2.12",
         _tied_groups,
-        applies={"torch": ">=2.13"},
+        applies={"torch": ">=2.12"},
     ),
     Rule(
         "accelerate.wrap-class",

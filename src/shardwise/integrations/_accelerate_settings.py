@@ -27,6 +27,7 @@ __all__ = [
     "check_supported",
     "copy_of_plugin",
     "cut_by_tp_plan",
+    "keep_taken_over",
     "keep_whole",
     "takes_over_checkpointing",
     "without_rows",
@@ -102,6 +103,15 @@ def takes_over_checkpointing(plugin: Any) -> bool:
         _note_taken_over(plugin)
         plugin.activation_checkpointing = False
     return _is_taken_over(plugin)
+
+
+def keep_taken_over(plugin: Any) -> None:
+    """Leave activation checkpointing to the model that has it, although someone asked the plugin for it again.
+
+    transformers before 5.10: Trainer does, when its accelerator is there.
+    """
+    if _is_taken_over(plugin):
+        plugin.activation_checkpointing = False
 
 
 #: Plugins that were asked for activation checkpointing, before it was switched off in them. By id: they have no hash.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Prepared", "has_state_hooks", "prepared"]
+__all__ = ["Prepared", "has_state_hooks", "prepared", "without_first_batches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,20 @@ def prepared(accelerator: Any) -> Prepared:
         accelerator._dataloaders,
         accelerator._custom_objects,
     )
+
+
+def without_first_batches(loader: Any, count: int) -> Any:
+    """A loader without the first batches of the present epoch, which is ``loader.iteration``.
+
+    accelerate before 1.15: ``skip_first_batches`` makes a loader that counts epochs from 0. Without this function, a resume
+    inside a later epoch would go on in the order of the first.
+    """
+    from accelerate import skip_first_batches
+
+    rest = skip_first_batches(loader, count)
+    if hasattr(rest, "iteration"):
+        rest.iteration = loader.iteration
+    return rest
 
 
 def has_state_hooks(accelerator: Any, when: Literal["save", "load"]) -> bool:
