@@ -207,9 +207,9 @@ def _peft(facts: Facts) -> Iterator[Bite]:
     if is_version(facts, "transformers", ">=5.6") and is_version(facts, "peft", "==0.19.*"):
         yield Bite(
             "peft",
-            f"No stored adapter of a model with mixtures of experts can be opened: peft {software['peft']} with transformers "
+            f"PeftModel.from_pretrained raises a TypeError for a model with experts: peft {software['peft']} with transformers "
             f"{software['transformers']}.",
-            "It gives transformers' conversions an argument that they no longer take since 5.6; new adapters are not affected.",
+            "It gives conversions an argument that transformers has not taken since 5.6; shardwise opens adapters that need none.",
             "pip install 'peft>=0.20'",
         )
     if (

@@ -1,4 +1,4 @@
-"""What shardwise uses of PEFT that PEFT keeps private, or moves between releases. peft 0.20-0.21.
+"""What shardwise uses of PEFT that PEFT keeps private, or moves between releases. peft 0.18-0.21.
 
 Importing this module does not import PEFT, nor does asking whether a model has adapters: with such a model PEFT is
 imported already.
@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
+from ..errors import UnsupportedConversionError
 from ..names import canonical_name, unwrap
 from .torch import original_class
 
@@ -214,7 +215,8 @@ def select_adapter(
 def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
     """PEFT's conversion of an adapter's stored tensors (symbols), if the base's class has changed since training.
 
-    ``meta_base`` is an unsharded instance of the base's class. peft 0.20-0.21; older releases don't convert names.
+    ``meta_base`` is an unsharded instance of the base's class. peft before 0.19: converts none. peft 0.19: can't convert any
+    with transformers 5.6 or newer, which is an :class:`UnsupportedConversionError`.
     Without it, such an adapter's file would name tensors that the model does not have.
     """
     try:
@@ -231,9 +233,17 @@ def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str,
         def __getattr__(self, name: str) -> Any:
             return getattr(meta_base, name)
 
-    converted: dict[str, Any] = convert_peft_adapter_state_dict_for_transformers(
-        model=cast(Any, Model()), peft_config=config, adapter_state_dict=stored, adapter_name=adapter
-    )
+    try:
+        converted: dict[str, Any] = convert_peft_adapter_state_dict_for_transformers(
+            model=cast(Any, Model()), peft_config=config, adapter_state_dict=stored, adapter_name=adapter
+        )
+    except TypeError as error:
+        if "distributed_operation" not in str(error):
+            raise
+        raise UnsupportedConversionError(
+            f"adapter {adapter!r} was trained on a class that has changed since, and PEFT 0.19 can't convert it with transformers "
+            "5.6 or newer. Update: pip install 'peft>=0.20'"
+        ) from error
     return converted
 
 
