@@ -60,8 +60,12 @@ def life(
 
 
 def history(trainer: Any) -> list[Any]:
+    """(step, loss, gradient norm) of each step; a norm of 0 where torch gives each rank its own part of it."""
+    is_whole = lacking("torch>=2.10", "item() of a DTensor reduces nothing") is None
     return [
-        (row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row
+        (row["step"], row["loss"], row["grad_norm"] * is_whole)
+        for row in trainer.state.log_history
+        if "loss" in row
     ]
 
 

@@ -136,7 +136,7 @@ def test_a_hub_model(
     for rank in found:
         assert rank.get("mesh") == ((2, 2) if world_size == 4 else None)
         assert all(torch.equal(rank["loaded"][name], tensor) for name, tensor in expected.items())
-        assert rank["groups"] > 3
+        assert rank["groups"] >= 3, "the root and each block"
         assert rank["names"] == ["checkpoint_1", "checkpoint_2"]
         assert rank["exact"]
         assert rank["resumed step"] == rank["step"] == 3
@@ -167,6 +167,7 @@ def test_parameters_with_fewer_rows_than_ranks(ranks: RankPool, tmp_path: Path) 
         assert found == [{"same": True, "error": "", "exact": True}] * 2
 
 
+@pytest.mark.needs("plans")
 def test_tensor_parallel(ranks: RankPool, tmp_path: Path) -> None:
     """As one process computes it, and bitwise after a resume."""
     reference = build_reference("qwen3-tied")
@@ -199,6 +200,7 @@ def test_tensor_parallel(ranks: RankPool, tmp_path: Path) -> None:
     assert "distributed_config" not in json.loads((tmp_path / "state-export/config.json").read_text())
 
 
+@pytest.mark.needs("transformers>=5.1", "still has ReplicateParallel")
 def test_tensor_parallel_beside_fsdp_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """Accelerate's own ``prepare`` can't do it with these transformers; this test may go when it can."""
     with pytest.raises(ImportError):

@@ -176,7 +176,7 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 settings.path,
                 f"prepare() fails: tp_size is {sizes['tp']} beside FSDP.",
-                "It imports ReplicateParallel, which went with transformers 4.",
+                "It imports ReplicateParallel, which went with transformers 5.1.",
                 "Shard the model yourself and fill it with shardwise.load, or use one of the two.",
             )
         for name in (n for n in ("cp", "sp") if sizes[n] > 1):
