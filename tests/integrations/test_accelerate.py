@@ -77,6 +77,17 @@ def test_case_1(
         assert rank["dtypes"] == ["torch.float32"], "masters"
 
 
+def test_weights_in_bf16_are_trained_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
+    reference = build_reference("qwen3").to(torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+    for rank in ranks.run_ranks(2, fns.masters, str(tmp_path), timeout_s=100):
+        assert rank["dtypes"] == rank["then"] == ["torch.float32"]
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(rank["loaded"][name], tensor.float()), name
+        moved = [n for n, t in rank["after"].items() if not torch.equal(t, t.bfloat16().float())]
+        assert moved, "steps that bf16 would round away"
+
+
 def test_accelerate_alone(ranks: RankPool) -> None:
     """What the peer does today; this test may go when they mend it."""
     for text in ranks.run_ranks(2, fns.loaded_whole, False, timeout_s=120):

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from ..errors import StateError
+from ..internals.accelerate import count_own_batches
 from ..rng import capture_host_rng, restore_rng
 from ..state.data import make_iterator
 from ..state.loader_parts import equal
@@ -48,6 +49,7 @@ class LoaderPositions:
     def __init__(self, loaders: Sequence[Any]) -> None:
         """Make the loaders' samplers note the random states from which they draw an epoch's order, from now on."""
         for loader in loaders:
+            count_own_batches(loader)
             record(loader)
         self._loaders = loaders
         self._caveats: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
+from ..internals.accelerate import keep_masters
 from ..models.memory import give_addresses
 from ..names import named_tensors
 from ..sharding.fsdp import remember_sharding
@@ -81,6 +82,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     try:
         if takes_over_checkpointing(accelerator.state.fsdp_plugin):
             fsdp2_apply_ac(settings, model)
+        keep_masters(accelerator, model)
         fsdp2_prepare_model(settings, model)
     except (NotImplementedError, ValueError, AssertionError) as error:
         raise ShardError(

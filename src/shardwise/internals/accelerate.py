@@ -1,15 +1,27 @@
 """What shardwise uses of an ``Accelerator`` that Accelerate keeps private. accelerate 1.10-1.15.
 
-It is only read, never written. Importing this does not import Accelerate.
+Importing this does not import Accelerate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal
 
-__all__ = ["Prepared", "has_state_hooks", "prepared", "without_first_batches"]
+import torch
+from packaging.version import Version
+from torch import nn
+
+__all__ = [
+    "Prepared",
+    "count_own_batches",
+    "has_state_hooks",
+    "keep_masters",
+    "prepared",
+    "without_first_batches",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,49 @@ def without_first_batches(loader: Any, count: int) -> Any:
     if hasattr(rest, "iteration"):
         rest.iteration = loader.iteration
     return rest
+
+
+def count_own_batches(loader: Any) -> None:
+    """Make the state of a stateful loader count the batches that this rank got.
+
+    accelerate before 1.13: takes one batch off for each other rank, which only a dispatcher's state needs. Without this function, a
+    resume inside an epoch would see batches again, silently.
+    """
+    from accelerate.data_loader import DataLoaderShard
+    from accelerate.state import GradientState, PartialState
+
+    name = "adjust_state_dict_for_prefetch"
+    if type(loader) is not DataLoaderShard or name in vars(DataLoaderShard) or name in vars(loader):
+        return
+    setattr(loader, name, _nothing)
+    state = vars(loader).get("dl_state_dict") or {}
+    is_running = any(one is loader for one in GradientState().dataloader_references)
+    if not is_running and not state.get("_iterator_finished"):
+        return
+    taken = PartialState().num_processes - 1
+    for key in ("_sampler_iter_yielded", "_num_yielded"):
+        if key in state:
+            state[key] += taken
+    if "samples_yielded" in (state.get("_index_sampler_state") or {}):
+        state["_index_sampler_state"]["samples_yielded"] += taken * loader.batch_size
+
+
+def _nothing() -> None:
+    """Stands for a loader's method."""
+
+
+def keep_masters(accelerator: Any, model: nn.Module) -> None:
+    """Make a model's trainable parameters fp32 if the accelerator trains in mixed precision. Call it before the model is sharded.
+
+    accelerate 1.13: says so in a warning, and leaves them as they are. Without this function, weights stored in bf16 would be trained
+    in bf16.
+    """
+    if accelerator.mixed_precision == "no" or getattr(model, "dtype", None) == torch.float32:
+        return
+    if Version(metadata.version("accelerate")).release[:2] == (1, 13):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.float32)
 
 
 def has_state_hooks(accelerator: Any, when: Literal["save", "load"]) -> bool:
