@@ -193,7 +193,8 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
     if inside and "state" not in position:
         yield (
             "keeps no state, and the save was inside of an epoch, which begins again: this is exact only if the loop skips "
-            "what was consumed (accelerator.skip_first_batches), and calls set_epoch for the next epoch"
+            "what was consumed (skip_first_batches, with Accelerate before 1.15 that of a ShardwiseAccelerator), and calls "
+            "set_epoch for the next epoch"
             + (
                 ". "
                 if order and not _is_dispatched_to(loader)
