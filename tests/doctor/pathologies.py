@@ -296,6 +296,12 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("accelerate.one-group", "gathers the whole model", _yaml(fsdp_auto_wrap_policy="NO_WRAP")),
     Pathology(
+        "accelerate.one-group",
+        "only where it says auto_wrap",
+        replace(_arguments(fsdp=True), software={**SOFTWARE, "transformers": "5.9.0"}),
+        ("software.gates", "software.requires"),
+    ),
+    Pathology(
         "accelerate.other-engine", "distributed_type is DEEPSPEED", _yaml({"distributed_type": "DEEPSPEED"})
     ),
     Pathology(

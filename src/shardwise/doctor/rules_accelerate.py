@@ -21,6 +21,8 @@ class _Fsdp:
     settings: Settings
     version: int
     is_yaml: bool
+    wraps_blocks: bool = False
+    """Whether blocks are wrapped without a policy."""
 
     @property
     def path(self) -> str:
@@ -49,7 +51,9 @@ def _fsdp(facts: Facts) -> Iterator[_Fsdp]:
     default = 2 if is_version(facts, "transformers", GATES["fsdp-version"].needs) else 1
     for settings in facts.arguments:
         if settings.values.get("fsdp"):
-            yield _Fsdp(settings, number(settings.fsdp.get("version", default)) or default, is_yaml=False)
+            version = number(settings.fsdp.get("version", default)) or default
+            wraps = default == 2 or "auto_wrap" in str(settings.values["fsdp"])
+            yield _Fsdp(settings, version, is_yaml=False, wraps_blocks=wraps)
 
 
 def _fsdp2(facts: Facts) -> Iterator[_Fsdp]:
@@ -288,13 +292,19 @@ ACCELERATE = (
     each(
         _fsdp2,
         ("accelerate.one-group", "FSDP2 without a wrap policy, or by size 0", "docs/howto/does-it-fit.md"),
-        when=lambda one: one.is_yaml and (one.policy == "NO_WRAP" or _by_size_zero(one)),
+        when=lambda one: not one.wraps_blocks and (one.policy == "NO_WRAP" or _by_size_zero(one)),
         bites="Each forward gathers the whole model on every rank, so that sharding saves no memory at the peak.",
         why=lambda one: (
             f"fsdp_auto_wrap_policy is {one.policy}"
             f"{' without fsdp_min_num_params' if _by_size_zero(one) else ''}: one group holds all."
+            if one.is_yaml
+            else "Before transformers 5.10 fsdp wraps blocks only where it says auto_wrap: one group holds all."
         ),
-        do="Set TRANSFORMER_BASED_WRAP and the class of a block in fsdp_transformer_layer_cls_to_wrap.",
+        do=lambda one: (
+            "Set TRANSFORMER_BASED_WRAP and the class of a block in fsdp_transformer_layer_cls_to_wrap."
+            if one.is_yaml
+            else "Set fsdp to 'full_shard auto_wrap'."
+        ),
     ),
     Rule(
         "accelerate.tied-groups",
