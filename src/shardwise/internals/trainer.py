@@ -17,7 +17,10 @@ def fsdp_settings(args: Any) -> dict[str, Any] | None:
     if args.fsdp_plugin_args is None:
         return None
     late = ("limit_all_gathers", "activation_checkpointing")
-    return {name: args.fsdp_config[name] for name in late if name in args.fsdp_config} | args.fsdp_plugin_args
+    return {
+        **{name: args.fsdp_config[name] for name in late if name in args.fsdp_config},
+        **args.fsdp_plugin_args,
+    }
 
 
 def leaves_out_fsdp_version(args: Any) -> bool:
