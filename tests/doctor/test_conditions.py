@@ -135,6 +135,7 @@ def test_the_log_of_a_program_that_fails(rule: str, tmp_path: Path, here: set[st
     check(found(tmp_path / "run.log"), here, rule)
 
 
+@pytest.mark.needs("transformers!=5.8.*", "leaves missing weights as the memory was")
 def test_weights_that_from_pretrained_does_not_find(
     copy: Path, tmp_path: Path, here: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -245,10 +245,15 @@ def checkpointed(path: str, root: str) -> tuple[list[str], bool]:
 
 def version_left_out(path: str, root: str) -> list[str]:
     """The errors of loading and of the trainer where the arguments don't say which FSDP they mean."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
     from transformers import AutoModelForCausalLM
 
     found = []
     with arguments(root, plugin=False, fsdp_config={"version": None}) as args:
+        PartialState._shared_state["distributed_type"] = (
+            DistributedType.MULTI_GPU
+        )  # then Accelerate chooses FSDP
         model = AutoModelForCausalLM.from_pretrained(path)
         for ask in (
             lambda: load_pretrained(args, path),

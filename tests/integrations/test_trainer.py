@@ -128,6 +128,7 @@ def test_the_best_is_a_step_that_is_saved_already(ranks: RankPool, hub: Path, tm
         assert name == str(tmp_path / "epoch" / "checkpoint-6")
 
 
+@pytest.mark.needs("accelerate!=1.14.*", "shards a tied head apart from its embedding")
 def test_plain_trainers_run_is_the_same_and_taken_up(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     for rank in ranks.run_ranks(2, fns.plain, str(hub), str(tmp_path / "run"), timeout_s=100):
         assert len(rank["plain"]) == 10

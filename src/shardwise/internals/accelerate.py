@@ -5,7 +5,8 @@ Importing this does not import Accelerate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -19,6 +20,7 @@ __all__ = [
     "count_own_batches",
     "has_state_hooks",
     "keep_masters",
+    "keeps_tie",
     "prepared",
     "without_first_batches",
 ]
@@ -93,6 +95,31 @@ def _nothing() -> None:
     """Stands for a loader's method."""
 
 
+def _is_release(major: int, minor: int) -> bool:
+    return Version(metadata.version("accelerate")).release[:2] == (major, minor)
+
+
+@contextmanager
+def keeps_tie(model: Any) -> Iterator[None]:
+    """Let ``fsdp2_prepare_model`` leave an embedding and its tied head to one group, the root's, for the block.
+
+    accelerate 1.14: gives them two groups, which makes two parameters of one. Without this function, a model with a tied head could
+    not be filled.
+    """
+    names = ("get_input_embeddings", "get_output_embeddings")
+    weights = [getattr(getattr(model, name, lambda: None)(), "weight", None) for name in names]
+    if not _is_release(1, 14) or weights[0] is None or weights[0] is not weights[1]:
+        yield
+        return
+    for name in names:
+        setattr(model, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(model, name)
+
+
 def keep_masters(accelerator: Any, model: nn.Module) -> None:
     """Make a model's trainable parameters fp32 if the accelerator trains in mixed precision. Call it before the model is sharded.
 
@@ -101,7 +128,7 @@ def keep_masters(accelerator: Any, model: nn.Module) -> None:
     """
     if accelerator.mixed_precision == "no" or getattr(model, "dtype", None) == torch.float32:
         return
-    if Version(metadata.version("accelerate")).release[:2] == (1, 13):
+    if _is_release(1, 13):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
