@@ -107,8 +107,9 @@ def keeps_tie(model: Any) -> Iterator[None]:
     not be filled.
     """
     names = ("get_input_embeddings", "get_output_embeddings")
-    weights = [getattr(getattr(model, name, lambda: None)(), "weight", None) for name in names]
-    if not _is_release(1, 14) or weights[0] is None or weights[0] is not weights[1]:
+    found = [getattr(model, name)() for name in names if _is_release(1, 14) and hasattr(model, name)]
+    weights = [getattr(module, "weight", None) for module in found]
+    if len(weights) < 2 or weights[0] is None or weights[0] is not weights[1]:
         yield
         return
     for name in names:
