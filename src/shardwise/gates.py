@@ -36,6 +36,15 @@ class Gate:
 
         return SpecifierSet(self.needs).contains(installed, prereleases=True)
 
+    def missing(self, installed: str) -> str:
+        """The feature, and what it lacks with this release. A sentence."""
+        return f"{self.feature}: this needs {self.package} {self.needs.lstrip('>=')} or newer, and {installed} is installed."
+
+    @property
+    def update(self) -> str:
+        """The command that opens the gate."""
+        return f"pip install '{self.package}{self.needs}'"
+
 
 #: Name → row. Raising a minimum of pyproject.toml to what a row needs deletes the row.
 GATES = {
@@ -113,6 +122,5 @@ def require(name: str, *, where: str = "") -> None:
         return
     assert gate.error is not None
     raise gate.error(
-        f"{where}{': ' if where else ''}{gate.feature}: this needs {gate.package} {gate.needs.lstrip('>=')} or newer, and {installed} is installed. "
-        f"{gate.why} {gate.instead} Or update: pip install '{gate.package}{gate.needs}'"
+        f"{where}{': ' if where else ''}{gate.missing(installed)} {gate.why} {gate.instead} Or update: {gate.update}"
     )

@@ -231,9 +231,20 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("launch.fsdp1", "asks for FSDP1", _told(LAUNCH, FSDP_VERSION="1")),
     Pathology("launch.no-watchdog", "wait for ever", _told(TORCHRUN, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")),
-    Pathology("software.requires", "transformers is 4.57.6", _software(transformers="4.57.6")),
-    Pathology("software.requires", "torch is 2.8.0", _software(torch="2.8.0", torchvision="0.23.0")),
-    Pathology("software.peft", "peft 0.19.1 with transformers", _software(peft="0.19.1")),
+    Pathology(
+        "software.requires", "transformers is 4.57.6", _software(transformers="4.57.6"), ("software.gates",)
+    ),
+    Pathology(
+        "software.requires",
+        "torch is 2.8.0",
+        _software(torch="2.8.0", torchvision="0.23.0"),
+        ("software.gates",),
+    ),
+    Pathology(
+        "software.gates", "needs transformers 5.22 or newer, and 5.21.1", _software(transformers="5.21.1")
+    ),
+    Pathology("software.peft", "peft 0.19.1 with transformers 5.23.0", _software(peft="0.19.1")),
+    Pathology("software.peft", "peft 0.18.1 with torchao 0.18.0", _software(peft="0.18.1", torchao="0.18.0")),
     Pathology("software.torchvision", "torchvision 0.24.0", _software(torchvision="0.24.0")),
     # ------------------------------------------------------------------------------------- settings
     Pathology(
@@ -255,6 +266,13 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("accelerate.fsdp1", "asks for FSDP1", _yaml(fsdp_version=1)),
     Pathology("accelerate.fsdp1", "asks for FSDP1", _yaml(fsdp_version=None)),
+    Pathology("accelerate.fsdp1", "asks for FSDP1", _arguments(fsdp_config={"version": 1})),
+    Pathology(
+        "accelerate.fsdp1",
+        "TrainingArguments before transformers 5.10",
+        replace(_arguments(fsdp_config={}), software={**SOFTWARE, "transformers": "5.9.0"}),
+        ("software.gates", "software.requires"),
+    ),
     Pathology("accelerate.sharded-fp32", "loss spike", _yaml(fsdp_state_dict_type="SHARDED_STATE_DICT")),
     Pathology(
         "accelerate.refused-by-fsdp2", "fsdp_forward_prefetch is True", _yaml(fsdp_forward_prefetch=True)
@@ -277,6 +295,12 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         ),
     ),
     Pathology("accelerate.one-group", "gathers the whole model", _yaml(fsdp_auto_wrap_policy="NO_WRAP")),
+    Pathology(
+        "accelerate.one-group",
+        "only where it says auto_wrap",
+        replace(_arguments(fsdp=True), software={**SOFTWARE, "transformers": "5.9.0"}),
+        ("software.gates", "software.requires"),
+    ),
     Pathology(
         "accelerate.other-engine", "distributed_type is DEEPSPEED", _yaml({"distributed_type": "DEEPSPEED"})
     ),

@@ -51,7 +51,7 @@ def arguments(path: Path, **changes: Any) -> Path:
         TrainingArguments(output_dir=str(path.parent), use_cpu=True, report_to=[]).to_json_string()
     )
     fsdp = {
-        "fsdp": "full_shard",
+        "fsdp": "full_shard auto_wrap",
         "fsdp_config": {"version": 2},
         "bf16": True,
         "gradient_checkpointing": False,

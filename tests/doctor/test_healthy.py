@@ -101,7 +101,7 @@ _SECRETS = {
     "url": "https://user:SENT7@host/",
     "tokens": {"a": "SENT8"},
     "password": 77123456,
-    "fsdp": "full_shard",
+    "fsdp": "full_shard auto_wrap",
     "fsdp_config": {"version": 2, "auth": "SENT9", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 }
 
@@ -116,7 +116,7 @@ def test_secrets_are_not_repeated(tmp_path: Path, name: str) -> None:
     assert "SENT" not in outcome.output
     assert "77123456" not in outcome.output
     (shown,) = document["facts"]["arguments"]
-    assert shown["values"]["fsdp"] == "full_shard"
+    assert shown["values"]["fsdp"] == "full_shard auto_wrap"
     assert shown["values"]["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
     assert shown["values"]["hub_token"] == "…"
 

@@ -85,9 +85,9 @@ def check_missing(document: Any, rank: int) -> None:
 
 def other_accelerate(folder: Path) -> Path:
     """A place that comes first in the path, and says that another version is installed there."""
-    info = folder / "accelerate-1.13.0.dist-info"
+    info = folder / "accelerate-1.9.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.13.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.9.0\n")
     return folder
 
 
@@ -134,7 +134,7 @@ def test_the_odd_one_out_and_the_missing_one_are_named(tmp_path: Path) -> None:
     assert rest == [(0, None), (0, None)], "rank 0 alone speaks"
     said = of_ranks(document)
     host = socket.gethostname()
-    assert f"accelerate is 1.13.0 on rank 2 ({host})" in said["ranks.versions"]
+    assert f"accelerate is 1.9.0 on rank 2 ({host})" in said["ranks.versions"]
     assert f"RLIMIT_NOFILE is 512 on rank 2 ({host})" in said["ranks.limits"]
     if can_mount():
         assert said.keys() == {
@@ -187,7 +187,7 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     assert hosts == [(0, "node1"), (1, "node2")]
     said = of_ranks(document)
     assert said.keys() == {"ranks.versions", "ranks.limits", "ranks.not-shared"}
-    assert "accelerate is 1.13.0 on rank 1 (node2)" in said["ranks.versions"]
+    assert "accelerate is 1.9.0 on rank 1 (node2)" in said["ranks.versions"]
     assert "RLIMIT_NOFILE is 512 on rank 1 (node2)" in said["ranks.limits"]
     assert document["facts"]["machine"]["network"]["interface"] == "eth0"
     places = [f["where"] for f in document["findings"] if f["rule"] == "storage.memory"]

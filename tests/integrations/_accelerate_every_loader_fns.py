@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from shardwise.integrations import accelerate as swa
+from shardwise.integrations.accelerate import ShardwiseAccelerator
 from tests.integrations._accelerate_fns import accelerator_with
 
 #: 22 samples, 2 on each of two ranks: 6 steps an epoch.
@@ -233,7 +234,7 @@ def second_life(root: str, names: list[str]) -> dict[str, Any]:
                 for number in range(first, EPOCHS):
                     batches = run.loader
                     if number == first and inside and not kind.is_stateful:
-                        batches = accelerator.skip_first_batches(run.loader, done)
+                        batches = ShardwiseAccelerator.skip_first_batches(accelerator, run.loader, done)
                     for rows in batches:
                         run.step(rows)
                     if batches is not run.loader:

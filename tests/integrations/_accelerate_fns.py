@@ -295,6 +295,23 @@ def empty_shards(source: str, root: str, ours: bool) -> dict[str, Any]:
         return {"same": same, "error": "", "exact": report.exact}
 
 
+def masters(path: str) -> dict[str, Any]:
+    """The trainable parameters of a model stored in bf16, when it is loaded and after a step."""
+
+    def dtypes(model: nn.Module) -> list[str]:
+        return sorted({str(p.dtype) for p in model.parameters() if p.requires_grad})
+
+    plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
+    with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
+        model, _ = swa.load_pretrained(accelerator, path)
+        found = {"loaded": whole(model), "dtypes": dtypes(model)}
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        tokens = torch.arange(6)[None]
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        return {**found, "after": whole(model), "then": dtypes(model)}
+
+
 def tensor_parallel(path: str, root: str) -> dict[str, Any]:
     """Tensor parallelism of ``parallelism_config``: trained, saved, gone on with, resumed."""
     from accelerate import Accelerator, ParallelismConfig

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from shardwise.errors import StateError
 from shardwise.integrations import accelerate as swa
 from shardwise.integrations._accelerate_loaders import LoaderPositions
+from shardwise.integrations.accelerate import ShardwiseAccelerator
 from tests.integrations._accelerate_fns import accelerator_with
 
 #: 22 samples in batches of 2 on two ranks: 6 steps an epoch, the last of them filled up.
@@ -116,7 +117,7 @@ def second_life(scripts: list[Script], root: str) -> dict[str, Any]:
             for epoch in range(begin, EPOCHS):
                 batches = run.loader
                 if epoch == begin == 1 and done and not script.stateful:
-                    batches = accelerator.skip_first_batches(run.loader, done)
+                    batches = ShardwiseAccelerator.skip_first_batches(accelerator, run.loader, done)
                 for numbers in batches:
                     run.step(numbers)
                 if batches is not run.loader:

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.integrations.accelerate import ShardwiseAccelerator
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 from shardwise.preemption.stops import StopOptions
 from tests.checkpoint._checkpointer_fns import failure
+from tests.harness.versions import lacking
 from tests.integrations._accelerate_fns import launched
 from tests.integrations._trainer_fns import checkpoints, config_of, history
 from tests.integrations._trainer_parts import Rows, arguments
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 
 def _life(

@@ -11,13 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 from tests.harness.errors import error_of
 from tests.harness.logged import warnings_logged
+from tests.harness.versions import lacking
 from tests.integrations._accelerate_fns import launched
 from tests.integrations._failing_saves_fns import _Script
 from tests.integrations._trainer_fns import config_of, history, stop_at
 from tests.integrations._trainer_parts import Rows, arguments, tokenizer
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 
 def root(hosts: str, places: Sequence[int]) -> str:
@@ -184,20 +187,20 @@ def trainer_elsewhere(path: str, hosts: str, places: Sequence[int]) -> dict[str,
     return found
 
 
-class OutOfMemory(ShardwiseTrainer):
-    """Its first step fails."""
-
-    has_failed = False
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.has_failed:
-            self.has_failed = True
-            raise RuntimeError("CUDA out of memory.")
-        return super().training_step(*args, **kwargs)
-
-
 def trainer_cut(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
     """The first save is cut between the renames. The next life runs out of memory, and of its saves the first does not appear everywhere."""
+
+    class OutOfMemory(ShardwiseTrainer):
+        """Its first step fails."""
+
+        has_failed = False
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
     at = root(hosts, places)
     life(path, at, stop=4, local=True, arguments={"fsdp": False})
     cut(f"{at}/checkpoint-3")

@@ -23,8 +23,11 @@ from torch.utils.data import (
 )
 from transformers import TrainerCallback
 
-from shardwise.integrations.trainer import ShardwiseTrainer
+from tests.harness.versions import lacking
 from tests.integrations._trainer_parts import arguments
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer
 
 ROWS = 32
 #: In the first epoch, at its end, in the second, in the third. Eight batches an epoch.

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from transformers import Trainer
 
 import shardwise as sw
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
+from tests.harness.versions import lacking
 from tests.integrations._trainer_fns import whole
 from tests.integrations._trainer_parts import Rows, arguments, tokenizer
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 
 class Theirs(Trainer):
@@ -25,18 +28,6 @@ class Theirs(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         write(f"{output_dir}/theirs/rank-{dist.get_rank()}.txt", "_save")
-
-
-class Mine(ShardwiseTrainer, Theirs):
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        write(f"{output_dir}/mine.txt", "_save")
-
-
-class Alone(ShardwiseTrainer):
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        write(f"{output_dir}/mine.txt", "_save")
 
 
 def write(path: str, text: str) -> None:
@@ -56,6 +47,16 @@ def with_templates() -> Any:
 
 
 def train(path: str, root: str) -> dict[str, Any]:
+    class Mine(ShardwiseTrainer, Theirs):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            write(f"{output_dir}/mine.txt", "_save")
+
+    class Alone(ShardwiseTrainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            write(f"{output_dir}/mine.txt", "_save")
+
     found: dict[str, Any] = {}
     for kind in (Mine, Alone):
         folder = f"{root}/{kind.__name__}"

@@ -15,9 +15,12 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 from tests.harness.logged import warnings_logged
+from tests.harness.versions import lacking
 from tests.integrations._trainer_parts import Rows, arguments, dataset, tokenizer
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -57,8 +60,12 @@ def life(
 
 
 def history(trainer: Any) -> list[Any]:
+    """(step, loss, gradient norm) of each step; a norm of 0 where torch gives each rank its own part of it."""
+    is_whole = lacking("torch>=2.10", "item() of a DTensor reduces nothing") is None
     return [
-        (row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row
+        (row["step"], row["loss"], row["grad_norm"] * is_whole)
+        for row in trainer.state.log_history
+        if "loss" in row
     ]
 
 
@@ -214,6 +221,48 @@ def warned(path: str, root: str) -> dict[str, list[str]]:
         with arguments(root, **options) as args, warnings_logged() as texts:
             ShardwiseTrainer(load(args), args, train_dataset=Rows())
         found[name] = list(texts)
+    return found
+
+
+def checkpointed(path: str, root: str) -> tuple[list[str], bool]:
+    """The blocks that ``fsdp_config`` wraps for activation checkpointing in a trained model, and whether the plugin asks for more."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    wanted = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "activation_checkpointing": True}
+    options = {"max_steps": 1, "save_strategy": "no", "fsdp_config": wanted}
+    with arguments(root, plugin=False, fsdp="full_shard auto_wrap", **options) as args:
+        PartialState._shared_state["distributed_type"] = (
+            DistributedType.MULTI_GPU
+        )  # then Accelerate chooses FSDP
+        model, _ = load_pretrained(args, path)
+        trainer = ShardwiseTrainer(model, args, train_dataset=Rows())
+        trainer.train()
+        wrapped = [name for name, m in trainer.model.named_modules() if isinstance(m, CheckpointWrapper)]
+        return wrapped, trainer.accelerator.state.fsdp_plugin.activation_checkpointing
+
+
+def version_left_out(path: str, root: str) -> list[str]:
+    """The errors of loading and of the trainer where the arguments don't say which FSDP they mean."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import AutoModelForCausalLM
+
+    found = []
+    with arguments(root, plugin=False, fsdp_config={"version": None}) as args:
+        PartialState._shared_state["distributed_type"] = (
+            DistributedType.MULTI_GPU
+        )  # then Accelerate chooses FSDP
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for ask in (
+            lambda: load_pretrained(args, path),
+            lambda: ShardwiseTrainer(model, args, train_dataset=Rows()),
+        ):
+            try:
+                ask()
+            except ShardwiseError as error:
+                found.append(f"{type(error).__name__}: {error}")
     return found
 
 

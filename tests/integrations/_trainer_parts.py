@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def arguments(
-    output_dir: str, kind: Any = None, plugin: bool = True, fsdp: bool = True, **options: Any
+    output_dir: str, kind: Any = None, plugin: bool = True, fsdp: bool | str = True, **options: Any
 ) -> Iterator[Any]:
-    """Arguments of a run with FSDP2, or without. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
+    """Arguments of a run with FSDP2, or without. ``fsdp`` is the argument of that name. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, TorchDynamoPlugin
@@ -29,7 +29,10 @@ def arguments(
         warnings.simplefilter("ignore")
         try:
             config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", **options.pop("fsdp_config", {})}
-            sharding = {"fsdp": True, "fsdp_config": config} if fsdp else {}
+            config = {name: value for name, value in config.items() if value is not None}
+            sharding = {"fsdp": fsdp, "fsdp_config": config} if fsdp else {}
+            # transformers before 5.10 leaves that to the variable
+            os.environ["FSDP_STATE_DICT_TYPE"] = config["state_dict_type"]
             args = (kind or TrainingArguments)(
                 output_dir=output_dir,
                 use_cpu=True,

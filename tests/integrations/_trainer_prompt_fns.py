@@ -11,9 +11,12 @@ import torch.distributed as dist
 from peft import PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from shardwise.integrations.trainer import ShardwiseTrainer
+from tests.harness.versions import lacking
 from tests.integrations._trainer_fns import whole
 from tests.integrations._trainer_parts import Rows, arguments
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "prompt": (PromptTuningConfig, {}),

@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 from shardwise.layout.model import reshard
+from tests.harness.versions import lacking
 from tests.integrations._trainer_fns import checkpoints, history, stop_at, whole
 from tests.integrations._trainer_parts import arguments, tokenizer
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 
 @contextlib.contextmanager
@@ -252,6 +255,7 @@ def elsewhere(path: str, root: str, beta: float) -> dict[str, Any]:
 
 def refused(path: str, root: str) -> dict[str, str]:
     import peft
+    from trl import GRPOConfig
 
     found = {}
 
@@ -265,7 +269,9 @@ def refused(path: str, root: str) -> dict[str, str]:
     attempt("precompute", "dpo", sharded(path), precompute_ref_log_probs=True)
     attempt("sync", "grpo", sharded(path), beta=0.1, sync_ref_model=True)
     attempt("cast", "grpo", sharded(path), cast_lm_head_to_fp32=True)
-    attempt("batching", "grpo", sharded(path), use_transformers_continuous_batching=True)
+    names = ("use_transformers_continuous_batching", "use_transformers_paged")
+    name = next(name for name in names if name in GRPOConfig.__dataclass_fields__)  # paged before TRL 1.8
+    attempt("batching", "grpo", sharded(path), **{name: True})
     attempt("unsharded dpo", "dpo", plain(path))
     attempt("unsharded grpo", "grpo", plain(path), beta=0.1)
     for name, config in (("saved", {"modules_to_save": ["embed_tokens"]}), ("dora", {"use_dora": True})):

@@ -77,6 +77,17 @@ def test_case_1(
         assert rank["dtypes"] == ["torch.float32"], "masters"
 
 
+def test_weights_in_bf16_are_trained_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
+    reference = build_reference("qwen3").to(torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+    for rank in ranks.run_ranks(2, fns.masters, str(tmp_path), timeout_s=100):
+        assert rank["dtypes"] == rank["then"] == ["torch.float32"]
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(rank["loaded"][name], tensor.float()), name
+        moved = [n for n, t in rank["after"].items() if not torch.equal(t, t.bfloat16().float())]
+        assert moved, "steps that bf16 would round away"
+
+
 def test_accelerate_alone(ranks: RankPool) -> None:
     """What the peer does today; this test may go when they mend it."""
     for text in ranks.run_ranks(2, fns.loaded_whole, False, timeout_s=120):
@@ -136,7 +147,7 @@ def test_a_hub_model(
     for rank in found:
         assert rank.get("mesh") == ((2, 2) if world_size == 4 else None)
         assert all(torch.equal(rank["loaded"][name], tensor) for name, tensor in expected.items())
-        assert rank["groups"] > 3
+        assert rank["groups"] >= 3, "the root and each block"
         assert rank["names"] == ["checkpoint_1", "checkpoint_2"]
         assert rank["exact"]
         assert rank["resumed step"] == rank["step"] == 3
@@ -167,6 +178,7 @@ def test_parameters_with_fewer_rows_than_ranks(ranks: RankPool, tmp_path: Path) 
         assert found == [{"same": True, "error": "", "exact": True}] * 2
 
 
+@pytest.mark.needs("plans")
 def test_tensor_parallel(ranks: RankPool, tmp_path: Path) -> None:
     """As one process computes it, and bitwise after a resume."""
     reference = build_reference("qwen3-tied")
@@ -199,6 +211,7 @@ def test_tensor_parallel(ranks: RankPool, tmp_path: Path) -> None:
     assert "distributed_config" not in json.loads((tmp_path / "state-export/config.json").read_text())
 
 
+@pytest.mark.needs("transformers>=5.1", "still has ReplicateParallel")
 def test_tensor_parallel_beside_fsdp_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """Accelerate's own ``prepare`` can't do it with these transformers; this test may go when it can."""
     with pytest.raises(ImportError):

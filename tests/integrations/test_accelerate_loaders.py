@@ -68,6 +68,7 @@ def test_says_that_its_epoch_begins_again(lives: Any, script: Script) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("accelerate>=1.13", "raises a KeyError for stateful loaders with workers")
 def test_says_what_other_loaders_cannot_promise(ranks: RankPool) -> None:
     for found in ranks.run_ranks(2, fns.caveats_of_others, timeout_s=100):
         assert found["none"] == ()

@@ -10,7 +10,7 @@ from tests.harness.pool import RankPool
 from tests.integrations import _epoch_end_fns as fns
 from tests.integrations.test_trainer import hub as hub
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.needs("trainer")]
 
 
 def test_a_stop_at_the_end_of_an_epoch(ranks: RankPool, hub: Path, tmp_path: Path) -> None:

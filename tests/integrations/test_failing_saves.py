@@ -64,6 +64,7 @@ def test_accelerate_with_a_fallback(
 
 
 @pytest.mark.slow
+@pytest.mark.needs("trainer")
 def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     first, second = ranks.run_ranks(2, fns.trainer, str(hub), str(tmp_path), timeout_s=200)
     for name in ("warn", "raise", "beside"):
@@ -91,6 +92,7 @@ def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("trainer")
 def test_trainer_with_a_fallback(ranks: RankPool, hub: Path, small_disk: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for found in ranks.run_ranks(

@@ -61,6 +61,7 @@ def test_accelerate_goes_on_after_a_first_save_that_was_cut(ranks: RankPool, tmp
         assert one["left"] == [f".tmp-other-{'cd' * 8}"], "it may be another run's"
 
 
+@pytest.mark.needs("trainer")
 def test_trainer_goes_on_after_a_first_save_that_was_cut(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     found = ranks.run_ranks(2, fns.trainer_cut, str(hub), str(tmp_path), [0, 1], timeout_s=200)
     for number, one in enumerate(found):
@@ -74,6 +75,7 @@ def test_trainer_goes_on_after_a_first_save_that_was_cut(ranks: RankPool, hub: P
 
 
 @pytest.mark.slow
+@pytest.mark.needs("trainer")
 def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     """Four ranks on two hosts, then three on three; 48 rows are six steps an epoch."""
     hosts, places = tmp_path / "hosts", [0, 0, 1, 1]
@@ -105,6 +107,7 @@ def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("trainer")
 def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     """Two ranks on two hosts save; four on three hosts resume, of which one is new."""
     hosts, places = tmp_path / "hosts", [1, 0, 2, 2]
@@ -132,6 +135,7 @@ def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("trainer")
 def test_trainers_best_model_of_adapters(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     for number, one in enumerate(ranks.run_ranks(2, fns.trainer_best, str(hub), str(hosts), [0, 1])):

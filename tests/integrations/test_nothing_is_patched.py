@@ -15,6 +15,7 @@ from tests.integrations import _nothing_is_patched_fns as fns
 
 
 @pytest.mark.slow
+@pytest.mark.needs("trainer")
 def test_no_attribute_changes(tmp_path: Path) -> None:
     build_reference("qwen3-tied").save_pretrained(tmp_path / "hub")
     with Launch(2, fns.patched, str(tmp_path / "hub"), str(tmp_path), fresh=True) as launch:

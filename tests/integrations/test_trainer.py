@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import signal
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
+from shardwise.gates import GATES
 from shardwise.integrations._trainer_line import LOCK_NAME
 from shardwise.store.lock import DirectoryLock
 from tests.harness.launch import Launch
 from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
 from tests.integrations import _trainer_fns as fns
+
+pytestmark = pytest.mark.needs("trainer")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,33 @@ def _pushed(folder: Path) -> set[str]:
     return set(filter_repo_objects(names, ignore_patterns=["_*", "checkpoint-*"]))
 
 
+def test_activation_checkpointing_of_fsdp_config(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    """Each block has it, once, and before FSDP2 shards it."""
+    for wrapped, is_asked_again in ranks.run_ranks(
+        2, fns.checkpointed, str(hub), str(tmp_path), timeout_s=100
+    ):
+        assert {name.split(".")[2] for name in wrapped} == {
+            "0",
+            "1",
+        }  # or its parts, with Accelerate before 1.15
+        assert not any("_checkpoint_wrapped_module" in name for name in wrapped), wrapped
+        assert not is_asked_again
+
+
+def test_an_fsdp_config_without_version(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    """An error only where transformers takes FSDP1 then."""
+    gate = GATES["fsdp-version"]
+    for errors in ranks.run_ranks(2, fns.version_left_out, str(hub), str(tmp_path), timeout_s=100):
+        if gate.is_open(version("transformers")):
+            assert errors == []
+        else:
+            assert len(errors) == 2
+            assert all(
+                text.startswith(f"ShardError: {gate.feature}: this needs transformers 5.10")
+                for text in errors
+            )
+
+
 def test_best_model_and_a_second_line(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     for rank in ranks.run_ranks(2, fns.best, str(hub), str(tmp_path / "run"), timeout_s=100):
         assert rank["best"] == "checkpoint-1"
@@ -87,12 +118,17 @@ def test_best_model_and_a_second_line(ranks: RankPool, hub: Path, tmp_path: Path
             "_superseded-checkpoint-4",
         ]
         assert rank["then"][2:] == ["checkpoint-1"]
+
+
+@pytest.mark.needs("transformers>=5.4", "save_strategy='best' keeps no best_global_step")
+def test_the_best_is_a_step_that_is_saved_already(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     for name in ranks.run_ranks(
         2, fns.best_at_the_end_of_an_epoch, str(hub), str(tmp_path / "epoch"), timeout_s=100
     ):
         assert name == str(tmp_path / "epoch" / "checkpoint-6")
 
 
+@pytest.mark.needs("accelerate!=1.14.*", "shards a tied head apart from its embedding")
 def test_plain_trainers_run_is_the_same_and_taken_up(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     for rank in ranks.run_ranks(2, fns.plain, str(hub), str(tmp_path / "run"), timeout_s=100):
         assert len(rank["plain"]) == 10
@@ -132,7 +168,8 @@ def test_what_cannot_be_honoured_is_named(ranks: RankPool, hub: Path, tmp_path: 
     finally:
         lock.release()
     for found in results:
-        assert "tp_size" in found["tp"]
+        plans = GATES["plans"]  # tp_size means the model's plan
+        assert ("tp_size" if plans.is_open(version("transformers")) else plans.feature) in found["tp"]
         assert found["locked"].startswith("LockedError")
         assert "another run" in found["locked"]
         assert "save_on_each_node" in found["each node"]

@@ -10,6 +10,8 @@ from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
 from tests.integrations import _trainer_damage_fns as fns
 
+pytestmark = pytest.mark.needs("trainer")
+
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:

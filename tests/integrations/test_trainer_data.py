@@ -11,6 +11,8 @@ from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly, nightly_but
 from tests.integrations import _trainer_data_fns as fns
 
+pytestmark = pytest.mark.needs("trainer")
+
 #: Of these a resume is not promised to be exact; the words that its report must have.
 INEXACT = {
     "no place stored": "which may differ",

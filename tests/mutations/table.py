@@ -2230,6 +2230,22 @@ MUTATIONS = (
         (f"{REPORT}::test_no_input_writes_html_into_it",),
         "names from a ledger are HTML",
     ),
+    # ------------------------------------------------------------------------------------- gates
+    Mutation(
+        "gates.py",
+        "    if installed is None or gate.is_open(installed):\n",
+        "    if installed is None or not gate.is_open(installed):\n",
+        ("tests/integrations/test_trainer_gate.py",),
+        "a feature is refused where it is there, and begun where it is not",
+    ),
+    # ------------------------------------------------------------------------------------- integrations on old packages
+    Mutation(
+        "integrations/trainer.py",
+        'require("trainer")\n',
+        "",
+        ("tests/integrations/test_trainer_gate.py",),
+        "the Trainer integration overrides methods that are not there, silently",
+    ),
     # ------------------------------------------------------------------------------------- doctor
     Mutation(
         "doctor/rules_trainer.py",

@@ -201,7 +201,7 @@ def test_the_last_save(situation: Situation, saves: bool) -> None:
         "own loop, workers",
         pytest.param("own loop", marks=pytest.mark.nightly),
         pytest.param("own loop, async", marks=pytest.mark.nightly),
-        pytest.param("Trainer", marks=pytest.mark.nightly),
+        pytest.param("Trainer", marks=[pytest.mark.nightly, pytest.mark.needs("trainer")]),
         pytest.param("Accelerate", marks=pytest.mark.nightly),
     ],
 )

@@ -10,13 +10,16 @@ import torch
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.integrations import accelerate as swa
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 from tests.harness.object_store import use_store
+from tests.harness.versions import lacking
 from tests.integrations._accelerate_fns import accelerator_with
 from tests.integrations._accelerate_fns import whole as whole_model
 from tests.integrations._accelerate_folders_fns import LINES, _prepared
 from tests.integrations._trainer_fns import life, whole
 from tests.integrations._trainer_parts import Rows, arguments
+
+if lacking("trainer") is None:
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 
 def _error_of(call: Callable[[], Any]) -> str:

@@ -50,6 +50,7 @@ def test_accelerate(ranks: RankPool, proxy: Proxy, root: str, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("trainer")
 def test_trainers_best_checkpoint(
     ranks: RankPool, hub: Path, proxy: Proxy, root: str, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_trainers_best_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.needs("trainer")
 def test_trainer_is_killed_and_resumed(
     ranks: RankPool, server: S3Server, hub: Path, proxy: Proxy, root: str, tmp_path: Path
 ) -> None:

@@ -189,9 +189,11 @@ def resolve_adapter(
             for n, name in names.items()
         }
         found: Mapping[str, Any] = symbols
-        if meta_base is not None:
+        if meta_base is not None and not symbols.keys() <= targets.keys():
             try:
                 found = convert_adapter(meta_base, adapter, config, symbols)
+            except UnsupportedConversionError:
+                raise
             except Exception as error:  # an operation may raise anything
                 raise UnsupportedConversionError(
                     f"adapter {adapter!r} was trained on a class that has changed since, and PEFT's conversion of "

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..gates import GATES
 from .facts import Facts, Model, Settings
 from .rule import Bite, Rule, each, is_on, is_version, number
 
@@ -20,6 +21,8 @@ class _Fsdp:
     settings: Settings
     version: int
     is_yaml: bool
+    wraps_blocks: bool = False
+    """Whether blocks are wrapped without a policy."""
 
     @property
     def path(self) -> str:
@@ -45,9 +48,12 @@ def _fsdp(facts: Facts) -> Iterator[_Fsdp]:
     for settings in facts.accelerate:
         if str(settings.values.get("distributed_type", "FSDP")).upper() == "FSDP" and settings.fsdp:
             yield _Fsdp(settings, number(settings.fsdp.get("version", 1)) or 1, is_yaml=True)
+    default = 2 if is_version(facts, "transformers", GATES["fsdp-version"].needs) else 1
     for settings in facts.arguments:
-        if settings.values.get("fsdp") and settings.fsdp:
-            yield _Fsdp(settings, number(settings.fsdp.get("version", 2)) or 2, is_yaml=False)
+        if settings.values.get("fsdp"):
+            version = number(settings.fsdp.get("version", default)) or default
+            wraps = default == 2 or "auto_wrap" in str(settings.values["fsdp"])
+            yield _Fsdp(settings, version, is_yaml=False, wraps_blocks=wraps)
 
 
 def _fsdp2(facts: Facts) -> Iterator[_Fsdp]:
@@ -174,7 +180,7 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 settings.path,
                 f"prepare() fails: tp_size is {sizes['tp']} beside FSDP.",
-                "It imports ReplicateParallel, which went with transformers 4.",
+                "It imports ReplicateParallel, which went with transformers 5.1.",
                 "Shard the model yourself and fill it with shardwise.load, or use one of the two.",
             )
         for name in (n for n in ("cp", "sp") if sizes[n] > 1):
@@ -255,8 +261,12 @@ ACCELERATE = (
         ("accelerate.fsdp1", "FSDP1", "docs/howto/accelerate.md"),
         when=lambda one: one.version != 2,
         bites="shardwise refuses the model: this asks for FSDP1, whose flat parameters nothing here can fill or save.",
-        why="Accelerate's YAML means version 1 unless fsdp_version says 2; transformers calls FSDP1 deprecated.",
-        do="Set fsdp_version: 2 (accelerate to-fsdp2 rewrites a YAML).",
+        why="Accelerate's YAML means version 1 unless fsdp_version says 2, and so do TrainingArguments before transformers 5.10.",
+        do=lambda one: (
+            "Set fsdp_version: 2 (accelerate to-fsdp2 rewrites a YAML)."
+            if one.is_yaml
+            else GATES["fsdp-version"].instead
+        ),
     ),
     each(
         _fsdp2,
@@ -282,20 +292,26 @@ ACCELERATE = (
     each(
         _fsdp2,
         ("accelerate.one-group", "FSDP2 without a wrap policy, or by size 0", "docs/howto/does-it-fit.md"),
-        when=lambda one: one.is_yaml and (one.policy == "NO_WRAP" or _by_size_zero(one)),
+        when=lambda one: not one.wraps_blocks and (one.policy == "NO_WRAP" or _by_size_zero(one)),
         bites="Each forward gathers the whole model on every rank, so that sharding saves no memory at the peak.",
         why=lambda one: (
             f"fsdp_auto_wrap_policy is {one.policy}"
             f"{' without fsdp_min_num_params' if _by_size_zero(one) else ''}: one group holds all."
+            if one.is_yaml
+            else "Before transformers 5.10 fsdp wraps blocks only where it says auto_wrap: one group holds all."
         ),
-        do="Set TRANSFORMER_BASED_WRAP and the class of a block in fsdp_transformer_layer_cls_to_wrap.",
+        do=lambda one: (
+            "Set TRANSFORMER_BASED_WRAP and the class of a block in fsdp_transformer_layer_cls_to_wrap."
+            if one.is_yaml
+            else "Set fsdp to 'full_shard auto_wrap'."
+        ),
     ),
     Rule(
         "accelerate.tied-groups",
         "FSDP2 that wraps the embedding of a given model with a tied head",
-        "case 8; FSDP2 of torch 2.13",
+        "case 8; FSDP2 of torch 2.12",
         _tied_groups,
-        applies={"torch": ">=2.13"},
+        applies={"torch": ">=2.12"},
     ),
     Rule(
         "accelerate.wrap-class",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from ..gates import GATES
 from .facts import Facts
 from .rule import Bite, Rule, is_on, is_version, number
 from .rules_machine import nodes_of
@@ -190,16 +191,37 @@ def _needs(facts: Facts) -> Iterator[Bite]:
             )
 
 
+def _gates(facts: Facts) -> Iterator[Bite]:
+    for gate in GATES.values():
+        installed = facts.software.get(gate.package)
+        if installed is not None and not is_version(facts, gate.package, gate.needs):
+            yield Bite(
+                gate.package, gate.missing(installed), gate.why, f"{gate.instead} Or update: {gate.update}"
+            )
+
+
 def _peft(facts: Facts) -> Iterator[Bite]:
-    if not {"peft", "transformers"} <= facts.software.keys():
+    software = facts.software
+    if not {"peft", "transformers"} <= software.keys():
         return
     if is_version(facts, "transformers", ">=5.6") and is_version(facts, "peft", "==0.19.*"):
         yield Bite(
             "peft",
-            f"An adapter of Mixtral, and of other models that transformers converts, can't be opened: peft "
-            f"{facts.software['peft']} with transformers {facts.software['transformers']}.",
-            "It copies transformers' conversions with an argument (distributed_operation) that transformers 5.6 no longer takes.",
+            f"PeftModel.from_pretrained raises a TypeError for a model with experts: peft {software['peft']} with transformers "
+            f"{software['transformers']}.",
+            "It gives conversions an argument that transformers has not taken since 5.6; shardwise opens adapters that need none.",
             "pip install 'peft>=0.20'",
+        )
+    if (
+        "torchao" in software
+        and is_version(facts, "torchao", ">=0.18")
+        and is_version(facts, "peft", "<0.19")
+    ):
+        yield Bite(
+            "peft",
+            f"No LoRA can be made or opened: peft {software['peft']} with torchao {software['torchao']}.",
+            "It imports a name that torchao 0.18 no longer has.",
+            "pip install 'peft>=0.20', or remove torchao",
         )
 
 
@@ -273,6 +295,18 @@ LAUNCH = (
 )
 SOFTWARE = (
     Rule("software.requires", "a package older than shardwise needs", "pyproject.toml", _needs),
-    Rule("software.peft", "peft 0.19 with transformers ≥ 5.6", "WeightConverter of transformers 5.6", _peft),
+    Rule(
+        "software.gates",
+        "a package older than a feature needs",
+        "src/shardwise/gates.py",
+        _gates,
+        kind="note",
+    ),
+    Rule(
+        "software.peft",
+        "peft 0.19 with transformers ≥ 5.6, or older with torchao ≥ 0.18",
+        "peft, torchao",
+        _peft,
+    ),
     Rule("software.torchvision", "torchvision or torchaudio of another torch", "pytorch#157648", _vision),
 )

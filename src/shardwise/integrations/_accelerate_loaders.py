@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from ..errors import StateError
+from ..internals.accelerate import count_own_batches
 from ..rng import capture_host_rng, restore_rng
 from ..state.data import make_iterator
 from ..state.loader_parts import equal
@@ -48,6 +49,7 @@ class LoaderPositions:
     def __init__(self, loaders: Sequence[Any]) -> None:
         """Make the loaders' samplers note the random states from which they draw an epoch's order, from now on."""
         for loader in loaders:
+            count_own_batches(loader)
             record(loader)
         self._loaders = loaders
         self._caveats: tuple[str, ...] = ()
@@ -191,7 +193,8 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
     if inside and "state" not in position:
         yield (
             "keeps no state, and the save was inside of an epoch, which begins again: this is exact only if the loop skips "
-            "what was consumed (accelerator.skip_first_batches), and calls set_epoch for the next epoch"
+            "what was consumed (skip_first_batches, with Accelerate before 1.15 that of a ShardwiseAccelerator), and calls "
+            "set_epoch for the next epoch"
             + (
                 ". "
                 if order and not _is_dispatched_to(loader)

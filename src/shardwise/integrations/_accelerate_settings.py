@@ -27,6 +27,7 @@ __all__ = [
     "check_supported",
     "copy_of_plugin",
     "cut_by_tp_plan",
+    "keep_taken_over",
     "keep_whole",
     "takes_over_checkpointing",
     "without_rows",
@@ -104,6 +105,15 @@ def takes_over_checkpointing(plugin: Any) -> bool:
     return _is_taken_over(plugin)
 
 
+def keep_taken_over(plugin: Any) -> None:
+    """Leave activation checkpointing to the model that has it, although someone asked the plugin for it again.
+
+    transformers before 5.10: Trainer does, when its accelerator is there.
+    """
+    if _is_taken_over(plugin):
+        plugin.activation_checkpointing = False
+
+
 #: Plugins that were asked for activation checkpointing, before it was switched off in them. By id: they have no hash.
 _TAKEN_OVER: dict[int, weakref.ref[Any]] = {}
 
@@ -151,7 +161,7 @@ def check_supported(accelerator: Accelerator) -> None:
             problem = f"{name}_size > 1 in parallelism_config"
     if parallelism is not None and parallelism.tp_enabled and accelerator.is_fsdp2:
         # Accelerate 1.15: prepare() imports a name that transformers 5 has removed.
-        problem = "tp_size > 1 beside FSDP, which its prepare() can't do (ReplicateParallel went with transformers 4)"
+        problem = "tp_size > 1 beside FSDP, which its prepare() can't do (ReplicateParallel went with transformers 5.1)"
     if problem:
         raise ShardError(
             f"the accelerator is set to {problem}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or one "

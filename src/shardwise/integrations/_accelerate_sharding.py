@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
+from ..internals.accelerate import keep_masters, keeps_tie
 from ..models.memory import give_addresses
 from ..names import named_tensors
 from ..sharding.fsdp import remember_sharding
@@ -81,7 +82,9 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     try:
         if takes_over_checkpointing(accelerator.state.fsdp_plugin):
             fsdp2_apply_ac(settings, model)
-        fsdp2_prepare_model(settings, model)
+        keep_masters(accelerator, model)
+        with keeps_tie(model):
+            fsdp2_prepare_model(settings, model)
     except (NotImplementedError, ValueError, AssertionError) as error:
         raise ShardError(
             f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the "

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from ..internals.accelerate import without_first_batches
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
 from ..state.loader_parts import (
@@ -182,7 +183,11 @@ class DataPlace:
         restore_rng(rng)
         _set_epoch(loader, number)
         epoch = self._epoch = _Epoch(number, loader, _start(loader), skipped)
-        rest = iter(_without_first(loader, skipped)) if _has_index(loader) else islice(loader, skipped, None)
+        rest = (
+            iter(without_first_batches(loader, skipped))
+            if _has_index(loader)
+            else islice(loader, skipped, None)
+        )
         return self._handed(rest, epoch)
 
     def _go_on(self, loader: Any, stored: dict[str, Any], rng: dict[str, Any]) -> Iterator[Any]:
@@ -197,7 +202,7 @@ class DataPlace:
         )
         batch: Any = _END
         if self._goes_by_index(loader, stored):
-            batches = iter(_without_first(loader, consumed - 1))
+            batches = iter(without_first_batches(loader, consumed - 1))
             batch = next(batches, _END)
         else:
             _log.info("reading %d batches of epoch %d again, to go on after them", consumed, epoch.number)
@@ -290,12 +295,6 @@ def _has_index(loader: Any) -> bool:
         and not getattr(loader, "use_stateful_dataloader", False)
         and loader.batch_sampler is not None
     )
-
-
-def _without_first(loader: Any, count: int) -> Any:
-    from accelerate import skip_first_batches
-
-    return skip_first_batches(loader, count)
 
 
 def _order_of(loader: Any, has_seeds: bool) -> str:

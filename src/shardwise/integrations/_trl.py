@@ -1,12 +1,13 @@
 """TRL support for sharded policies: reference models, the LM head's gradient, buffered completions.
 
-Read at TRL 1.16, of which no class, module or function is changed. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
+Read at TRL 0.29-1.16, of which no class, module or function is changed. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
 are made: of a model by loading it whole on every rank (``create_model_from_path``), of a ``PeftModel`` by a second adapter
 "ref", whose plain tensors they fill from sharded ones. :class:`References` gives them shards instead.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +31,16 @@ __all__ = ["LOAD", "References", "gather_head", "generation_state"]
 
 LOAD = "shardwise.integrations.trainer.load_pretrained(args, path)"
 
+_AT_ITS_OWN_PACE = (
+    "each rank would generate at its own pace, and shards are gathered by all at once; leave it out"
+)
 #: Arguments that a sharded policy does not support, with the reason.
 _REFUSED = {
     "precompute_ref_log_probs": "TRL hashes the reference whole. It takes its shards' room only; leave this out",
     "sync_ref_model": "TRL mixes shards with gathered parameters, and no checkpoint holds the reference; leave it out",
     "cast_lm_head_to_fp32": "FSDP2 computes a group in one dtype; leave it out, or train with bf16=False",
-    "use_transformers_continuous_batching": (
-        "each rank would generate at its own pace, and shards are gathered by all at once; leave it out"
-    ),
+    "use_transformers_continuous_batching": _AT_ITS_OWN_PACE,
+    "use_transformers_paged": _AT_ITS_OWN_PACE,  # its name before TRL 1.7
 }
 
 
@@ -48,10 +51,18 @@ class References(TorchFunctionMode):
     shards into plain tensors, they are gathered: only the reference adapter is whole on every rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
+        self._model = model
         self._args: Any = None
         self._given: Any = None
+        self._copies = ExitStack()
+
+    def __enter__(self) -> References:
+        if isinstance(self._model, nn.Module) and _is_sharded(self._model):
+            self._copies.enter_context(trl.copied_by(self._model, clone))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def stand_in(self, args: Any, model: nn.Module) -> None:
         """Replace the class with which TRL loads a reference of ``model``. Does nothing for other trainers.
@@ -75,6 +86,7 @@ class References(TorchFunctionMode):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Restore the arguments. Raises :class:`ShardError` if the trainer computed with shards as whole tensors."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._copies.close()
         if self._args is not None:
             self._args.model_init_kwargs = self._given
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):

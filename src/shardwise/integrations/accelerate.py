@@ -35,7 +35,7 @@ from ..checkpoint.hosts import hosts_of
 from ..checkpoint.last_save import LastSave
 from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.save import SaveReport
-from ..internals.accelerate import prepared
+from ..internals.accelerate import count_own_batches, prepared, without_first_batches
 from ..loading.load import FillOptions, Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
@@ -185,6 +185,7 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
             put_back(optimizer, groups)
         watch_steps(optimizer)
     for loader in prepared(accelerator).loaders:
+        count_own_batches(loader)
         record(loader)
     return result
 
@@ -278,6 +279,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         Every rank must call it. Raises as :func:`prepare`.
         """
         return _prepared(self, functools.partial(super().prepare, device_placement=device_placement), args)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """``Accelerator.skip_first_batches``, in the order of the loader's present epoch also with Accelerate before 1.15."""
+        return without_first_batches(dataloader, num_batches)
 
     def save_state(
         self,

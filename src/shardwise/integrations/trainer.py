@@ -24,12 +24,14 @@ from transformers import TrainingArguments
 from ..checkpoint.failures import Failures, OnSaveError
 from ..checkpoint.hosts import hosts_of
 from ..errors import CheckpointError, ShardError
+from ..gates import require
+from ..internals.trainer import fsdp_settings, leaves_out_fsdp_version
 from ..loading.report import LoadReport
 from ..preemption.stops import EXIT_STATUS, StopOptions
 from ..storage import is_url, real
 from . import accelerate as swa
 from ._accelerate_folders import place_at
-from ._accelerate_settings import check_supported
+from ._accelerate_settings import check_supported, keep_taken_over
 from ._accelerate_sharding import warn_if_whole
 from ._prepare import Groups, adopt, groups_of, put_back
 from ._trainer_data import DataPlace
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardwiseTrainer", "load_pretrained"]
 
+require("trainer")
+
 
 def load_pretrained(
     args: TrainingArguments, path: str | os.PathLike[str], **options: Any
@@ -55,7 +59,8 @@ def load_pretrained(
     ``adapter=LoraConfig(…)``, ``seed``, …) and memory. Returns the sharded model, for the trainer, and the report.
 
     Every rank must call it, before it makes the trainer. Raises :class:`ShardError` for DeepSpeed and other unsupported
-    settings, else as :func:`shardwise.load_pretrained`.
+    settings, with transformers before 5.10 also for an ``fsdp_config`` without ``version``, else as
+    :func:`shardwise.load_pretrained`.
     """
     return swa.load_pretrained(_accelerator_of(args), path, **options)
 
@@ -69,14 +74,21 @@ def _accelerator_of(args: TrainingArguments) -> Accelerator:
         raise ShardError(
             "args.deepspeed is set; expected FSDP2 (fsdp=True), DDP or one process. Leave it out"
         )
+    _check_fsdp_version(args)
     _ = args.device  # makes the shared state now: the first access would replace it later
-    settings = args.fsdp_plugin_args
+    settings = fsdp_settings(args)
     return Accelerator(
         mixed_precision=args.mixed_precision,
         fsdp_plugin=None if settings is None else FullyShardedDataParallelPlugin(**settings),
         parallelism_config=args.parallelism_config,
         dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
     )
+
+
+def _check_fsdp_version(args: TrainingArguments) -> None:
+    """Raise :class:`ShardError` where the arguments leave the version to a transformers that takes FSDP1."""
+    if leaves_out_fsdp_version(args):
+        require("fsdp-version")
 
 
 class ShardwiseTrainer(Resuming):
@@ -142,7 +154,7 @@ class ShardwiseTrainer(Resuming):
         self._stopping, self._epoch_ends = StopCallback(), EpochEnds()
         if checkpoint_root is not None:
             self._checkpoint_root = place_at(checkpoint_root)
-        with References() as self._references:
+        with References(kwargs.get("model", next(iter(args), None))) as self._references:
             super().__init__(*args, **kwargs)
         self.add_callback(self._stopping)
         self.add_callback(self._epoch_ends)
@@ -151,10 +163,12 @@ class ShardwiseTrainer(Resuming):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does; then refuse unsupported settings."""
+        _check_fsdp_version(self.args)
         super().create_accelerator_and_postprocess()
         self._run, self._data = Run(), DataPlace(self._differ, self.reads_again)
         check_supported(self.accelerator)
         if self.is_fsdp_enabled:
+            keep_taken_over(self.accelerator.state.fsdp_plugin)
             self._references.stand_in(self.args, self.model)
             self._warn_if_whole()
         parallelism, wrong = self.accelerator.parallelism_config, ""

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
+from ..errors import UnsupportedConversionError
 from ..names import canonical_name, unwrap
 from .torch import original_class
 
@@ -228,8 +229,9 @@ def select_adapter(
 def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
     """PEFT's conversion of an adapter's stored tensors (symbols), if the base's class has changed since training.
 
-    ``meta_base`` is an unsharded instance of the base's class. peft 0.19-0.21; older releases only rename, as transformers
-    before 5.8 wants for some classes. Without it, such an adapter's file would name tensors that the model does not have.
+    ``meta_base`` is an unsharded instance of the base's class. peft before 0.19 only renames, as transformers before 5.8 wants for
+    some classes. peft 0.19 can't convert any with transformers 5.6 or newer, which is an :class:`UnsupportedConversionError`.
+    Without it, such an adapter's file would name tensors that the model does not have.
     """
     renames = getattr(meta_base, "_checkpoint_conversion_mapping", None) or {}
     if renames:  # as in PeftModel.from_pretrained and load_peft_weights, peft 0.18-0.21
@@ -248,9 +250,17 @@ def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str,
         def __getattr__(self, name: str) -> Any:
             return getattr(meta_base, name)
 
-    converted: dict[str, Any] = convert_peft_adapter_state_dict_for_transformers(
-        model=cast(Any, Model()), peft_config=config, adapter_state_dict=stored, adapter_name=adapter
-    )
+    try:
+        converted: dict[str, Any] = convert_peft_adapter_state_dict_for_transformers(
+            model=cast(Any, Model()), peft_config=config, adapter_state_dict=stored, adapter_name=adapter
+        )
+    except TypeError as error:
+        if "distributed_operation" not in str(error):
+            raise
+        raise UnsupportedConversionError(
+            f"adapter {adapter!r} was trained on a class that has changed since, and PEFT 0.19 can't convert it with transformers "
+            "5.6 or newer. Update: pip install 'peft>=0.20'"
+        ) from error
     return converted
 
 

@@ -1,4 +1,4 @@
-"""What shardwise reads and writes of TRL's GRPO and RLOO trainers that TRL keeps private. trl 1.0-1.16.
+"""What shardwise reads and writes of TRL's trainers that TRL keeps private. trl 0.29-1.16.
 
 Importing this does not import TRL. Without it, a checkpoint between the steps of one round of generation would resume
 with other completions than the round had.
@@ -6,10 +6,13 @@ with other completions than the round had.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
     "completions",
+    "copied_by",
     "counters",
     "counts_as_grpo",
     "keeps_completions",
@@ -20,6 +23,20 @@ __all__ = [
 
 _BUFFER = "_buffered_inputs"
 _COUNTERS = ("_step", "_total_train_tokens")
+
+
+@contextmanager
+def copied_by(model: Any, copy: Callable[[Any], Any]) -> Iterator[None]:
+    """Let ``copy.deepcopy`` of this model use ``copy``, for the block.
+
+    trl before 1.2: KTO's trainer copies the policy to have a reference, where later releases load it. Without this function, that
+    fails, because FSDP2 models can't be copied.
+    """
+    model.__deepcopy__ = lambda memo: copy(model)
+    try:
+        yield
+    finally:
+        del model.__deepcopy__
 
 
 def keeps_completions(trainer: Any) -> bool:
