@@ -81,7 +81,7 @@ def put_fp8(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Any]:
     odd = [
         f"{path!r}, a {type(module).__name__}" for path, module in found.items() if type(module) not in _KEPT
     ]
-    if quantizer.quantization_config.modules_to_convert:
+    if getattr(quantizer.quantization_config, "modules_to_convert", None):  # of newer transformers
         odd.append("embeddings in FP8 (modules_to_convert)")
     if odd:
         raise UnsupportedConversionError(
