@@ -1423,6 +1423,20 @@ MUTATIONS = (
         "all modules draw the same values",
     ),
     Mutation(
+        "gates.py",
+        "if installed is None or gate.is_open(installed):",
+        "if installed is None or gate.is_open(installed) or gate.error:",
+        ("tests/test_gates.py::test_an_older_release_is_named_with_what_to_do",),
+        "features that the installed release lacks are not refused",
+    ),
+    Mutation(
+        "loading/initialize.py",
+        "return run_rules(job.rules, made)",
+        "return run_rules(job.rules, made) or True",
+        ("tests/loading/test_initialize.py::test_a_rule_that_writes_to_a_copy_in_fp32",),
+        "weights whose rule writes to a copy are left as the memory was",
+    ),
+    Mutation(
         "loading/initialize.py",
         "drawn[local.box.slices]",
         "drawn[local.slices]",

@@ -159,10 +159,13 @@ def _mxfp4_by_the_library(codes: torch.Tensor, scales: torch.Tensor) -> torch.Te
 def test_activations_and_caches_are_unused(tmp_path: Path) -> None:
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     settings = write(tmp_path, {"g": group(floats(8, "tensor"), FP8_INPUT)}, BF16, cache)
-    found = compressed_tensors(source_of(tmp_path, settings))
+    source = source_of(tmp_path, settings)
+    found = compressed_tensors(source)
     assert not found.problems
-    attention = "model.layers.0.self_attn"
-    assert {f"{attention}.k_scale", f"{attention}.v_scale", f"{attention}.q_proj.input_scale"} <= found.unused
+    # transformers 5.24 writes no scales of caches.
+    scales = {name for name in source.tensors if name.endswith((".k_scale", ".v_scale", ".input_scale"))}
+    assert "model.layers.0.self_attn.q_proj.input_scale" in scales
+    assert scales <= found.unused
 
 
 def test_scales_beside_plain_weights_are_unused(written: Written) -> None:
