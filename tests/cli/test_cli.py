@@ -882,7 +882,7 @@ def test_help_lists_every_command_in_its_group() -> None:
     from shardwise.cli.program import GROUPS
 
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(main.commands)
-    shown, bare = (CliRunner().invoke(main, given, env={"COLUMNS": "80"}) for given in (["--help"], []))
+    shown, bare = (runner().invoke(main, given, env={"COLUMNS": "80"}) for given in (["--help"], []))
     assert shown.output == bare.output, "shardwise alone prints its help"
     assert (shown.exit_code, bare.exit_code) == (0, 0)
     assert "..." not in shown.output.split("Options:")[1], "no line is cut"

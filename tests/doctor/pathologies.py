@@ -271,7 +271,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "accelerate.fsdp1",
         "TrainingArguments before transformers 5.10",
         replace(_arguments(fsdp_config={}), software={**SOFTWARE, "transformers": "5.9.0"}),
-        ("software.gates", "software.requires"),
+        ("software.gates",),
     ),
     Pathology("accelerate.sharded-fp32", "loss spike", _yaml(fsdp_state_dict_type="SHARDED_STATE_DICT")),
     Pathology(
@@ -299,7 +299,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "accelerate.one-group",
         "only where it says auto_wrap",
         replace(_arguments(fsdp=True), software={**SOFTWARE, "transformers": "5.9.0"}),
-        ("software.gates", "software.requires"),
+        ("software.gates",),
     ),
     Pathology(
         "accelerate.other-engine", "distributed_type is DEEPSPEED", _yaml({"distributed_type": "DEEPSPEED"})

@@ -146,4 +146,5 @@ def test_releases_of_peft_that_open_converted_models(peft: str, transformers: st
     from dataclasses import replace
 
     facts = replace(HEALTHY, software={**SOFTWARE, "peft": peft, "transformers": transformers})
-    assert [f.rule for f in findings_of(facts)] == ["software.peft"] * bites
+    found = [f.rule for f in findings_of(facts) if f.rule != "software.gates"]
+    assert found == ["software.peft"] * bites

@@ -42,7 +42,7 @@ PAIRS = (
             "tokenizers": "0.22.2",
             "accelerate": "1.12.0",
             "peft": "0.18.1",
-            "trl": "0.24.0",
+            "trl": "0.29.0",
             "datasets": "4.7.0",
             "torchao": "0.15.0",
         },

@@ -2,7 +2,7 @@
 
 ``torch.py`` modules, tensors, dispatch · ``optim.py`` optimizers, schedulers, scalers · ``fsdp.py`` FSDP2's groups ·
 ``transformers.py`` · ``accelerate.py`` · ``peft.py`` · ``trl.py``. Importing one imports torch and no other
-packages. Tried with torch 2.9-2.14, transformers 5.0-5.24, accelerate 1.10-1.15, peft 0.18-0.21, trl 0.29-1.16.
+packages. Tried with torch 2.9-2.14, transformers 5.0-5.24, accelerate 1.11-1.15, peft 0.18-0.21, trl 0.29-1.16.
 ``tests/meta/test_internals.py`` holds that private names stand here, and lists what stands elsewhere and why:
 first of all the methods that the HF Trainer's integration overrides.
 """

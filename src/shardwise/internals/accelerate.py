@@ -1,4 +1,4 @@
-"""What shardwise uses of an ``Accelerator`` that Accelerate keeps private. accelerate 1.10-1.15.
+"""What shardwise uses of an ``Accelerator`` that Accelerate keeps private. accelerate 1.11-1.15.
 
 Importing this does not import Accelerate.
 """
@@ -96,6 +96,7 @@ def _nothing() -> None:
 
 
 def _is_release(major: int, minor: int) -> bool:
+    """Whether a release is installed whose fault is worked around here: accelerate 1.13 or 1.14."""
     return Version(metadata.version("accelerate")).release[:2] == (major, minor)
 
 
