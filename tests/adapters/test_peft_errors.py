@@ -185,7 +185,7 @@ def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
         "not a config": "TypeError: adapter 'default' must be a PEFT config or a directory, got 3",
         "export": "CheckpointError: adapters were injected into this model, which is not a PeftModel",
         "save": "ValueError: adapters='stile': the model has the adapters 'default', 'style'",
-        "again": "is there already",
+        "again": "exists already",
         "other settings": "adapter 'style': r is 5 in adapter=, but 3 in the model",
         "nothing said of adapters": "PlanError",
         "no adapters": "ValueError: adapters= needs a live model with PEFT adapters",

@@ -66,7 +66,7 @@ def test_from_pretrained_reads_exports(ranks: RankPool, tmp_path: Path, kind: st
         assert fns.index_of(tmp_path / name) is None
     for one in found:
         assert one["again"][0] == "CheckpointError"
-        assert "is there already" in one["again"][1]
+        assert "exists already" in one["again"][1]
     assert not list(tmp_path.glob(".tmp*"))
     # Also by one process without a group.
     sw.export_hf(tmp_path / "checkpoint", tmp_path / "alone")
@@ -134,11 +134,11 @@ def test_only_new_or_empty_directories(tmp_path: Path) -> None:
     taken.mkdir()
     sw.export_hf(model, taken)  # empty: fine
     before = (taken / "model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         sw.export_hf(model, taken)
     assert (taken / "model.safetensors").read_bytes() == before
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         sw.export_hf(model, tmp_path / "file")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]
     (tmp_path / "empty").mkdir()

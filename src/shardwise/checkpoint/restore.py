@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -51,8 +50,6 @@ from .resume_report import ResumeReport
 from .shared_fs import manifest_seen_by_first
 from .stored_checkpoint import StoredCheckpoint, read_checkpoint
 from .watch import Watched, changed_anywhere
-
-_log = logging.getLogger(__name__)
 
 __all__ = ["Filled", "Saved", "restore_into"]
 
@@ -122,11 +119,9 @@ class Filled:
 
 @gc_paused()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """Restore, count the requests to stores, and log one line on rank 0: a warning if the resume is not exact. Collective."""
+    """Restore, and count the requests to stores. Collective."""
     with counting() as asked:
         report = _restore_into(state, path, ranks, io)
-    if ranks.rank == 0:
-        _log.log(logging.INFO if report.exact else logging.WARNING, "%s", report.line())
     return replace(report, requests=asked.total)
 
 

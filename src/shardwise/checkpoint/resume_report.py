@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..layout.placements import mesh_text
 from ..operations.printed import Printed
 from ..operations.records import size
+from ..ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from .restore import Filled, Saved
 
-__all__ = ["ResumeReport"]
+__all__ = ["ResumeReport", "logged"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def logged(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that returns a :class:`ResumeReport` log it on rank 0 in one line, a warning if the resume is not exact.
+
+    Outside of the operation: its bar is gone by then.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        report = function(*args, **kwargs)
+        if isinstance(report, ResumeReport) and Ranks.current().rank == 0:
+            _log.log(logging.INFO if report.exact else logging.WARNING, "%s", report.line())
+        return report
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ..storage import counting
 from .collect import Lineage
 from .directories import Directories
 from .remembering import Remembering
-from .resume_report import ResumeReport
+from .resume_report import ResumeReport, logged
 from .save import SaveReport
 
 __all__ = ["Resuming"]
@@ -31,6 +31,7 @@ class Resuming(Remembering):
     def wait(self) -> SaveReport | None:
         """The Checkpointer's."""
 
+    @logged
     @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.

@@ -19,7 +19,7 @@ from ..checkpoint.documents import check_documents
 from ..checkpoint.fill_optimizer import RestoredOptimizer, StoredStates, TrainedBy, plan_fill, trained_by
 from ..checkpoint.receivers import Receiver
 from ..checkpoint.restore import Filled, Saved, restore_into
-from ..checkpoint.resume_report import ResumeReport
+from ..checkpoint.resume_report import ResumeReport, logged
 from ..dtypes import torch_dtype
 from ..errors import SourceError, StateError
 from ..format.states import StateKey, by_name
@@ -40,6 +40,7 @@ from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_part
 __all__ = ["restore"]
 
 
+@logged
 @announced("restore", "path")
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
