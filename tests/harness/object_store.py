@@ -5,6 +5,7 @@ The proxy speaks plain HTTP. What it does to a request is decided by a function 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -137,7 +137,7 @@ def use_store(endpoint: str, **options: Any) -> None:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """A server that ends with the block; ``folder`` gets its log."""
     server = S3Server(folder / "moto.log")
@@ -228,8 +228,8 @@ class Proxy:
             proxy_of = proxy
             upstream = port
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = _listening(Handler)
+        self.endpoint = "http://{}:{}".format(*self._server.server_address[:2])
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -256,6 +256,16 @@ class Proxy:
     def sent(self, nbytes: int) -> None:
         with self._lock:
             self.counts.bytes_out += nbytes
+
+
+def _listening(handler: type[BaseHTTPRequestHandler]) -> _Server:
+    """On a loopback address of its own: a client of a proxy that is gone, in another process that runs tests, must not
+    reach the one that was given its port."""
+    own = ".".join(["127", *(str(1 + byte % 254) for byte in os.urandom(3))])
+    for address in (own, "127.0.0.1"):  # not every system has all of 127.0.0.0/8
+        with contextlib.suppress(OSError):
+            return _Server((address, 0), handler)
+    raise OSError(f"no socket can listen on {own} or 127.0.0.1")
 
 
 class _Server(ThreadingHTTPServer):
