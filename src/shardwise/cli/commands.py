@@ -172,7 +172,7 @@ def plan(
     else:
         show_plan(console(), report, host if on_this_host else None)
         if report.run is not None:
-            show_phases(console(), report.run, report.verdict, explain=asked.explain, size=size)
+            show_phases(console(), report.run, explain=asked.explain, size=size)
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
