@@ -25,10 +25,17 @@ from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
 
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
-INTEGRATIONS = ("accelerate", "trainer")
+INTEGRATIONS = ("accelerate", pytest.param("trainer", marks=pytest.mark.needs("trainer")))
 
 ALL = [block for page in pages() for block in blocks(page)]
-PYTHON = [block for block in ALL if block.language == "python"]
+_NEEDS_TRAINER = pytest.mark.needs("trainer")
+PYTHON = [
+    pytest.param(
+        block, marks=_NEEDS_TRAINER if "shardwise.integrations.trainer" in block.text else (), id=str(block)
+    )
+    for block in ALL
+    if block.language == "python"
+]
 
 #: What ``load_pretrained`` and its like take by name as ``from_pretrained`` does.
 OPTIONS = set(get_type_hints(get_type_hints(sw.load_pretrained)["options"].__args__[0]))

@@ -20,7 +20,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.integrations import accelerate as swa
-from shardwise.integrations import trainer as swt
 from shardwise.models.arguments import FromPretrained
 from shardwise.phases import plan as planning
 from tests.harness import models
@@ -229,14 +228,20 @@ def test_loaders_take_the_same(pair: tuple[str, str]) -> None:
     assert one - other == adds.keys()
 
 
-def test_what_hands_options_on_names_none_itself() -> None:
-    """The Trainer's loader and the accelerator's methods take whatever the function takes."""
+def test_methods_of_the_accelerator_pass_options_on() -> None:
+    """They name none themselves: they accept whatever the function accepts."""
     for call, own in (
-        (swt.load_pretrained, {"args"}),
         (swa.ShardwiseAccelerator.load_pretrained, {"self"}),
         (swa.ShardwiseAccelerator.load_model, {"self", "build"}),
     ):
         assert options_of(call).keys() == own | {"options"}
+
+
+@pytest.mark.needs("trainer")
+def test_the_loader_of_the_trainer_passes_options_on() -> None:
+    from shardwise.integrations import trainer as swt
+
+    assert options_of(swt.load_pretrained).keys() == {"args", "options"}
 
 
 def test_every_command_is_looked_at() -> None:
