@@ -11,7 +11,7 @@ import click
 
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
-from .manual import ERRORS, anchor_of, section_of
+from .manual import ERRORS, anchor_of, rows_of, section_of
 from .options import (
     DTYPES,
     as_load_pretrained,
@@ -441,19 +441,28 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
         click.echo(f"{written}: {nbytes / 1024:.0f} KiB, one file to open or to send")
 
 
-@main.command(short_help="Show the causes and cures of an error.")
-@click.argument("error", type=click.Choice(ERRORS), metavar="ERROR")
+@main.command(short_help="Show the causes of an error, and how to fix it.")
+@click.argument("error", metavar="ERROR")
 @common
 def explain(error: str, as_json: bool) -> None:
-    """Say what causes an error, and what to do about it.
+    """Show the causes of an error, and how to fix it.
 
-    ERROR is its type, for example PlanError.
+    ERROR is its type, for example PlanError, or a part of its text, for example "missing: parameter".
     """
     from .terminal import console, show_markdown
 
-    text = section_of(error)
+    if error in ERRORS:
+        text, page = section_of(error), anchor_of(error)
+    elif rows := rows_of(error):
+        text = "\n\n".join(f"**{name}**: {cause}\n\n{fix}" for name, cause, fix in rows)
+        page = anchor_of(rows[0][0])
+    else:
+        raise click.BadParameter(
+            f"no error is known by {error!r}; give a part of its text, or its type, one of {', '.join(ERRORS)}",
+            param_hint="'ERROR'",
+        )
     if as_json:
-        print_json({"name": error, "page": anchor_of(error), "text": text})
+        print_json({"name": error, "page": page, "text": text})
     else:
         show_markdown(console(), text)
 
