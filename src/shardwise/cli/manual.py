@@ -16,6 +16,8 @@ ERRORS = tuple(name for name in errors.__all__ if name.endswith("Error"))
 _PAGE = "docs/errors.md"  # errors.md of the package is a link to it, and a copy of it in a wheel
 #: A row of a table: cause and fix.
 _ROW = re.compile(r"^\| (`.+?) \| (.+) \|$", re.MULTILINE)
+#: Characters of a part of an error's text that says more than a word.
+_LEAST_PART = 8
 _LINK = re.compile(r"\[([^\[\]]+)\]\(([^)\s]+)\)")
 
 
@@ -53,7 +55,10 @@ def _matching(section: str, text: str) -> list[tuple[str, str]]:
     return [
         (row[1], _LINK.sub(_as_text, row[2]))
         for row in _ROW.finditer(section)
-        if any(_pattern(cause).search(words) for cause in re.findall(r"`([^`]+)`", row[1]))
+        if any(
+            _pattern(cause).search(words) or (len(words) > _LEAST_PART and words in cause)
+            for cause in re.findall(r"`([^`]+)`", row[1])
+        )
     ]
 
 

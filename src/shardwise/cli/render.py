@@ -16,6 +16,7 @@ from rich.tree import Tree
 from ..format.places import ranks_text
 from ..operations.records import size
 from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents
+from .program import rank_of_launcher
 from .terminal import console
 from .tree import Node
 
@@ -415,10 +416,12 @@ def show_convert(out: Console, report: Any) -> None:
     facts = {
         "from": f"{report.source} ({report.source_kind})",
         "step": str(report.step),
-        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} of optimizers, {size(report.bytes_written)} "
-        f"by this rank, in {report.seconds:.1f} s",
+        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} of optimizers, {size(report.bytes_written)}"
+        f"{' by this rank' * (rank_of_launcher()[1] > 1)} in {report.seconds:.1f} s",
         "documents": _some(report.documents),
     }
+    if report.caveats:
+        facts["assumed"] = "; ".join(report.caveats)
     if report.skipped:
         facts["skipped"] = "; ".join(report.skipped)
     _facts(out, str(report.path), facts)
