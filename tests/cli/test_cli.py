@@ -427,9 +427,11 @@ def test_verify(saved: Path) -> None:
     assert (document["ok"], document["step"], document["problems"]) == (True, 10, [])
     document = run_json("verify", saved)
     assert [(s["step"], s["ok"]) for s in document["steps"]] == [(20, True), (10, True)]
+    assert document["resumes_from"] == 20
     shown = run("verify", saved)
     assert shown.exit_code == 0
     assert shown.stdout.count("\nok\n") == 2
+    assert shown.stdout.endswith("\na resume takes step 20\n")
     assert shown.stderr == ""
 
 
@@ -464,6 +466,14 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
     shown = run("verify", steps)
     assert shown.exit_code == 1
     assert "problem: " in shown.stdout
+    assert shown.stdout.endswith("\na resume takes step 10, not 20\n")
+    assert every["resumes_from"] == 10
+
+
+def test_the_word_error_is_red_on_a_terminal() -> None:
+    for color, head in ((True, "\x1b[31m\x1b[1merror:\x1b[0m "), (False, "error: ")):
+        result = runner().invoke(main, ["explain", "KeyError"], color=color)
+        assert result.stderr.startswith(head)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _is_sound(contents: Inspection) -> bool:
     return not (isinstance(contents, CheckpointContents) and contents.problems)
 
 
-@main.command(short_help="Show whether a model fits, and what each rank reads.")
+@main.command(short_help="Show how many GPUs a model needs, or whether it fits.")
 @source_path
 @click.option(
     "--ranks",
@@ -262,8 +262,14 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
             if not as_json:
                 show_problems(console(), [str(error)])
     ok = all(document["ok"] for document in documents)
+    sound = [step for step, document in zip(steps, documents, strict=True) if document["ok"]]
+    newest = max(sound) if sound else None
     if as_json:
-        print_json({"path": root, "ok": ok, "steps": documents})
+        print_json({"path": root, "ok": ok, "resumes_from": newest, "steps": documents})
+    elif newest is None:
+        click.echo("no step is sound: a resume raises NoCheckpointError")
+    elif not any(document["part"] for document in documents):  # of parts, all hosts' together decide
+        click.echo(f"a resume takes step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
     return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
 
 
