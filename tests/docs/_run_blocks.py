@@ -36,7 +36,7 @@ INSTEAD = {
 LEFT_OUT = ("Accelerator", "…", "while step < total_steps")  # the last ones: test_programs.py
 
 #: Pages of blocks that have nothing to do with each other.
-ALONE = ("docs/index.md", "docs/concepts/")
+ALONE = ("docs/troubleshooting.md", "docs/concepts/")
 
 
 class MyModel(nn.Module):
