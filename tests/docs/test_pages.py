@@ -22,13 +22,14 @@ import pytest
 import shardwise as sw
 from shardwise import errors
 from shardwise.cli import main
-from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
+from tests.docs.blocks import DOCS, ROOT, Block, after_diff, blocks, pages
 
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
 INTEGRATIONS = ("accelerate", "trainer")
 
 ALL = [block for page in pages() for block in blocks(page)]
 PYTHON = [block for block in ALL if block.language == "python"]
+PYTHON += [after_diff(block) for block in ALL if block.language == "diff"]
 
 #: What ``load_pretrained`` and its like take by name as ``from_pretrained`` does.
 OPTIONS = set(get_type_hints(get_type_hints(sw.load_pretrained)["options"].__args__[0]))
