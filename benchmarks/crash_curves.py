@@ -109,7 +109,7 @@ def train(root: str, log: str, kill: str, forget: str) -> None:
     with sw.meta_init():
         model = transformers.Qwen3ForCausalLM(_config())
     sw.shard(model, mesh)
-    sw.initialize(model, seed=0)
+    sw.init_weights(model, seed=0)
     model.train()
     optimizer = _adamw(model)
     source = Source()

@@ -93,7 +93,7 @@ def refused(root: str, seed: int) -> tuple[str, bool]:
     with sw.Checkpointer(root) as checkpoints:
         try:
             checkpoints.resume(state_of(model))
-        except sw.StateError as error:
+        except sw.errors.StateError as error:
             return str(error), torch.equal(whole(model.head.weight.detach()), before)
     return "", False
 
@@ -104,6 +104,6 @@ def frozen_on_one_rank(path: str) -> str:
         model.base[1].requires_grad_(True)
     try:
         sw.save(state_of(model), path)
-    except sw.ShardwiseError as error:
+    except sw.errors.ShardwiseError as error:
         return str(error)
     return ""
