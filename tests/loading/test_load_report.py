@@ -39,11 +39,11 @@ def test_the_last_load_counts(hub: Path) -> None:
     assert sw.load_report(model) is last is not first
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_inside_wrappers_and_around_them(hub: Path) -> None:
     model = sw.load_pretrained(hub)
     report = sw.load_report(model)
-    assert sw.load_report(torch.compile(model)) is report
+    assert sw.load_report(nn.DataParallel(model)) is report
     config = peft.LoraConfig(target_modules=["q_proj"])
     assert sw.load_report(peft.get_peft_model(model, config)) is report
     adapted = sw.load_pretrained(hub, adapter=config)
