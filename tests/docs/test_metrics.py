@@ -66,15 +66,13 @@ def test_wandb(train: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> No
     def logging_steps() -> None:
         wandb.log({"loss": 2.0}, step=1)
         train()
-        wandb.log({"loss": 1.0}, step=2)
+        wandb.log({"loss": 1.0}, step=2, commit=True)
 
     exec(code("import wandb"), {"train": logging_steps})
     found = dict(wandb.run.summary)
-    step = wandb.run.step
     wandb.finish()
     check(found)
     assert found["loss"] == 1.0, "no row of the loop was dropped"
-    assert step == 2
 
 
 @pytest.mark.filterwarnings("default")
@@ -96,4 +94,6 @@ def test_mlflow(train: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> N
     names: dict[str, Any] = {"train": train}
     exec(code("import mlflow"), names)
     check(mlflow.get_run(names["run"].info.run_id).data.metrics)
-    assert len(mlflow.search_runs(output_format="list")) == 1, "the background thread starts no run of its own"
+    assert len(mlflow.search_runs(output_format="list")) == 1, (
+        "the background thread starts no run of its own"
+    )

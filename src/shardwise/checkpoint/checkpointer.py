@@ -303,7 +303,8 @@ class Checkpointer(Stopping, Resuming):
         fallback = self._steps.fallback
         places = [first] if first or fallback is None else [first, fallback]
         ways = {
-            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks, called) for place in places
+            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks, called)
+            for place in places
         }
         report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
         return report if failed is None else report.after_failure(*failed)
