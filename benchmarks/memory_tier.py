@@ -48,11 +48,11 @@ SMALL_BYTES = 2 * 2**20
 LOST = 1
 
 
-def tier(hosts: str, rank: int) -> sw.MemoryTier:
+def tier(hosts: str, rank: int) -> sw.InMemoryCheckpoints:
     """This rank as a host."""
     folder = Path(hosts) / f"host-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
-    return sw.MemoryTier(
+    return sw.InMemoryCheckpoints(
         every=1, copies=COPIES, directory=str(folder), host=f"host-{rank}", address="127.0.0.1"
     )
 

@@ -48,8 +48,8 @@ class Case:
         """Steps until a step takes no more than the one before it: oneDNN compiles products of experts in bf16 for a while."""
         return 10 if self.model == "moe" and self.compute == "bfloat16" else 0
 
-    def training(self) -> sw.Training:
-        return sw.Training(
+    def training(self) -> sw.TrainingSpec:
+        return sw.TrainingSpec(
             batch_size=self.batch,
             sequence_length=self.tokens,
             checkpointing=self.checkpointing,

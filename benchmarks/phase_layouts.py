@@ -52,7 +52,7 @@ class Layout:
     def loaded(self, path: str, case: Case) -> Any:
         """The model of ``case``, sharded and filled."""
         if not case.is_parallel:
-            model, _ = sw.load_pretrained(
+            model = sw.load_pretrained(
                 path, self.mesh, policy=case.sharding(), dtype=case.dtype, adapter=case.adapter()
             )
             return model

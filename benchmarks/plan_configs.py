@@ -54,7 +54,7 @@ def planned(name: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     config, ranks = CASES[name]
-    training = sw.Training(checkpointing=True)
+    training = sw.TrainingSpec(checkpointing=True)
     auto_class = getattr(transformers, CLASSES[config]) if config in CLASSES else None
     imported = time.process_time()
     report = sw.plan(CONFIGS / f"{config}.json", training=training, auto_class=auto_class, **ranks)

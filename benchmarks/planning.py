@@ -95,7 +95,7 @@ def counted(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     count("restore", lambda: sw.restore(second, place / "step"))
     count("load (checkpoint)", lambda: sw.load(third, place / "step"))
     count("digest", lambda: sw.digest(model))
-    count("iter_full", lambda: list(sw.iter_full(model)))
+    count("iter_full_tensors", lambda: list(sw.iter_full_tensors(model)))
     count("clone", lambda: sw.clone(model))
     count("export_hf", lambda: sw.export_hf(model, place / "export"))
     return found

@@ -151,7 +151,7 @@ def _made(way: str, directory: str, mesh: Any) -> Any:
     """The model with adapters, sharded."""
     if way.startswith("shardwise"):
         stored, asked = ("plain", _four_bits()) if "bf16" in way else ("nf4", "keep")
-        return sw.load_pretrained(f"{directory}/{stored}", mesh, adapter=_lora(), quantized=asked)[0]
+        return sw.load_pretrained(f"{directory}/{stored}", mesh, adapter=_lora(), quantized=asked)
     if way.startswith("transformers"):
         from transformers.distributed import DistributedConfig
 
@@ -208,7 +208,7 @@ def _load_wide(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world_size,))
     before = anonymous_bytes()
     with sampled() as peak:
-        _, report = sw.load_pretrained(directory, mesh, quantized=_four_bits())
+        _, report = sw.load_pretrained(directory, mesh, quantized=_four_bits(), return_report=True)
     return {"peak": peak.nbytes - before, "shard": report.local_bytes}
 
 

@@ -33,7 +33,7 @@ def train(
 ) -> dict[int, float]:
     """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
     mesh = fabric.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]  # of ModelParallelStrategy
-    model, report = sw.load_pretrained(base, mesh)
+    model, report = sw.load_pretrained(base, mesh, return_report=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = sw.ElasticSampler(SAMPLES, global_batch_size=GLOBAL_BATCH, seed=0)
     loader = sw.ResumableLoader(DataLoader(SAMPLES, batch_sampler=sampler))  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def load_model(base: Path, *, lora: bool) -> tuple[Any, Any]:
         from peft import LoraConfig
 
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model, report = sw.load_pretrained(base, mesh, adapter=adapter)
+    model, report = sw.load_pretrained(base, mesh, adapter=adapter, return_report=True)
     if hasattr(model, "model") and hasattr(model.model, "vision_tower"):
         model.model.vision_tower.requires_grad_(False)
     return model, report

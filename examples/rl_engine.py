@@ -57,7 +57,9 @@ def load_actor(base: Path, mesh: DeviceMesh, kind: str, *, lora: bool) -> tuple[
         from peft import LoraConfig
 
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    actor, report = sw.load_pretrained(base, mesh, auto_class=CLASSES[kind], adapter=adapter)
+    actor, report = sw.load_pretrained(
+        base, mesh, auto_class=CLASSES[kind], adapter=adapter, return_report=True
+    )
     if kind == "vlm":
         actor.get_submodule("base_model.model.model" if lora else "model").vision_tower.requires_grad_(False)
     return actor, report
@@ -68,7 +70,7 @@ def new_actor(base: Path, mesh: DeviceMesh, kind: str) -> Any:
     with sw.meta_init():
         actor = CLASSES[kind](AutoConfig.from_pretrained(base))
     sw.shard(actor, mesh)
-    sw.initialize(actor, seed=0)
+    sw.init_weights(actor, seed=0)
     return actor
 
 
@@ -98,6 +100,7 @@ def load_critic(base: Path, mesh: DeviceMesh, kind: str) -> tuple[Any, Any]:
         auto_class=critic_class(CLASSES[kind]),
         allow_missing=("value_head.*",),  # by the class's own rule, the same at every world size
         allow_unused=("*lm_head.weight",),
+        return_report=True,
     )
     if kind == "vlm":
         critic.model.vision_tower.requires_grad_(False)
@@ -188,7 +191,7 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
             inference = CLASSES[kind].from_pretrained(base)  # inference engines have the base already
             inference = get_peft_model(inference, engine.actor.peft_config["default"]).eval()
     if engine.lora:
-        adapter = dict(sw.iter_full(engine.actor, naming="adapter"))
+        adapter = dict(sw.iter_full_tensors(engine.actor, naming="adapter"))
         if inference is not None:
             from peft import set_peft_model_state_dict
 
@@ -196,7 +199,7 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
             assert not unexpected, unexpected
     else:
         taken = set()
-        for name, tensor in sw.iter_full(engine.actor, naming="module", bucket_bytes=64 * 1024**2):
+        for name, tensor in sw.iter_full_tensors(engine.actor, naming="module", bucket_bytes=64 * 1024**2):
             if inference is not None:
                 result = inference.load_state_dict({name: tensor}, strict=False)
                 assert not result.unexpected_keys, result.unexpected_keys

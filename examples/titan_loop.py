@@ -128,7 +128,7 @@ def train(
     parallelize(model, mesh)
     say = print if dist.get_rank() == 0 else lambda _: None
     if from_scratch:
-        sw.initialize(model, seed=0)  # the same values on every mesh
+        sw.init_weights(model, seed=0)  # the same values on every mesh
     else:  # also before a resume: the export goes by the names that were loaded
         say(f"rank 0 read {sw.load(model, base, names=own_name).bytes_read:,} bytes of {base}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -142,7 +142,7 @@ def main() -> None:
 
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
     model, report = load_pretrained(
-        args, path, adapter=adapter
+        args, path, adapter=adapter, return_report=True
     )  # <- for AutoModelForCausalLM.from_pretrained
     if args.process_index == 0:
         print(f"rank 0 read {report.bytes_read:,} bytes of {report.tensors} tensors")

@@ -51,7 +51,9 @@ def test_a_plan_of_parallelism_is_refused_before_any_work(
     config.save_pretrained(tmp_path)
     monkeypatch.setattr(gates, "_version", {"transformers": "5.21.0"}.get)
     with pytest.raises(ShardError, match=r"transformers 5\.22 or newer, and 5\.21\.0 is installed"):
-        sw.plan(tmp_path, ranks=2, tp=2, training=sw.Training(batch_size=1, sequence_length=8, device="cpu"))
+        sw.plan(
+            tmp_path, ranks=2, tp=2, training=sw.TrainingSpec(batch_size=1, sequence_length=8, device="cpu")
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # what other packages say when they are imported

@@ -24,7 +24,7 @@ def prepare(case: Case) -> Callable[[], Any]:
     mesh = init_device_mesh(case.device, (case.ranks,))
 
     def load() -> Any:
-        model, _ = sw.load_pretrained(case.directory, mesh)
+        model = sw.load_pretrained(case.directory, mesh)
         return model
 
     return load

@@ -43,7 +43,7 @@ def as_client(endpoint: str) -> None:
     """Let this process use the bucket at an endpoint: shardwise, and the clients that read AWS's environment."""
     os.environ.update(AWS_ACCESS_KEY_ID="AKID", AWS_SECRET_ACCESS_KEY=SECRET, AWS_REGION="us-east-1")
     os.environ.update(AWS_DEFAULT_REGION="us-east-1", AWS_ENDPOINT_URL=endpoint)
-    sw.storage_options(f"s3://{BUCKET}", endpoint=endpoint, region="us-east-1")
+    sw.configure_storage(f"s3://{BUCKET}", endpoint=endpoint, region="us-east-1")
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _serve(server: str, latency_ms: float, folder: str) -> None:
                 endpoint = running.options["endpoint"]
                 as_client(endpoint)
                 for name in sorted(os.listdir(folder)) if folder else []:
-                    sw.copy(os.path.join(folder, name), f"s3://{BUCKET}/{name}")
+                    sw.copy_checkpoint(os.path.join(folder, name), f"s3://{BUCKET}/{name}")
                 port = urlsplit(endpoint).port
                 assert port
                 with Proxy(port, lambda asked: Do(wait_s=latency_ms / 1000)) as proxy:

@@ -79,6 +79,7 @@ def _load(
         auto_class=job.architecture.model_class,
         allow_unused=tuple(job.reference.unexpected),
         allow_missing=tuple(job.reference.missing),
+        return_report=True,
     )
     problems = differences(model, job.reference)
     if model.can_generate() and model.generation_config.to_dict() != job.reference.generation:

@@ -7,82 +7,44 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from . import errors as errors
-from .errors import (
-    CheckpointError,
-    FormatError,
-    IntegrityError,
-    LayoutError,
-    LockedError,
-    LowSpaceError,
-    NoCheckpointError,
-    PlanError,
-    RankError,
-    ShardError,
-    ShardwiseError,
-    SourceError,
-    StateError,
-    UnsupportedConversionError,
-    VersionError,
-)
+from .errors import ShardwiseError
 
 if _typing.TYPE_CHECKING:
+    from . import reports as reports
     from .api import *
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError",
     "Checkpointer",
-    "ConvertReport",
-    "CopyReport",
-    "DiffReport",
     "ElasticSampler",
-    "ExportReport",
-    "FormatError",
     "IOOptions",
-    "IntegrityError",
-    "LayoutError",
-    "LoadReport",
-    "LockedError",
-    "LowSpaceError",
-    "MemoryTier",
-    "NoCheckpointError",
-    "PlanError",
-    "PlanReport",
-    "Progress",
-    "RankError",
+    "InMemoryCheckpoints",
     "ResumableLoader",
-    "ResumeReport",
-    "SaveReport",
-    "ShardError",
     "ShardPolicy",
     "ShardwiseError",
-    "SourceError",
-    "StateError",
     "TrainState",
-    "Training",
-    "UnsupportedConversionError",
-    "VerifyReport",
-    "VersionError",
+    "TrainingSpec",
     "__version__",
     "clone",
+    "configure_storage",
     "convert",
-    "copy",
+    "copy_checkpoint",
     "diff",
     "digest",
     "export_hf",
-    "initialize",
-    "iter_full",
-    "ledger",
+    "init_weights",
+    "iter_full_tensors",
     "load",
     "load_pretrained",
+    "load_report",
+    "memory_ledger",
     "meta_init",
     "plan",
     "progress",
     "restore",
     "save",
     "shard",
-    "storage_options",
     "verify",
 ]
 
@@ -91,47 +53,40 @@ __all__ = [
 #: what loads, exports and converts, and the command line and its help need no torch.
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
-    "MemoryTier": "memory.options",
-    "ConvertReport": "runs.convert",
-    "CopyReport": "store.copy",
-    "DiffReport": "runs.diff",
     "ElasticSampler": "state.sampler",
-    "ExportReport": "export.hub",
     "IOOptions": "planning.records",
-    "LoadReport": "loading.report",
-    "PlanReport": "phases.report",
-    "Progress": "operations.records",
+    "InMemoryCheckpoints": "memory.options",
     "ResumableLoader": "state.data",
-    "ResumeReport": "checkpoint.resume_report",
-    "SaveReport": "checkpoint.save",
     "ShardPolicy": "sharding.fsdp",
     "TrainState": "state.train_state",
-    "Training": "phases.training",
-    "VerifyReport": "checkpoint.verify",
+    "TrainingSpec": "phases.training",
     "clone": "loading.clone",
+    "configure_storage": "storage.options",
     "convert": "runs.convert",
-    "copy": "store.copy",
+    "copy_checkpoint": "store.copy",
     "diff": "runs.diff",
     "digest": "digests.live",
     "export_hf": "export.hub",
-    "initialize": "loading.initialize",
-    "iter_full": "export.full",
-    "ledger": "ledgers.ledger",
+    "init_weights": "loading.initialize",
+    "iter_full_tensors": "export.full",
     "load": "loading.load",
     "load_pretrained": "loading.pretrained",
+    "load_report": "loading.report",
+    "memory_ledger": "ledgers.ledger",
     "meta_init": "models.meta_init",
     "plan": "phases.plan",
     "progress": "operations.listeners",
     "restore": "runs.restore",
     "save": "checkpoint.checkpointer",
     "shard": "sharding.fsdp",
-    "storage_options": "storage.options",
     "verify": "checkpoint.verify",
 }
 
 
 def __getattr__(name: str) -> object:
     """Imports a public name when it is first used."""
+    if name == "reports":
+        return _import_module(".reports", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(_import_module(f".{_HOMES[name]}", __name__), name)

@@ -198,7 +198,9 @@ def equals_plain_peft(kind: str, root: str, out: str) -> None:
     expected = load_file(f"{root}/expected.safetensors")
     ordinary = opened(kind, f"{root}/base", f"{root}/adapter")
     with known_warnings(), nothing_else_changes():
-        model, report = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=directories(kind, root))
+        model, report = sw.load_pretrained(
+            f"{root}/base", mesh_of(), adapter=directories(kind, root), return_report=True
+        )
     assert isinstance(model, type(ordinary))
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert_values(model, expected)
@@ -240,7 +242,7 @@ def assert_outputs(model: Any, ordinary: Any) -> None:
 def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     """Every value after a load without adapter files, the same by each way in; from rank 0."""
     with known_warnings(), nothing_else_changes():
-        model, report = sw.load_pretrained(base, mesh_of(), adapter=configs(kind), seed=5)
+        model, report = sw.load_pretrained(base, mesh_of(), adapter=configs(kind), seed=5, return_report=True)
     values = {n: whole(t).detach().clone() for n, t in tensors_of(model).items()}
     drawn = {d.name for d in report.initialized}
     assert all(d.declared_by.startswith("PEFT (init_lora_weights of '") for d in report.initialized)
@@ -256,11 +258,11 @@ def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     sw.shard(plain, mesh_of())
     with nothing_else_changes():
         sw.load(plain, base, allow_missing=("*.lora_*",))
-        sw.initialize(plain, 5, only=["*.lora_*"])
+        sw.init_weights(plain, 5, only=["*.lora_*"])
     assert_values(plain, values)
     assert (failure(lambda: sw.load(plain, base))[0]) == "PlanError"
     if any(".lora_magnitude" in n for n in values):
-        error, words = failure(lambda: sw.initialize(plain, only=["*.lora_magnitude_vector.*"]))
+        error, words = failure(lambda: sw.init_weights(plain, only=["*.lora_magnitude_vector.*"]))
         assert error == "PlanError"
         assert "follows from lora_B, which is not initialised along with it" in words
     return values if dist.get_rank() == 0 else {}
@@ -291,7 +293,7 @@ def trains_as_plain_peft(kind: str, root: str) -> None:
     """Gradients of plain PEFT on one process; a step changes what is trainable and nothing else."""
     ordinary = opened(kind, f"{root}/base", f"{root}/adapter").eval()  # dropout would draw elsewhere
     with known_warnings():
-        model, _ = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=directories(kind, root))
+        model = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=directories(kind, root))
     before = {n: whole(t).detach().clone() for n, t in tensors_of(model).items()}
     optimizer = torch.optim.SGD(trainable(model), lr=0.1)
     losses = [
@@ -315,7 +317,7 @@ def trains_as_plain_peft(kind: str, root: str) -> None:
 
 def build_run(kind: str, base: str, seed: int) -> sw.TrainState:
     with known_warnings():
-        model, _ = sw.load_pretrained(base, mesh_of(), adapter=configs(kind), seed=seed)
+        model = sw.load_pretrained(base, mesh_of(), adapter=configs(kind), seed=seed)
     model.train()
     return sw.TrainState(model=model, optimizer=torch.optim.AdamW(trainable(model), lr=0.02))
 
@@ -392,14 +394,14 @@ def wrapped_in_other_ways(kind: str, root: str, out: str) -> None:
 def base_from_a_checkpoint(kind: str, root: str, runs: str) -> None:
     """The base as a shardwise checkpoint, and a checkpoint of the whole model, which brings its adapters."""
     expected = load_file(f"{root}/expected.safetensors")
-    base, _ = sw.load_pretrained(f"{root}/base", mesh_of())
+    base = sw.load_pretrained(f"{root}/base", mesh_of())
     sw.save(sw.TrainState(model=base), f"{runs}/base")
     model = on_meta(kind, f"{root}/base")
     sw.shard(model, mesh_of())
     sw.load(model, f"{runs}/base", adapter=f"{root}/adapter")
     assert_values(model, expected)
     with known_warnings():
-        model, _ = sw.load_pretrained(f"{runs}/base", mesh_of(), adapter=f"{root}/adapter")
+        model = sw.load_pretrained(f"{runs}/base", mesh_of(), adapter=f"{root}/adapter")
     assert_values(model, expected)
     sw.save(sw.TrainState(model=model), f"{runs}/whole")
     kind_of_error, words = failure(lambda: sw.export_hf(f"{runs}/whole", f"{runs}/out"))
@@ -436,7 +438,7 @@ def plain_config() -> Any:
 def base_of_the_hub(kind: str, root: str, out: str) -> None:
     """A base that is a name on the hub: the hub is not asked for it (PEFT would ask, and warn)."""
     with known_warnings():
-        model, _ = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=f"{root}/adapter")
+        model = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=f"{root}/adapter")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")
         sw.export_hf(model, out)
@@ -475,7 +477,7 @@ def a_new_head(base: str) -> dict[str, torch.Tensor]:
         "allow_unused": ("lm_head.weight",),
     }
     with known_warnings(), nothing_else_changes():
-        model, report = sw.load_pretrained(base, mesh_of(), **options)
+        model, report = sw.load_pretrained(base, mesh_of(), **options, return_report=True)
     assert config.base_model_name_or_path is None, "the caller's config was written"
     declared = {
         d.name.rpartition("score.")[2]: d.declared_by for d in report.initialized if "score" in d.name
@@ -497,7 +499,7 @@ def start_a_run(base: str, adapter: str | None, out: str) -> dict[str, Any]:
     """One rank's part of a run: load, one look at the outputs, save the adapter. Digests and outputs."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=16)
     with known_warnings():
-        model, _ = sw.load_pretrained(base, mesh_of(), adapter=adapter or config, seed=3)
+        model = sw.load_pretrained(base, mesh_of(), adapter=adapter or config, seed=3)
     with torch.no_grad():
         logits = model(input_ids=torch.arange(6)[None] + 3).logits
     sw.export_hf(model, out)

@@ -80,7 +80,7 @@ def adapter(base: Path, tmp_path: Path) -> Path:
 def test_names_of_a_compiled_model(base: Path, adapter: Path) -> None:
     expected = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
     rename(adapter, {".layers.0.": ".layers.0._orig_mod."})
-    model, report = sw.load_pretrained(base, adapter=adapter)
+    model, report = sw.load_pretrained(base, adapter=adapter, return_report=True)
     assert not report.initialized
     assert torch.equal(logits(model), expected)
 
@@ -88,7 +88,7 @@ def test_names_of_a_compiled_model(base: Path, adapter: Path) -> None:
 def test_key_mapping_reaches_adapters(base: Path, adapter: Path) -> None:
     expected = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
     rename(adapter, {"base_model.model.model.": "base_model.model.backbone."})
-    with pytest.raises(sw.PlanError) as refused:
+    with pytest.raises(sw.errors.PlanError) as refused:
         sw.load_pretrained(base, adapter=adapter)
     missing = [line for line in refused.value.problems if line.startswith("missing")]
     assert missing
@@ -96,7 +96,9 @@ def test_key_mapping_reaches_adapters(base: Path, adapter: Path) -> None:
         assert f"expected in {adapter}" in line
         assert "key_mapping=" in line
         assert "allow_missing" not in line
-    model, report = sw.load_pretrained(base, adapter=adapter, key_mapping={r"^backbone\.": "model."})
+    model, report = sw.load_pretrained(
+        base, adapter=adapter, key_mapping={r"^backbone\.": "model."}, return_report=True
+    )
     assert not report.initialized
     assert torch.equal(logits(model), expected)
 
@@ -106,7 +108,7 @@ def test_two_names_for_one_tensor_are_an_error(base: Path, adapter: Path) -> Non
     state = load_file(file)
     name = next(iter(state))
     save_file({**state, name.replace(".layers.0.", ".layers.0._orig_mod."): state[name] + 1}, file)
-    with pytest.raises(sw.PlanError, match="_orig_mod"):
+    with pytest.raises(sw.errors.PlanError, match="_orig_mod"):
         sw.load_pretrained(base, adapter=adapter)
 
 
@@ -115,11 +117,11 @@ def test_an_adapter_with_new_tokens(base: Path, tmp_path: Path, kind: str) -> No
     adapter = write_adapter(resized(base), tmp_path / "adapter", kind)
     ids = torch.arange(90, MORE)[None]
     expected = logits(peft.PeftModel.from_pretrained(resized(base), adapter), ids)
-    with pytest.raises(sw.PlanError, match=f"give config= with vocab_size={MORE}"):
+    with pytest.raises(sw.errors.PlanError, match=f"give config= with vocab_size={MORE}"):
         sw.load_pretrained(base, adapter=adapter)
     config = AutoConfig.from_pretrained(base)
     config.vocab_size = MORE
-    model, report = sw.load_pretrained(base, adapter=adapter, config=config)
+    model, report = sw.load_pretrained(base, adapter=adapter, config=config, return_report=True)
     assert not report.initialized
     assert torch.equal(logits(model, ids), expected)
 
@@ -128,7 +130,7 @@ def test_more_tokens_than_stored(base: Path) -> None:
     """The advice is one that works: it is carried out here."""
     config = AutoConfig.from_pretrained(base)
     config.vocab_size = MORE
-    with pytest.raises(sw.PlanError) as refused:
+    with pytest.raises(sw.errors.PlanError) as refused:
         sw.load_pretrained(base, config=config)
     assert len(refused.value.problems) == 2
     for line in refused.value.problems:
@@ -139,5 +141,5 @@ def test_a_saved_resized_model_loads(base: Path, tmp_path: Path) -> None:
     model = resized(base)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == MORE
-    loaded, _ = sw.load_pretrained(tmp_path)
+    loaded = sw.load_pretrained(tmp_path)
     assert torch.equal(logits(loaded), logits(model))

@@ -64,7 +64,7 @@ def test_the_base_in_the_adapter_s_directory(root: Path) -> None:
     """It counts, whatever the adapter says it was trained on."""
     other = AutoModelForCausalLM.from_pretrained(root / "other")
     expected = peft.PeftModel.from_pretrained(other, root / "adapter")
-    assert torch.equal(logits(sw.load_pretrained(root / "both")[0]), logits(expected))
+    assert torch.equal(logits(sw.load_pretrained(root / "both")), logits(expected))
 
 
 _BOTH = pytest.mark.needs("transformers>=5.8", "loads the base that the adapter was trained on")
@@ -73,8 +73,8 @@ _BOTH = pytest.mark.needs("transformers>=5.8", "loads the base that the adapter 
 @pytest.mark.parametrize("name", [pytest.param("both", marks=_BOTH), "adapter"])
 def test_the_logits_of_from_pretrained(root: Path, name: str) -> None:
     expected = AutoModelForCausalLM.from_pretrained(root / name)
-    assert not torch.equal(logits(expected), logits(sw.load_pretrained(root / "base")[0]))
-    model, report = sw.load_pretrained(root / name)
+    assert not torch.equal(logits(expected), logits(sw.load_pretrained(root / "base")))
+    model, report = sw.load_pretrained(root / name, return_report=True)
     assert isinstance(model, peft.PeftModel)
     assert torch.equal(logits(model), logits(expected))
     assert report.ignored_files == ()
@@ -93,15 +93,15 @@ def test_a_pickled_adapter(root: Path) -> None:
     (root / "both" / "adapter_model.safetensors").unlink()
     base = AutoModelForCausalLM.from_pretrained(root / "other")
     expected = peft.PeftModel.from_pretrained(base, root / "both")  # transformers does not look for it
-    model, report = sw.load_pretrained(root / "both")
+    model, report = sw.load_pretrained(root / "both", return_report=True)
     assert torch.equal(logits(model), logits(expected))
     assert report.ignored_files == ()
 
 
 def test_the_base_alone_by_an_empty_mapping(root: Path) -> None:
-    model, report = sw.load_pretrained(root / "both", adapter={})
+    model, report = sw.load_pretrained(root / "both", adapter={}, return_report=True)
     assert type(model) is Qwen3ForCausalLM
-    assert torch.equal(logits(model), logits(sw.load_pretrained(root / "other")[0]))
+    assert torch.equal(logits(model), logits(sw.load_pretrained(root / "other")))
     assert report.ignored_files == ("adapter_model.safetensors",)
     assert sw.plan(root / "both", ranks=1, adapter={}).tensors == report.tensors
     converted = sw.convert(root / "both", root / "step")
@@ -110,7 +110,7 @@ def test_the_base_alone_by_an_empty_mapping(root: Path) -> None:
 
 def test_a_given_adapter_goes_first(root: Path) -> None:
     new = peft.LoraConfig(r=2, target_modules=["k_proj"])
-    model, report = sw.load_pretrained(root / "both", adapter=new)
+    model, report = sw.load_pretrained(root / "both", adapter=new, return_report=True)
     assert any("k_proj.lora_A" in n for n in model.state_dict())
     assert not any("q_proj.lora_A" in n for n in model.state_dict())
     assert report.ignored_files == ("adapter_model.safetensors",)
@@ -129,7 +129,7 @@ def test_an_adapter_whose_base_is_not_there(root: Path) -> None:
             assert word in str(caught.value)
         with pytest.raises(SourceError, match="adapter="):
             sw.plan(root / "adapter", ranks=1, cache_dir=root / "cache", local_files_only=True)
-        model, _ = sw.load_pretrained(root / "base", adapter=root / "adapter")
+        model = sw.load_pretrained(root / "base", adapter=root / "adapter")
         assert isinstance(model, peft.PeftModel)
 
 
@@ -147,6 +147,6 @@ def test_an_adapter_in_a_snapshot_of_the_hub(root: Path, monkeypatch: pytest.Mon
     for name in ("both", "adapter"):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root / "cache"))
         expected = AutoModelForCausalLM.from_pretrained(f"tiny/{name}", **place)
-        model, _ = sw.load_pretrained(f"tiny/{name}", **place)
+        model = sw.load_pretrained(f"tiny/{name}", **place)
         assert torch.equal(logits(model), logits(expected))
         assert model.name_or_path == "tiny/base"

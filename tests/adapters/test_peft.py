@@ -206,7 +206,7 @@ def _three_adapters() -> peft.PeftModel:
 def test_values_do_not_depend_on_what_else_is_filled() -> None:
     models_of = [_three_adapters() for _ in range(3)]
     patterns = [["*.lora_*.x1*", "*.lora_*.x2*"], ["*.lora_*.x2*"], ["*.lora_embedding_B.x2"]]
-    filled = [sw.initialize(m, 5, only=names) for m, names in zip(models_of, patterns, strict=True)]
+    filled = [sw.init_weights(m, 5, only=names) for m, names in zip(models_of, patterns, strict=True)]
     values = [dict(m.named_parameters()) for m in models_of]
     assert len(filled[0]) == 2 * len(filled[1])
     for k in (1, 2):
@@ -218,11 +218,11 @@ def test_values_do_not_depend_on_what_else_is_filled() -> None:
 def test_a_rule_that_can_not_be_repeated_beside_one_that_can() -> None:
     model = _three_adapters()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    sw.initialize(model, 5, only=["*.q_proj.lora_*.x1*"])
+    sw.init_weights(model, 5, only=["*.q_proj.lora_*.x1*"])
     with pytest.raises(
         PlanError, match="init_lora_weights='orthogonal' of adapter 'x3' has no rule"
     ) as caught:
-        sw.initialize(model, 5, only=["*.lora_A.*"])
+        sw.init_weights(model, 5, only=["*.lora_A.*"])
     assert len(caught.value.problems) == 2, "one for each layer"
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (".lora_A.x1" not in name), name

@@ -156,7 +156,7 @@ def test_an_adapter_beside_experts(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    model, _ = sw.load_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
+    model = sw.load_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
     live = {name.replace(".default", ""): p for name, p in model.named_parameters() if "lora" in name}
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert live.keys() == stored.keys()

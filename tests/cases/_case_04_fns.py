@@ -27,7 +27,9 @@ def load_text_part(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     before, peak = anonymous_bytes(), _Peak()
     peak.start()
     with nothing_else_changes():
-        model, report = sw.load_pretrained(directory, mesh, trust_remote_code=True, **options)
+        model, report = sw.load_pretrained(
+            directory, mesh, trust_remote_code=True, **options, return_report=True
+        )
     peak_bytes = peak.stop() - before
     after = anonymous_bytes() - before
     key_mapping = options["key_mapping"]

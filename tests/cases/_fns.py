@@ -187,7 +187,7 @@ def cost_of_a_load(small: str, large: str, shape: tuple[int, ...]) -> dict[str, 
     peak = _Peak()
     peak.start()
     with nothing_else_changes(), _RandomDraws() as draws:
-        model, report = sw.load_pretrained(large, mesh)
+        model, report = sw.load_pretrained(large, mesh, return_report=True)
     peak_bytes = peak.stop() - before
     read = bytes_through_reads() - read
     held = sum(local(p).nbytes for p in model.parameters())
@@ -232,7 +232,7 @@ def cost_with_accelerate(small: str, large: str) -> dict[str, int]:
             assert accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
             rng = torch.get_rng_state()
             with _RandomDraws() as draws:
-                model, report = swa.load_pretrained(accelerator, path)
+                model, report = swa.load_pretrained(accelerator, path, return_report=True)
                 optimizer = torch.optim.AdamW(model.parameters())
                 model, optimizer = swa.prepare(accelerator, model, optimizer)
             assert torch.equal(rng, torch.get_rng_state())
@@ -358,7 +358,7 @@ def ties_stay(file: str, how: str) -> None:
 
 def tied_transformers_model(directory: str) -> None:
     ordinary = ordinary_model(directory)
-    model, report = sw.load_pretrained(directory, mesh_of())
+    model, report = sw.load_pretrained(directory, mesh_of(), return_report=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert report.tensors == len(list(ordinary.parameters()))
     ids = torch.arange(12).reshape(2, 6)
@@ -381,7 +381,7 @@ def buffers_are_right(directories: list[str]) -> dict[str, list[str]]:
     found = {}
     for directory in directories:
         ordinary = ordinary_model(directory)
-        model, _ = sw.load_pretrained(directory, mesh_of())
+        model = sw.load_pretrained(directory, mesh_of())
         persistent = set(ordinary.state_dict())
         names = [n for n, _ in ordinary.named_buffers() if n not in persistent]
         mine, theirs = dict(model.named_buffers()), dict(ordinary.named_buffers())
@@ -449,7 +449,7 @@ def outcomes(directories: list[str]) -> list[str]:
 
 def ignored_files(directory: str, reference: str) -> tuple[str, ...]:
     """A file outside the index is reported and changes nothing."""
-    model, report = sw.load_pretrained(directory, mesh_of())
+    model, report = sw.load_pretrained(directory, mesh_of(), return_report=True)
     assert_same_whole(model, ordinary_model(reference))
     return report.ignored_files
 

@@ -34,7 +34,7 @@ def test_a_hub_directory_from_before_safetensors(tmp_path: Path, dtype: torch.dt
     model = gpt2(0).to(dtype)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    found, _ = sw.load_pretrained(tmp_path, dtype=dtype, auto_class=AutoModelForCausalLM)
+    found = sw.load_pretrained(tmp_path, dtype=dtype, auto_class=AutoModelForCausalLM)
     ordinary = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     for name, tensor in ordinary.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name

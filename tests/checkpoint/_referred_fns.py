@@ -93,7 +93,7 @@ def refused(root: str, seed: int) -> tuple[str, bool]:
     with sw.Checkpointer(root) as checkpoints:
         try:
             checkpoints.resume(state_of(model))
-        except sw.StateError as error:
+        except sw.errors.StateError as error:
             return str(error), torch.equal(whole(model.head.weight.detach()), before)
     return "", False
 

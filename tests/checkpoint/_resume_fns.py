@@ -143,7 +143,7 @@ def build(optimizer: str, model_dir: str | None = None, *, seed: int = 1) -> sw.
     """A whole run of new objects. From ``model_dir`` by load_pretrained, else the plain net by shard."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if model_dir is not None:
-        model, _ = sw.load_pretrained(model_dir, mesh, dtype=torch.float32)
+        model = sw.load_pretrained(model_dir, mesh, dtype=torch.float32)
     else:
         with torch.random.fork_rng():
             torch.manual_seed(seed)

@@ -672,7 +672,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def resumed(made: Made, path: Path) -> tuple[sw.ResumeReport, list[Any], list[bytes]]:
+def resumed(made: Made, path: Path) -> tuple[sw.reports.ResumeReport, list[Any], list[bytes]]:
     run = Run(made, 2)
     report = sw.restore(run.state, path)
     steps = iter(endless(run))

@@ -232,7 +232,7 @@ def test_what_local_does_not_go_with(tmp_path):
     for options in (
         {"mirror": tmp_path / "m"},
         {"fallback": tmp_path / "f"},
-        {"memory": sw.MemoryTier(every=1)},
+        {"memory": sw.InMemoryCheckpoints(every=1)},
     ):
         with pytest.raises(ValueError, match="local=True"):
             sw.Checkpointer(tmp_path / "run", local=True, **options)  # type: ignore[arg-type]

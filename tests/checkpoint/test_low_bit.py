@@ -131,7 +131,7 @@ def test_a_damaged_byte_is_found(
 ) -> None:
     root, _ = saved(ranks, tmp_path_factory, "AdamWFp8")
     copy = tmp_path / "copy"
-    sw.copy(root / STEP, copy)
+    sw.copy_checkpoint(root / STEP, copy)
     file = next(copy.glob("optimizer/shard-00001-*"))
     content = bytearray(file.read_bytes())
     length = int.from_bytes(content[:8], "little")

@@ -13,7 +13,7 @@ import shardwise as sw
 
 def save(model: str, hosts: str) -> None:
     """Steps 1 and 2; each rank is a host."""
-    live, _ = sw.load_pretrained(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    live = sw.load_pretrained(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(live.parameters())
     live(torch.arange(8)[None]).logits.float().sum().backward()
     optimizer.step()

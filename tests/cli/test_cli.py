@@ -83,7 +83,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with steps 10 and 20, with AdamW state."""
     root = tmp_path_factory.mktemp("cli") / "steps"
-    live, _ = load_pretrained(model)
+    live = load_pretrained(model)
     optimizer = torch.optim.AdamW(live.parameters())
     live(torch.arange(8)[None]).logits.float().sum().backward()
     optimizer.step()
@@ -183,7 +183,7 @@ def test_the_history_of_a_run_that_went_back(steps: Path) -> None:
     assert "header differs from its checksum" in problem
     model = next(iter(steps.glob("step-00000010/model")))
     for expected, saved in ((10, 15), (10, 17)):
-        live, _ = load_pretrained(model)
+        live = load_pretrained(model)
         state = TrainState(model=live)
         with Checkpointer(steps) as checkpointer:
             report = checkpointer.resume(state, step=None if saved == 15 else 10)
@@ -513,7 +513,7 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_a_dcp_directory_lacks_is_said(model: Path, tmp_path: Path) -> None:
     """No config.json, and no step."""
-    live, _ = load_pretrained(model)
+    live = load_pretrained(model)
     with quiet_dcp():
         dcp.save(live.state_dict(), checkpoint_id=tmp_path / "dcp")
     lines = {

@@ -171,7 +171,7 @@ def test_loading_says_what_to_do(hosts: Path) -> None:
         return sw.load_pretrained(path)
 
     def restore(path: Path) -> Any:
-        live, _ = sw.load_pretrained(hosts / "qwen")
+        live = sw.load_pretrained(hosts / "qwen")
         return sw.restore(sw.TrainState(model=live), path)
 
     for call in (load, restore):

@@ -47,7 +47,7 @@ def sharded(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
 
 
 def full(model: nn.Module, **options: Any) -> Bits:
-    return {name: tensor.cpu() for name, tensor in sw.iter_full(model, **options)}
+    return {name: tensor.cpu() for name, tensor in sw.iter_full_tensors(model, **options)}
 
 
 def payload(path: Path | str, pattern: str = "*.safetensors") -> dict[str, str]:
@@ -92,7 +92,9 @@ def loaded(sources: str, root: str, device: torch.device) -> Any:
     """Renamed, tied, converted and cast tensors; names of the hub and of modules, with a dtype and small buckets."""
     found: dict[str, Any] = {}
     for kind in SOURCES:
-        model, report = sw.load_pretrained(f"{sources}/{kind}", mesh_on(device), dtype=torch.bfloat16)
+        model, report = sw.load_pretrained(
+            f"{sources}/{kind}", mesh_on(device), dtype=torch.bfloat16, return_report=True
+        )
         assert all(p.device == device for p in model.parameters())
         found[kind] = [
             full(model),
@@ -111,7 +113,9 @@ def handed_over(sources: str, root: str, device: torch.device) -> Any:
         model = models.Plain().to(where)
         model.blocks[0].scale = model.shared_scale  # to() unties buffers
         for dtype, bucket_bytes in ((None, 2**20), (torch.bfloat16, 100)):
-            tensors = list(sw.iter_full(model, naming="module", dtype=dtype, bucket_bytes=bucket_bytes))
+            tensors = list(
+                sw.iter_full_tensors(model, naming="module", dtype=dtype, bucket_bytes=bucket_bytes)
+            )
             assert {t.device for _, t in tensors} == {where}
             found[f"{name} {dtype}"] = {n: t.cpu() for n, t in tensors}
         found[f"{name}, digest"] = sw.digest(model)
@@ -151,7 +155,7 @@ def digested(sources: str, root: str, device: torch.device) -> Any:
 
 def cloned(sources: str, root: str, device: torch.device) -> Any:
     """As the first was, also after that has changed."""
-    model, _ = sw.load_pretrained(f"{sources}/qwen3-tied", mesh_on(device))
+    model = sw.load_pretrained(f"{sources}/qwen3-tied", mesh_on(device))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
@@ -173,12 +177,12 @@ def initialized(sources: str, root: str, device: torch.device) -> Any:
         name, config = models.hub_model("gpt2")
         model = getattr(transformers, name)._from_config(config)
     sw.shard(model, mesh_on(device))
-    filled = sw.initialize(model, seed=5)
+    filled = sw.init_weights(model, seed=5)
     assert all(p.device == device for p in model.parameters())
     found += [filled, {n: own(p) for n, p in model.named_parameters()}]
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     with known_warnings():
-        model, _ = sw.load_pretrained(f"{sources}/qwen3-tied", mesh_on(device), adapter=lora, seed=5)
+        model = sw.load_pretrained(f"{sources}/qwen3-tied", mesh_on(device), adapter=lora, seed=5)
     return [*found, full(model, naming="adapter")]
 
 
@@ -190,7 +194,7 @@ def adapted(sources: str, root: str, device: torch.device) -> Any:
 
     def fresh(adapter: Any) -> Any:
         with known_warnings():
-            return sw.load_pretrained(base, mesh_on(device), adapter=adapter, **options)[0]
+            return sw.load_pretrained(base, mesh_on(device), adapter=adapter, **options)
 
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["ln_f"])
     model = fresh(config)
@@ -227,11 +231,11 @@ def saved_in_both_ways(model: Any, optimizer: Any, root: str, device: torch.devi
 def trained(sources: str, root: str, device: torch.device) -> Any:
     """Saved in both ways, restored, and exported while training goes on."""
     mesh = mesh_on(device)
-    model, _ = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
+    model = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
     optimizer = adamw(model)
     losses = saved_in_both_ways(model, optimizer, root, device)
     sw.export_hf(model, f"{root}/hub")
-    again, _ = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
+    again = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
     other = adamw(again)
     with sw.Checkpointer(f"{root}/async") as checkpoints:
         checkpoints.resume(sw.TrainState(model=again, optimizer=other))

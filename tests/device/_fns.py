@@ -133,7 +133,7 @@ class Run:
     def __init__(self, source: str, device: torch.device) -> None:
         self.device = device
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.model: Any = sw.load_pretrained(source, mesh)[0]
+        self.model: Any = sw.load_pretrained(source, mesh)
         self.model.train()
         assert all(p.device == device for p in self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
@@ -307,14 +307,14 @@ def restore_small(root: str, device: torch.device) -> Any:
 
 
 def full_of_a_cpu_model(device: torch.device) -> Any:
-    """``iter_full`` of a model on the CPU under a group that refuses CPU tensors, and of one on the device."""
+    """``iter_full_tensors`` of a model on the CPU under a group that refuses CPU tensors, and of one on the device."""
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     moved = nn.Linear(5, 3).to(device)
     moved.load_state_dict(model.state_dict())
     found = []
     for live in (model, moved):
-        given = list(sw.iter_full(live, naming="module"))
+        given = list(sw.iter_full_tensors(live, naming="module"))
         same = [torch.equal(t.cpu(), dict(model.state_dict())[name]) for name, t in given]
         found.append((sorted({str(t.device) for _, t in given}), same))
     return found
@@ -395,7 +395,7 @@ def in_a_ledger(root: str, device: torch.device) -> tuple[dict[str, Any], int, i
     before = sum(module.used_bytes(d) for d in devices)
     for d in devices:
         module.reset_peak(d)
-    with sw.ledger(root) as ledger, ledger.phase("hold"):
+    with sw.memory_ledger(root) as ledger, ledger.phase("hold"):
         kept = torch.empty(5 * 2**20, dtype=torch.uint8, device=device)
         torch.empty(3 * 2**20, dtype=torch.uint8, device=device)
     used, peak = (sum(of(d) for d in devices) for of in (module.used_bytes, module.peak_bytes))

@@ -112,13 +112,13 @@ def waits_and_memory(sources: str, root: str, device: torch.device) -> dict[str,
     for name, (source, make) in made.items():
         found[name] = _load_of(make(), source, device)
         if name != "experts":
-            (full,) = dict(sw.iter_full(found[name].pop("model"), naming="module")).values()
+            (full,) = dict(sw.iter_full_tensors(found[name].pop("model"), naming="module")).values()
             assert torch.equal(full.cpu(), weight.to(full.dtype)), name
         else:
             del found[name]["model"]
     try:
         sw.load(twice(), wrong, io=IO)
-    except sw.RankError as error:
+    except sw.errors.RankError as error:
         return {"refused": str(error), "kinds": found}
     raise AssertionError("a second copy that differs was taken")
 
@@ -132,7 +132,7 @@ def strategies(root: str, device: torch.device) -> dict[str, Any]:
         model = sharded(Mixed("meta"), device)
         io = sw.IOOptions(staging_bytes=2 * MIB, strategy=strategy)
         report, counts = spent(device, lambda model=model, io=io: sw.load(model, directory, io=io))
-        full = {n: t.cpu() for n, t in sw.iter_full(model, naming="module")}
+        full = {n: t.cpu() for n, t in sw.iter_full_tensors(model, naming="module")}
         differing = [n for n, t in full.items() if not torch.equal(t, expected[n])]
         found[strategy] = {
             "differing": differing,
@@ -194,7 +194,7 @@ def loads(root: str, device: torch.device) -> dict[str, Any]:
         pinned = module.pinned_bytes() - pinned_before  # here: gloo pins copies of what it gathers from a GPU
         for parameter in model.parameters():
             parameter.detach().mul_(2)  # a kernel of the current stream, directly after
-        halves = {n: t.detach().cpu() for n, t in sw.iter_full(model, naming="module")}
+        halves = {n: t.detach().cpu() for n, t in sw.iter_full_tensors(model, naming="module")}
         floating = {n for n, t in expected.items() if t.is_floating_point()}
         found[name] = {
             "differing": [

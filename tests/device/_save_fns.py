@@ -202,7 +202,7 @@ def exports(root: str, device: torch.device) -> dict[str, Any]:
         step(state)
         name = str(dtype)
         _, counts = spent(device, lambda name=name, dtype=dtype: export(model, f"{root}/{name}", dtype))
-        for key, full in sw.iter_full(model, naming="module"):
+        for key, full in sw.iter_full_tensors(model, naming="module"):
             on_cpu.state_dict()[key].copy_(full.cpu())
         export(on_cpu, f"{root}/{name}-cpu", dtype)
         files = [Path(root, folder, "model.safetensors").read_bytes() for folder in (name, f"{name}-cpu")]

@@ -72,7 +72,7 @@ def names() -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1,))
-    model, report = sw.load_pretrained("base", mesh)
+    model, report = sw.load_pretrained("base", mesh, return_report=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     samples = [torch.arange(start, start + 4) for start in range(101)]

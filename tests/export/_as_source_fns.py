@@ -63,7 +63,7 @@ def _both(directory: str, out: str, save: bool) -> tuple[dict[str, Any], dict[st
         if save:
             _stored(model, directory, f"{out}/stored changed", changed)
         return same, changed
-    except sw.UnsupportedConversionError as error:
+    except sw.errors.UnsupportedConversionError as error:
         return same, str(error)
 
 

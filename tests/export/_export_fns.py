@@ -55,7 +55,7 @@ def save_source(directory: str, kind: str) -> None:
 
 def save_trained(source: str, path: str) -> dict[str, torch.Tensor]:
     """Load sharded, take one step of AdamW, save a checkpoint. The values, whole, by module name."""
-    model, _ = sw.load_pretrained(source, _mesh())
+    model = sw.load_pretrained(source, _mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     ids = torch.arange(8).reshape(2, 4)
     model(input_ids=ids, labels=ids).loss.backward()
@@ -66,7 +66,7 @@ def save_trained(source: str, path: str) -> dict[str, torch.Tensor]:
 
 def export_both_ways(source: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
     """Export a trained live model, and its checkpoint. The reports and the values."""
-    model, _ = sw.load_pretrained(source, _mesh())
+    model = sw.load_pretrained(source, _mesh())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
@@ -86,7 +86,7 @@ def export_fails(source: str, out: str, failing_rank: int) -> tuple[str, str]:
     """One rank fails to write: an error on all, and nothing is left."""
     from shardwise.transfer.copy import FileFiller
 
-    model, _ = sw.load_pretrained(source, _mesh())
+    model = sw.load_pretrained(source, _mesh())
     own = FileFiller.write_at
 
     def write_at(self: FileFiller, name: str, offset_bytes: int, view: memoryview) -> None:
@@ -136,7 +136,7 @@ def export_damaged(path: str, out: str) -> list[tuple[str, str]]:
 
 def export_into(source: str, out: str) -> None:
     """Load sharded as stored, and export unchanged: live, and from a checkpoint."""
-    model, _ = sw.load_pretrained(source, _mesh())
+    model = sw.load_pretrained(source, _mesh())
     sw.export_hf(model, f"{out}/live")
     sw.save(sw.TrainState(model=model), f"{out}/checkpoint")
     sw.export_hf(f"{out}/checkpoint", f"{out}/stored")
@@ -176,7 +176,7 @@ def save_several(root: str, path: str) -> dict[str, dict[str, torch.Tensor]]:
     """Two transformers models of different classes and a plain module in one checkpoint. Their values."""
     models: dict[str, nn.Module] = {}
     for name, kind in (("actor", "llama-tied"), ("critic", "gpt2")):
-        models[name], _ = sw.load_pretrained(f"{root}/{kind}", _mesh())
+        models[name] = sw.load_pretrained(f"{root}/{kind}", _mesh())
         with torch.no_grad():
             for parameter in models[name].parameters():
                 parameter.mul_(1.5)

@@ -47,7 +47,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def trained(source: str) -> Any:
     """A sharded model with other values than those that were loaded."""
-    model, _ = sw.load_pretrained(source, make_mesh())
+    model = sw.load_pretrained(source, make_mesh())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
@@ -63,10 +63,10 @@ def as_exported(kinds: tuple[str, ...], root: str) -> list[list[str]]:
         sw.export_hf(model, out)
         expected = load_file(out / "model.safetensors")
         for bucket_bytes in (1, 3000, 2**30):
-            found = dict(sw.iter_full(model, bucket_bytes=bucket_bytes))
+            found = dict(sw.iter_full_tensors(model, bucket_bytes=bucket_bytes))
             assert_equal(found, expected)
         orders.append(list(found))
-        half = dict(sw.iter_full(model, dtype=torch.float16))
+        half = dict(sw.iter_full_tensors(model, dtype=torch.float16))
         assert_equal(half, {n: t.half() for n, t in expected.items()})
     return orders
 
@@ -85,14 +85,14 @@ def fails(source: str, root: str) -> list[tuple[str, str]]:
 
     full._fill = broken
     try:
-        found = [failure(lambda: dict(sw.iter_full(model, bucket_bytes=3000)))]
+        found = [failure(lambda: dict(sw.iter_full_tensors(model, bucket_bytes=3000)))]
     finally:
         full._fill = own
-    found.append(failure(lambda: sw.iter_full(model, bucket_bytes=3000 + rank)))
+    found.append(failure(lambda: sw.iter_full_tensors(model, bucket_bytes=3000 + rank)))
     with sw.meta_init():
         empty = nn.Linear(4, 4)
-    found.append(failure(lambda: sw.iter_full(empty)))
-    handed = sw.iter_full(model, bucket_bytes=1, timeout_s=2)
+    found.append(failure(lambda: sw.iter_full_tensors(empty)))
+    handed = sw.iter_full_tensors(model, bucket_bytes=1, timeout_s=2)
     next(handed)
     if rank == 1:  # stops alone
         time.sleep(4)
@@ -106,7 +106,7 @@ def hand_over_adapter(source: str, out: str) -> tuple[str, str]:
 
     lora = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=True)
     with known_warnings():
-        model, _ = sw.load_pretrained(source, make_mesh(), adapter=lora)
+        model = sw.load_pretrained(source, make_mesh(), adapter=lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -114,19 +114,21 @@ def hand_over_adapter(source: str, out: str) -> tuple[str, str]:
     sw.export_hf(model, out)
     expected = load_file(Path(out, "adapter_model.safetensors"))
     assert expected
-    assert_equal(dict(sw.iter_full(model, naming="adapter")), expected)
-    return failure(lambda: sw.iter_full(model))
+    assert_equal(dict(sw.iter_full_tensors(model, naming="adapter")), expected)
+    return failure(lambda: sw.iter_full_tensors(model))
 
 
 def memory() -> dict[str, Any]:
     """Anonymous memory that an iteration adds, of a model of 64 matrices of 1 MiB."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(64)))
     fully_shard(model, mesh=make_mesh())
-    for _ in sw.iter_full(model, bucket_bytes=8 * 2**20):  # what is made once: threads, buffers of gloo
+    for _ in sw.iter_full_tensors(
+        model, bucket_bytes=8 * 2**20
+    ):  # what is made once: threads, buffers of gloo
         pass
     digest = hashlib.sha256()
     with AnonymousPeak() as peak:
-        for name, tensor in sw.iter_full(model, bucket_bytes=8 * 2**20):
+        for name, tensor in sw.iter_full_tensors(model, bucket_bytes=8 * 2**20):
             digest.update(name.encode())
             digest.update(tensor.numpy().data)
     return {"added": peak.added, "digest": digest.hexdigest()}
@@ -159,7 +161,7 @@ def clone_of(kinds: tuple[str, ...], root: str) -> None:
         assert all(p.requires_grad for p in model.parameters())
         for tied, name in second.all_tied_weights_keys.items():
             assert second.get_parameter(tied) is second.get_parameter(name), tied
-        assert_equal(dict(sw.iter_full(second)), dict(sw.iter_full(model)))
+        assert_equal(dict(sw.iter_full_tensors(second)), dict(sw.iter_full_tensors(model)))
         with torch.no_grad():
             expected, found = model(**inputs).loss, second(**inputs).loss
         assert torch.equal(found, expected), kind
@@ -200,7 +202,7 @@ def build_net(width: int | None = None) -> nn.Module:
 def clone_with_build(source: str) -> list[tuple[str, str]]:
     """Any module that the caller can build again, sharded in any way; what can't be done is refused alike."""
     model = build_net()
-    sw.initialize(model, seed=1)
+    sw.init_weights(model, seed=1)
     model.cache = torch.arange(6.0)
     second = sw.clone(model, build=build_net)
     assert_equal(state(second), state(model))
@@ -217,7 +219,7 @@ def clone_with_build(source: str) -> list[tuple[str, str]]:
 
     lora = LoraConfig(r=3, target_modules=["q_proj"])
     with known_warnings():
-        adapted, _ = sw.load_pretrained(source, make_mesh(), adapter=lora)
+        adapted = sw.load_pretrained(source, make_mesh(), adapter=lora)
     found.append(failure(lambda: sw.clone(adapted)))
     return found
 

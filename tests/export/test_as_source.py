@@ -76,12 +76,12 @@ def _config(directory: Path) -> dict[str, Any]:
 def _expected(directory: Path) -> tuple[State, list[str], list[str]]:
     """What an export of the changed model must hold; the stored names that change; the tensors that are quantised again."""
     stored = plain_tensors(directory)
-    plain, _ = sw.load_pretrained(directory, dtype="bfloat16")
+    plain = sw.load_pretrained(directory, dtype="bfloat16")
     touch(plain)
     sw.export_hf(plain, directory.parent / f"plain {directory.name}")
     wanted = plain_tensors(directory.parent / f"plain {directory.name}")
     shutil.rmtree(directory.parent / f"plain {directory.name}")
-    before, _ = sw.load_pretrained(directory, dtype="bfloat16")
+    before = sw.load_pretrained(directory, dtype="bfloat16")
     sw.export_hf(before, directory.parent / f"before {directory.name}")
     untouched = plain_tensors(directory.parent / f"before {directory.name}")
     shutil.rmtree(directory.parent / f"before {directory.name}")
@@ -171,13 +171,13 @@ def _same_from_a_checkpoint(root: Path, name: str, source: Path) -> None:
 )
 def test_transformers_reads_it(name: str, close: float, directories: list[Path], tmp_path: Path) -> None:
     """It runs some formats with activations in codes, too."""
-    model, _ = sw.load_pretrained(_by_name(directories, name), dtype="bfloat16")
+    model = sw.load_pretrained(_by_name(directories, name), dtype="bfloat16")
     touch(model)
     sw.export_hf(model, tmp_path / "out", quantize="as-source")
     found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, device_map="cpu"
     )
-    again, _ = sw.load_pretrained(tmp_path / "out", dtype="bfloat16")
+    again = sw.load_pretrained(tmp_path / "out", dtype="bfloat16")
     ids = torch.arange(6).view(1, -1)
     with torch.no_grad():
         theirs, ours, before = (m(input_ids=ids).logits.float() for m in (found, again, model))
@@ -188,9 +188,9 @@ def test_transformers_reads_it(name: str, close: float, directories: list[Path],
 def test_into_files_by_a_model_without_a_directory(directories: list[Path], tmp_path: Path) -> None:
     """``source=`` for a model that was filled from elsewhere; then what has the same values is copied, too."""
     source = _by_name(directories, "nf4")
-    model, _ = sw.load_pretrained(source, dtype="bfloat16")
+    model = sw.load_pretrained(source, dtype="bfloat16")
     sw.export_hf(model, tmp_path / "plain")
-    plain, _ = sw.load_pretrained(tmp_path / "plain")
+    plain = sw.load_pretrained(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"is not quantised, and quantize='as-source' writes"):
         sw.export_hf(plain, tmp_path / "out", quantize="as-source")
     report = sw.export_hf(plain, tmp_path / "out", quantize="as-source", source=source)
@@ -203,7 +203,7 @@ def test_into_files_by_a_model_without_a_directory(directories: list[Path], tmp_
 
 def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path) -> None:
     source, out = _by_name(directories, "nf4"), tmp_path / "out"
-    model, _ = sw.load_pretrained(source, dtype="bfloat16")
+    model = sw.load_pretrained(source, dtype="bfloat16")
     for options, said in (
         ({"quantize": "nf4"}, "quantize must be 'as-source' or None, got 'nf4'"),
         ({"source": source}, "source= goes with 'as-source'"),
@@ -227,7 +227,7 @@ def fp8(tmp_path: Path) -> Path:
 
 def test_a_source_that_is_gone_or_another(fp8: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    model, _ = sw.load_pretrained(fp8)
+    model = sw.load_pretrained(fp8)
     file = fp8 / "model.safetensors"
     os.utime(file, ns=(0, 0))
     with pytest.raises(
@@ -249,7 +249,7 @@ def test_a_source_that_is_gone_or_another(fp8: Path, tmp_path: Path) -> None:
 
 def test_codes_that_may_be_the_model_s_under_another_name(fp8: Path, tmp_path: Path) -> None:
     """Neither is the model's weight written beside old codes, nor are these copied as if they were it."""
-    model, _ = sw.load_pretrained(fp8)
+    model = sw.load_pretrained(fp8)
     bare = torch.nn.ModuleDict({"other": model.model})
     with pytest.raises(PlanError, match="can't be written again as it is quantised") as caught:
         sw.export_hf(bare, tmp_path / "out", quantize="as-source", source=fp8)
@@ -270,7 +270,7 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
         tmp_path / "q" / "model.safetensors"
     ).unlink()  # these tensors are its memory; safetensors before 0.8 would write into it
     save_file(stored, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
-    model, _ = sw.load_pretrained(tmp_path / "q", dtype="bfloat16")
+    model = sw.load_pretrained(tmp_path / "q", dtype="bfloat16")
     sw.export_hf(model, tmp_path / "same", quantize="as-source")
     assert _different(plain_tensors(tmp_path / "same"), stored) == []
     touch(model)
@@ -290,7 +290,7 @@ def test_ties_stored_twice_change_together(tmp_path: Path) -> None:
     stored = plain_tensors(source)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
-    model, _ = sw.load_pretrained(source)
+    model = sw.load_pretrained(source)
     touch(model, ("embed_tokens.weight",))
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     for given in (model, tmp_path / "step"):
@@ -304,7 +304,7 @@ def test_ties_stored_twice_change_together(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
     """What its digests do not fit is not taken for a change."""
-    model, _ = sw.load_pretrained(fp8)
+    model = sw.load_pretrained(fp8)
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     (file,) = (tmp_path / "step" / "model").glob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -317,7 +317,7 @@ def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
 
 @pytest.mark.needs("kept-fp8")
 def test_a_checkpoint_of_kept_codes(fp8: Path, tmp_path: Path) -> None:
-    model, _ = sw.load_pretrained(fp8, quantized="keep")
+    model = sw.load_pretrained(fp8, quantized="keep")
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     with pytest.raises(UnsupportedConversionError, match=r"quantised \(fp8"):
         sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_kept_codes(fp8: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(fp8: Path, tmp_path: Path) -> None:
-    model, _ = sw.load_pretrained(fp8)
+    model = sw.load_pretrained(fp8)
     touch(model)
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     sw.export_hf(model, tmp_path / "live", quantize="as-source")
@@ -347,7 +347,7 @@ def test_nan_has_no_code(fp8: Path, tmp_path: Path, ranks: RankPool) -> None:
         found = ranks.run_ranks(2, export_one, str(fp8), str(tmp_path / "out"), ends, float("nan"))
         assert all(said in one for one in found), found
     assert not (tmp_path / "out").exists()
-    model, _ = sw.load_pretrained(fp8)
+    model = sw.load_pretrained(fp8)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("inf")
     with pytest.raises(StateError, match="holds NaN or infinite"):
@@ -370,7 +370,7 @@ def test_a_difference_of_one_rank_is_one_of_all(fp8: Path, tmp_path: Path, ranks
 )  # PEFT's use of it
 def test_merged_adapters_are_what_changed(fp8: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model, _ = sw.load_pretrained(fp8, adapter=peft.LoraConfig(target_modules=["q_proj"], r=2))
+    model = sw.load_pretrained(fp8, adapter=peft.LoraConfig(target_modules=["q_proj"], r=2))
     with pytest.raises(ValueError, match="merge_and_unload"):
         sw.export_hf(model, tmp_path / "out", quantize="as-source")
     with torch.no_grad():

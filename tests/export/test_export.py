@@ -189,12 +189,12 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytes
     fns.save_source(str(tmp_path / "source"), "gpt2")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    model, _ = sw.load_pretrained("source")
+    model = sw.load_pretrained("source")
     assert model.config.name_or_path == "source"
     monkeypatch.chdir(tmp_path / "elsewhere")
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     monkeypatch.chdir(tmp_path)
-    again, _ = sw.load_pretrained("step")
+    again = sw.load_pretrained("step")
     monkeypatch.chdir(tmp_path / "elsewhere")
     sw.export_hf(again, tmp_path / "out")
     for directory in (tmp_path / "step" / "model", tmp_path / "out"):

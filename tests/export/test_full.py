@@ -1,4 +1,4 @@
-"""iter_full(): what an export would write, tensor by tensor, at every layout; errors alike, memory bounded."""
+"""iter_full_tensors(): what an export would write, tensor by tensor, at every layout; errors alike, memory bounded."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_any_module_in_any_layout() -> None:
     model = Odd()
     expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
     fully_shard(model, mesh=fns.make_mesh(), ignored_params={model.codes})
-    fns.assert_equal(dict(sw.iter_full(model, naming="module", bucket_bytes=20)), expected)
-    fns.assert_equal(dict(sw.iter_full(model)), expected)  # no hub names known: its own
+    fns.assert_equal(dict(sw.iter_full_tensors(model, naming="module", bucket_bytes=20)), expected)
+    fns.assert_equal(dict(sw.iter_full_tensors(model)), expected)  # no hub names known: its own
     if dist.get_world_size() != 4:
         return
     run = next(fns._runs)
@@ -62,7 +62,7 @@ def test_any_module_in_any_layout() -> None:
                 name, nn.Parameter(distribute_tensor(tensor, mesh[f"tp{run}"], [Shard(0)]))
             )
         fully_shard(layer, mesh=mesh[f"dp{run}"])
-        fns.assert_equal(dict(sw.iter_full(layer)), expected)
+        fns.assert_equal(dict(sw.iter_full_tensors(layer)), expected)
 
 
 @on_ranks(2)
@@ -70,20 +70,20 @@ def test_all_ranks_may_stop_early(root: Path) -> None:
     """All ranks stop at one tensor, in the middle of a bucket or between: nothing hangs, what comes next works."""
     source = str(root / "qwen3-moe")
     model = fns.trained(source)
-    whole = dict(sw.iter_full(model))
+    whole = dict(sw.iter_full_tensors(model))
     for taken in (0, 1, 3):
-        for _ in islice(sw.iter_full(model, bucket_bytes=3000), taken):
+        for _ in islice(sw.iter_full_tensors(model, bucket_bytes=3000), taken):
             pass
-        handed = sw.iter_full(model, bucket_bytes=3000)
+        handed = sw.iter_full_tensors(model, bucket_bytes=3000)
         for _ in range(taken):
             next(handed)
         handed.close()
         dist.barrier()
-    kept = list(sw.iter_full(model, bucket_bytes=3000))
+    kept = list(sw.iter_full_tensors(model, bucket_bytes=3000))
     with torch.no_grad():
         kept[0][1].zero_()  # the caller's: neither the model nor another tensor changes
     fns.assert_equal(dict(kept[1:]), dict(list(whole.items())[1:]))
-    fns.assert_equal(dict(sw.iter_full(model)), whole)
+    fns.assert_equal(dict(sw.iter_full_tensors(model)), whole)
 
 
 def test_failures_are_raised_on_every_rank(ranks: RankPool, root: Path) -> None:

@@ -264,7 +264,7 @@ def _look_at_restored(before: Before, place: Place, folder: Path, heard: Heard) 
 
 def _copy_up(before: Before, place: Place, folder: Path) -> Begun:
     source, url = _written(before, folder), f"{place.url}/step-00000001"
-    return Begun(lambda: sw.copy(source, url))
+    return Begun(lambda: sw.copy_checkpoint(source, url))
 
 
 def _look_at_copy_up(before: Before, place: Place, folder: Path, heard: Heard) -> tuple[str, list[str]]:
@@ -278,12 +278,12 @@ def _look_at_copy_up(before: Before, place: Place, folder: Path, heard: Heard) -
     if heard.is_done and not is_there:
         wrong.append("the copy was done, and there is no manifest")
     try:
-        sw.copy(source, url)
+        sw.copy_checkpoint(source, url)
     except ShardwiseError as error:
         if not (heard.spoiled and "holds something else" in str(error)):
             wrong.append(f"the next copy: {error}")
         place.clear()
-        sw.copy(source, url)
+        sw.copy_checkpoint(source, url)
     if digest_of(url)[0] != before.digests[1]:
         wrong.append("after the next copy: other values")
     return "new" if is_there else "previous", wrong
@@ -292,7 +292,7 @@ def _look_at_copy_up(before: Before, place: Place, folder: Path, heard: Heard) -
 def _copy_down(before: Before, place: Place, folder: Path) -> Begun:
     place.put({f"step-00000001/{name}": content for name, content in before.checkpoint.items()})
     url, out = f"{place.url}/step-00000001", folder / "out" / "step-00000001"
-    return Begun(lambda: sw.copy(url, out))
+    return Begun(lambda: sw.copy_checkpoint(url, out))
 
 
 def _look_at_copy_down(before: Before, place: Place, folder: Path, heard: Heard) -> tuple[str, list[str]]:
@@ -302,7 +302,7 @@ def _look_at_copy_down(before: Before, place: Place, folder: Path, heard: Heard)
     wrong = [] if is_there or not heard.is_done else ["the copy was done, and is not there"]
     if not is_there and not heard.spoiled:
         try:
-            sw.copy(f"{place.url}/step-00000001", out)
+            sw.copy_checkpoint(f"{place.url}/step-00000001", out)
         except ShardwiseError as error:
             wrong.append(f"the next copy: {error}")
     if out.exists():

@@ -39,7 +39,7 @@ from shardwise.storage.explain import (
     is_unknown_upload,
     text_of,
 )
-from shardwise.storage.options import storage_options
+from shardwise.storage.options import configure_storage
 from tests.fuzz.guard import Guard
 from tests.fuzz.mutate import NUMBERS, TEXTS, mutate_bytes
 from tests.fuzz.targets import Seeds, target
@@ -551,7 +551,7 @@ def _served_by_http(place: Path) -> None:
         "retry_config": no_more,
         "client_options": {"allow_http": True, "timeout": timedelta(seconds=1)},
     }
-    storage_options("s3://bucket", **options)
+    configure_storage("s3://bucket", **options)
     _used(ObstoreStore("s3://bucket", options))
 
 

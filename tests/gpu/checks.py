@@ -160,9 +160,9 @@ def moe(root: str, device: torch.device) -> Facts:
         write_model("moe", directory, short=True)
     dist.barrier()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model, report = sw.load_pretrained(directory, mesh)
+    model, report = sw.load_pretrained(directory, mesh, return_report=True)
     assert {p.device.type for p in model.parameters()} == {device.type}
-    full = dict(sw.iter_full(model))
+    full = dict(sw.iter_full_tensors(model))
     assert {t.device.type for t in full.values()} == {device.type}
     assert not unequal(full, load_file(f"{directory}/model.safetensors"))
     return {"tensors": report.tensors, "stored": len(full)}
@@ -228,7 +228,7 @@ def digest(root: str, device: torch.device) -> Facts:
     state = saves.state_on(device, 1)
     model = state.models["model"]
     whole = saves.Wide(torch.device("cpu"))
-    for name, full in sw.iter_full(model, naming="module"):
+    for name, full in sw.iter_full_tensors(model, naming="module"):
         whole.state_dict()[name].copy_(full.cpu())
     found = sw.digest(model)
     assert found == sw.digest(whole)
@@ -261,7 +261,7 @@ def full(root: str, device: torch.device) -> Facts:
     moved = nn.Linear(5, 3).to(device)
     moved.load_state_dict(model.state_dict())
     for live in (model, moved):
-        given = dict(sw.iter_full(live, naming="module"))
+        given = dict(sw.iter_full_tensors(live, naming="module"))
         assert not unequal(given, model.state_dict())
         assert {t.device.type for t in given.values()} == {next(live.parameters()).device.type}
     return {"backend": dist.get_backend()}

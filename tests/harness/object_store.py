@@ -127,7 +127,7 @@ class S3Server:
 
 def use_store(endpoint: str, **options: Any) -> None:
     """Let this process use the bucket at a server or a proxy, with these options beside the usual ones."""
-    sw.storage_options(
+    sw.configure_storage(
         f"s3://{BUCKET}",
         endpoint=endpoint,
         region="us-east-1",

@@ -84,7 +84,7 @@ class Running:
     root: str
     """The bucket's URL."""
     options: dict[str, Any]
-    """For ``storage_options``, and for obstore."""
+    """For ``configure_storage``, and for obstore."""
     guest: str | None = None
     """Access key of another user, who has no rights yet, and the same secret."""
 

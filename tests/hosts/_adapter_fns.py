@@ -51,7 +51,7 @@ def _trainer(source: str, path: str, last: int, dies_after: int) -> dict[str, An
             _die(state.global_step, dies_after)
 
     with arguments(path, max_steps=last, save_total_limit=3) as args:
-        model, _ = load_pretrained(args, source, config=config_of(source, 0.2))
+        model = load_pretrained(args, source, config=config_of(source, 0.2))
         trainer = ShardwiseTrainer(model, args, train_dataset=Rows(), callbacks=[Die()], local=True)
         trainer.train(resume_from_checkpoint=trainer.has_checkpoint() or None)
         losses = {step: float(loss).hex() for step, loss, _ in history(trainer)}

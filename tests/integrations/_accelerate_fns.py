@@ -213,7 +213,7 @@ def hub_model(path: str, root: str, shard_size: int, plugin: dict[str, Any]) -> 
     ) as accelerator:
         if world > shard_size:
             found["mesh"] = tuple(accelerator.torch_device_mesh.shape)
-        model, report = swa.load_pretrained(accelerator, path)
+        model, report = swa.load_pretrained(accelerator, path, return_report=True)
         found["read"] = report.bytes_read
         found["loaded"] = whole(model)
         found["groups"] = sum(type(m).__name__.startswith("FSDP") for m in model.modules())
@@ -303,7 +303,7 @@ def masters(path: str) -> dict[str, Any]:
 
     plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
     with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
-        model, _ = swa.load_pretrained(accelerator, path)
+        model = swa.load_pretrained(accelerator, path)
         found = {"loaded": whole(model), "dtypes": dtypes(model)}
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
         tokens = torch.arange(6)[None]
@@ -321,7 +321,7 @@ def tensor_parallel(path: str, root: str) -> dict[str, Any]:
         accelerator = Accelerator(
             cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())
         )
-        model, report = swa.load_pretrained(accelerator, path)
+        model, report = swa.load_pretrained(accelerator, path, return_report=True)
         found["read"] = report.bytes_read
         found["cut"] = sum(
             isinstance(p, DTensor) and any(q.is_shard() for q in p.placements) for p in model.parameters()

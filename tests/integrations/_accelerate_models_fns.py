@@ -94,7 +94,7 @@ def from_scratch(root: str) -> dict[str, Any]:
             with sw.meta_init():
                 model: Any = Scaled()
             swa.shard(accelerator, model)
-            sw.initialize(model, seed=3)
+            sw.init_weights(model, seed=3)
             found["values"] = whole(model)
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
             model, optimizer = accelerator.prepare(model, optimizer)
@@ -123,7 +123,7 @@ def bare_parameter() -> str:
             model = Bare()
         swa.shard(accelerator, model)
         try:
-            sw.initialize(model)
+            sw.init_weights(model)
         except ShardwiseError as error:
             return str(error)
     return "none"

@@ -49,7 +49,7 @@ def _life(
         def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             evaluated.append(state.global_step)
 
-    model, _ = load_pretrained(args, path, config=config_of(path, 0.2))
+    model = load_pretrained(args, path, config=config_of(path, 0.2))
     trainer = ShardwiseTrainer(
         model,
         args,

@@ -63,7 +63,7 @@ def trainer_life(
         arguments(root, **{"save_steps": 2, "save_total_limit": 4, **more}) as args,
         warnings_logged() as warned,
     ):
-        model, _ = load_pretrained(args, path, config=config_of(path, 0.2))
+        model = load_pretrained(args, path, config=config_of(path, 0.2))
         trainer = Trainer(
             model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[stop_at(stop)], **options
         )

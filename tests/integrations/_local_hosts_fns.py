@@ -130,7 +130,7 @@ def life(
     loaded = {"adapter": options.pop("adapter")} if "adapter" in options else {}
     given = metric | options.pop("arguments", {})
     with arguments(output_dir, **given) as args, warnings_logged() as warned:
-        model, _ = load_pretrained(args, path, config=config_of(path, dropout), **loaded)
+        model = load_pretrained(args, path, config=config_of(path, dropout), **loaded)
         trainer = options.pop("kind", ShardwiseTrainer)(
             model,
             args,

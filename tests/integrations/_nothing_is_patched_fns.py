@@ -101,7 +101,7 @@ def use_the_rest(path: str, root: str, lora: Any) -> None:
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
     with accelerator_with(plugin={"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}) as accelerator:
-        model, own = swa.load_pretrained(accelerator, path)[0], built()
+        model, own = swa.load_pretrained(accelerator, path), built()
         swa.load(accelerator, own, path)
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = swa.prepare(accelerator, model, optimizer)
@@ -111,7 +111,9 @@ def use_the_rest(path: str, root: str, lora: Any) -> None:
         swa.save_state(accelerator, f"{root}/rest")
         swa.load_state(accelerator, f"{root}/rest")
         second = sw.clone(model)
-        assert [name for name, _ in sw.iter_full(second)] == [name for name, _ in sw.iter_full(own)]
+        assert [name for name, _ in sw.iter_full_tensors(second)] == [
+            name for name, _ in sw.iter_full_tensors(own)
+        ]
     with known_warnings():
         adapted = peft.get_peft_model(built(), lora)
     sw.shard(adapted, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -163,8 +165,8 @@ def patched(path: str, root: str) -> dict[str, Any]:
         f"{root}/ours",
         ShardwiseTrainer,
         MyTrainer,
-        lambda args: load_pretrained(args, path)[0],
-        lambda args: load_pretrained(args, path, adapter=config)[0],
+        lambda args: load_pretrained(args, path),
+        lambda args: load_pretrained(args, path, adapter=config),
     )
     assert list(Path(root, "ours/full").glob("checkpoint-*/rank")), "it was ours that ran"
     use_the_rest(path, root, config)

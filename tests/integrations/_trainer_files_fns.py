@@ -61,7 +61,7 @@ def train(path: str, root: str) -> dict[str, Any]:
     for kind in (Mine, Alone):
         folder = f"{root}/{kind.__name__}"
         with arguments(folder, max_steps=2, save_steps=2) as args:
-            model, _ = load_pretrained(args, path)
+            model = load_pretrained(args, path)
             trainer = kind(model, args, train_dataset=Rows(), processing_class=with_templates())
             trainer.train()
             dist.barrier()  # rank 0 takes its lock away when it leaves train
@@ -70,7 +70,7 @@ def train(path: str, root: str) -> dict[str, Any]:
             found["values"] = whole(trainer.model)
             trainer.save_model(f"{root}/export-{kind.__name__}")
             again = kind(
-                load_pretrained(args, path)[0], args, train_dataset=Rows(), processing_class=with_templates()
+                load_pretrained(args, path), args, train_dataset=Rows(), processing_class=with_templates()
             )
             again.train(resume_from_checkpoint=True)
             found["exact"] = again.resume_report.exact, again.resume_report.differences

@@ -51,7 +51,7 @@ def life(
     path: str, args: Any, *, resume: Any = None, stop: int = 99, dropout: float = 0.2, **options: Any
 ) -> tuple[Any, list[Any]]:
     """One life of a run: the trainer afterwards, and (step, loss, gradient norm) of each step."""
-    model, _ = load_pretrained(args, path, config=config_of(path, dropout))
+    model = load_pretrained(args, path, config=config_of(path, dropout))
     trainer = ShardwiseTrainer(
         model, args, train_dataset=Rows(), processing_class=tokenizer(), callbacks=[stop_at(stop)], **options
     )
@@ -150,7 +150,7 @@ def best(path: str, root: str) -> dict[str, Any]:
         metric_for_best_model="loss",
         greater_is_better=True,
     ) as args:
-        model, _ = load_pretrained(args, path)
+        model = load_pretrained(args, path)
         trainer = ShardwiseTrainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[Look()])
         trainer.train()
         found["best"] = os.path.basename(trainer.state.best_model_checkpoint)
@@ -172,7 +172,7 @@ def best_at_the_end_of_an_epoch(path: str, root: str) -> str:
 
     options = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
     with arguments(root, max_steps=6, **options) as args:
-        model, _ = load_pretrained(args, path)
+        model = load_pretrained(args, path)
         trainer = ShardwiseTrainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[Save()])
         trainer.train()
         return str(trainer.state.best_model_checkpoint)
@@ -207,7 +207,7 @@ def warned(path: str, root: str) -> dict[str, list[str]]:
         return AutoModelForCausalLM.from_pretrained(path)
 
     def ours(args: Any) -> Any:
-        return load_pretrained(args, path)[0]
+        return load_pretrained(args, path)
 
     found = {}
     one_rank = {"fsdp_config": {"cpu_ram_efficient_loading": True}}
@@ -236,7 +236,7 @@ def checkpointed(path: str, root: str) -> tuple[list[str], bool]:
         PartialState._shared_state["distributed_type"] = (
             DistributedType.MULTI_GPU
         )  # then Accelerate chooses FSDP
-        model, _ = load_pretrained(args, path)
+        model = load_pretrained(args, path)
         trainer = ShardwiseTrainer(model, args, train_dataset=Rows())
         trainer.train()
         wrapped = [name for name, m in trainer.model.named_modules() if isinstance(m, CheckpointWrapper)]
@@ -295,7 +295,7 @@ def refused(path: str, root: str, locked: str) -> dict[str, str]:
             if "parallelism_config" in options:  # Accelerate takes that on GPUs only
                 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
             try:
-                model, _ = load_pretrained(args, path)
+                model = load_pretrained(args, path)
                 trainer = ShardwiseTrainer(make(model), args, train_dataset=Rows())
                 trainer.train(resume_from_checkpoint=name == "damaged")
                 found[name] = "nothing"
@@ -339,7 +339,7 @@ def sft(path: str, folder: str, options: dict[str, Any], *, resume: Any = None) 
         r=1, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
     with arguments(folder, SFTConfig, max_length=16, **options) as args:
-        model, _ = load_pretrained(args, path, adapter=config)
+        model = load_pretrained(args, path, adapter=config)
         trainer = MyTrainer(model, args, train_dataset=dataset(), processing_class=tokenizer())
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(f"{folder}/adapter")

@@ -126,7 +126,7 @@ def plain(path: str, adapter: str | None = None) -> Any:
 
 
 def sharded(path: str, **options: Any) -> Any:
-    return lambda args: load_pretrained(args, path, **options)[0]
+    return lambda args: load_pretrained(args, path, **options)
 
 
 def alone(path: str, adapter: str, root: str, beta: float) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def references(path: str, root: str) -> None:
         dist.barrier()
 
         def load(args: Any, copy: str = copy) -> Any:
-            model, _ = load_pretrained(args, copy)
+            model = load_pretrained(args, copy)
             dist.barrier()
             if dist.get_rank() == 0:
                 os.unlink(f"{copy}/model.safetensors")
@@ -205,10 +205,10 @@ def dpo(path: str, root: str) -> dict[str, Any]:
     trainer, _, losses = lives("dpo", sharded(path), f"{root}/dpo", stop=5)
     found: dict[str, Any] = {"left out": losses, "after": whole(trainer.model)}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    by_mesh = lambda args: sw.load_pretrained(path, mesh)[0]  # noqa: E731
+    by_mesh = lambda args: sw.load_pretrained(path, mesh)  # noqa: E731
     for name, load, reference in (
         ("cloned", sharded(path), sw.clone),
-        ("loaded", sharded(path), lambda model: sw.load_pretrained(path, mesh)[0]),
+        ("loaded", sharded(path), lambda model: sw.load_pretrained(path, mesh)),
         ("by mesh", by_mesh, None),
     ):
         with_model = (lambda m, made=reference: {"ref_model": made(m)}) if reference else (lambda m: {})

@@ -57,8 +57,8 @@ def every_entry_point(hub: str, root: str) -> Counts:
     count("restore again", lambda: sw.restore(other, place / "step"))
     count("load of a checkpoint", lambda: sw.load(third, place / "step"))
     count("digest", lambda: sw.digest(first))
-    count("initialize", lambda: sw.initialize(third, seed=1))
-    count("iter_full", lambda: list(sw.iter_full(first)))
+    count("initialize", lambda: sw.init_weights(third, seed=1))
+    count("iter_full_tensors", lambda: list(sw.iter_full_tensors(first)))
     count("export_hf", lambda: sw.export_hf(first, place / "export"))
     count("clone", lambda: sw.clone(first))
     with sw.Checkpointer(place / "run") as checkpoints:

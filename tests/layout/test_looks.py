@@ -26,7 +26,7 @@ ROUNDS = {
     "load of a checkpoint": 4,
     "digest": 2,
     "initialize": 0,
-    "iter_full": 2,
+    "iter_full_tensors": 2,
     "export_hf": 6,
     "clone": 1,
     "Checkpointer.save": 8,

@@ -221,7 +221,7 @@ def pretrained_equals_ordinary(directories: list[str], **options: Any) -> dict[s
 
 def check_pretrained(directory: str, ordinary: Any, mesh: DeviceMesh, **options: Any) -> None:
     with nothing_else_changes():
-        model, report = sw.load_pretrained(directory, mesh, **options)
+        model, report = sw.load_pretrained(directory, mesh, **options, return_report=True)
     assert_same_whole(model, ordinary)
     sharded = sw.shard(copy.deepcopy(ordinary), mesh)
     assert_same_shards(model, sharded)
@@ -290,18 +290,22 @@ def declared_by_class_and_caller(root: str) -> dict[str, Any]:
     mesh = mesh_of((dist.get_world_size(),))
     found: dict[str, Any] = {}
     for kind in ("qwen3", "bert"):
-        model, report = sw.load_pretrained(f"{root}/{kind}-old", mesh)
+        model, report = sw.load_pretrained(f"{root}/{kind}-old", mesh, return_report=True)
         assert_same_whole(model, ordinary_model(f"{root}/{kind}"))
         found[kind] = [(d.name, d.declared_by) for d in report.unused]
     model, report = sw.load_pretrained(
-        f"{root}/qwen3-other", mesh, key_mapping={"^renamed": "model.layers"}, allow_unused=("score.*",)
+        f"{root}/qwen3-other",
+        mesh,
+        key_mapping={"^renamed": "model.layers"},
+        allow_unused=("score.*",),
+        return_report=True,
     )
     assert_same_whole(model, ordinary_model(f"{root}/qwen3"))
     found["caller"] = [(d.name, d.declared_by) for d in report.unused]
     for seed in (0, 1):
         with nothing_else_changes():
             model, report = sw.load_pretrained(
-                f"{root}/qwen3-headless", mesh, allow_missing=("lm_head.*",), seed=seed
+                f"{root}/qwen3-headless", mesh, allow_missing=("lm_head.*",), seed=seed, return_report=True
             )
         found[f"seed {seed}"] = whole(model.lm_head.weight).detach()
         found["initialized"] = [(d.name, d.declared_by) for d in report.initialized]

@@ -72,10 +72,10 @@ def cast_of(report: Any) -> tuple[str, str, int]:
 
 def test_a_dtype_that_the_caller_gives_is_in_the_report(source: Path, tmp_path: Path) -> None:
     count = len(load_file(source / "model.safetensors"))
-    assert sw.load_pretrained(source)[1].casts == ()
-    model, report = sw.load_pretrained(source, dtype=torch.bfloat16)
+    assert sw.load_report(sw.load_pretrained(source)).casts == ()
+    model, report = sw.load_pretrained(source, dtype=torch.bfloat16, return_report=True)
     assert cast_of(report) == ("F32", "BF16", count)
-    assert sw.load_pretrained(source, dtype="float64")[1].casts == ()
+    assert sw.load_report(sw.load_pretrained(source, dtype="float64")).casts == ()
     assert cast_of(sw.plan(source, ranks=1, dtype="bfloat16")) == ("F32", "BF16", count)
     assert sw.export_hf(model, tmp_path / "same").casts == ()
     assert sw.export_hf(model, tmp_path / "wider", dtype="float32").casts == ()
@@ -90,7 +90,7 @@ def test_a_restore_names_each_cast(source: Path, tmp_path: Path) -> None:
     """Of our own checkpoints tensor by tensor, of another program's in one line for each pair of dtypes."""
     import torch.distributed.checkpoint as dcp
 
-    model = sw.load_pretrained(source)[0]
+    model = sw.load_pretrained(source)
     sw.save(sw.TrainState(model=model), tmp_path / "ours", step=1)
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     half = model.bfloat16()
@@ -110,7 +110,7 @@ def test_what_a_class_of_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     )
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     theirs = T5ForConditionalGeneration.from_pretrained(tmp_path / "t5", dtype=torch.float16)
-    model, report = sw.load_pretrained(tmp_path / "t5", dtype=torch.float16)
+    model, report = sw.load_pretrained(tmp_path / "t5", dtype=torch.float16, return_report=True)
     assert {n: p.dtype for n, p in model.named_parameters()} == {
         n: p.dtype for n, p in theirs.named_parameters()
     }

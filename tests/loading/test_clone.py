@@ -59,7 +59,7 @@ def test_as_an_accelerator_shards(root: Path) -> None:
 
     plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"], "activation_checkpointing": True}
     with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
-        model, _ = swa.load_pretrained(accelerator, source)
+        model = swa.load_pretrained(accelerator, source)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         fns.clone_of_trained(model, optimizer)
         reshard(model.modules())
@@ -87,7 +87,7 @@ def test_as_an_accelerator_cuts_by_plan(root: Path) -> None:
         accelerator = Accelerator(
             cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())
         )
-        model, _ = swa.load_pretrained(accelerator, source)
+        model = swa.load_pretrained(accelerator, source)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         model, optimizer = accelerator.prepare(model, optimizer)
         fns.clone_of_trained(model, optimizer)

@@ -1,4 +1,4 @@
-"""initialize(): the model's own rule, the same values at every world size, siblings untouched."""
+"""init_weights(): the model's own rule, the same values at every world size, siblings untouched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
-from shardwise.loading.initialize import initialize
+from shardwise.loading.initialize import init_weights
 from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import shard
 from tests.harness.on_ranks import on_ranks
@@ -24,7 +24,7 @@ KINDS = ["rules", "llama", "mixtral", "gpt2", "t5", "mamba"]
 
 def _plain(kind: str, seed: int = 3) -> dict[str, torch.Tensor]:
     model = fns.build(kind)  # real, unlike on the ranks: what is there before must not count either
-    initialize(model, seed)
+    init_weights(model, seed)
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
@@ -64,7 +64,7 @@ def test_an_lstm_computes_with_its_own_weights_afterwards() -> None:
             self.again = self.inner
 
     model = Net()
-    initialize(model, 5)
+    init_weights(model, 5)
     other = nn.LSTM(3, 4, batch_first=True)
     other.load_state_dict(model.inner.state_dict())
     x = torch.ones(2, 5, 3)
@@ -96,7 +96,7 @@ def test_a_rule_that_writes_to_a_copy_in_fp32(monkeypatch: pytest.MonkeyPatch) -
     for dtype in (torch.float32, torch.bfloat16):
         with meta_init():
             model = fns.build("llama").to(dtype)
-        initialize(model, 3, only=["*_proj.weight"], device="cpu")
+        init_weights(model, 3, only=["*_proj.weight"], device="cpu")
         found.append({name: p for name, p in model.named_parameters() if "_proj" in name})
     assert len(found[0]) >= 7
     for name, value in found[0].items():
@@ -108,7 +108,7 @@ def test_a_rule_that_writes_to_a_copy_in_fp32(monkeypatch: pytest.MonkeyPatch) -
 def test_a_model_in_bf16_is_drawn_in_full() -> None:
     with meta_init():
         model = fns.build("llama").to(torch.bfloat16)
-    initialize(model, 3)
+    init_weights(model, 3)
     for name, value in model.named_parameters():
         if value.ndim == 2:
             assert 0.01 < value.float().std() < 0.03, name
@@ -132,8 +132,8 @@ def test_a_model_that_has_run_forward() -> None:
     shard(model, fns._mesh())
     model(torch.arange(3))
     assert not all(isinstance(p, DTensor) for p in model.parameters())
-    initialize(model, 5)
-    initialize(plain, 5)
+    init_weights(model, 5)
+    init_weights(plain, 5)
     for name, value in fns._full(model).items():
         assert torch.equal(value, fns._full(plain)[name]), name
     torch.testing.assert_close(model(torch.arange(3)), plain(torch.arange(3)))
@@ -142,7 +142,7 @@ def test_a_model_that_has_run_forward() -> None:
 def test_a_plain_model_on_meta() -> None:
     with meta_init():
         model = fns.build("llama")
-    initialize(model, 3)
+    init_weights(model, 3)
     expected = _plain("llama")
     assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -151,7 +151,7 @@ def test_a_plain_model_on_meta() -> None:
 def test_values_do_not_depend_on_what_else_is_filled() -> None:
     expected = _plain("gpt2")
     model = fns.build("gpt2")
-    initialize(model, 3, only=["*.h.1.*", "lm_head.weight"])
+    init_weights(model, 3, only=["*.h.1.*", "lm_head.weight"])
     for name, value in model.named_parameters():
         if ".h.1." in name or name == "transformer.wte.weight":
             assert torch.equal(value, expected[name]), name
@@ -159,7 +159,7 @@ def test_values_do_not_depend_on_what_else_is_filled() -> None:
 
 def test_each_module_draws_values_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    initialize(model, 3)
+    init_weights(model, 3)
     assert not torch.equal(model[0].weight, model[1].weight)
 
 
@@ -167,7 +167,7 @@ def test_a_frozen_plain_scalar_and_a_backbone_in_another_model() -> None:
     outer = nn.Module()
     outer.backbone = fns.build("llama")
     outer.value_head = nn.Linear(16, 1)
-    initialize(outer, 3)
+    init_weights(outer, 3)
     names = {n.removeprefix("backbone.") for n, _ in outer.named_parameters()}
     assert names == {*_plain("llama"), "value_head.weight", "value_head.bias"}
     assert outer.backbone.model.norm.weight.eq(1).all()
@@ -187,7 +187,7 @@ def test_a_model_with_its_own_init_weights() -> None:
     model = Own()
     with torch.no_grad():
         model.lin.bias.fill_(9)
-    initialize(model, only=["lin.*"])
+    init_weights(model, only=["lin.*"])
     assert model.lin.weight.eq(0.25).all()
     assert model.lin.bias.abs().max() <= 0.5, "what _init_weights leaves, reset_parameters fills"
 
@@ -221,7 +221,7 @@ def test_without_a_rule_all_are_named_and_nothing_is_written() -> None:
     model = nn.Sequential(Bare(), Half(), Reads())
     before = {n: p.clone() for n, p in model.named_parameters()}
     with pytest.raises(PlanError, match="reset_parameters") as caught:
-        initialize(model)
+        init_weights(model)
     problems = caught.value.problems
     assert [p.split(":")[0] for p in problems] == ["0.first", "0.second", "1.weight", "2.weight"]
     assert "2 of its 4" in problems[2]
@@ -231,5 +231,5 @@ def test_without_a_rule_all_are_named_and_nothing_is_written() -> None:
 
 def test_patterns_without_a_match() -> None:
     with pytest.raises(PlanError) as caught:
-        initialize(nn.Linear(2, 2), only=["weight", "wieght"])
+        init_weights(nn.Linear(2, 2), only=["weight", "wieght"])
     assert caught.value.problems == ("wieght",)

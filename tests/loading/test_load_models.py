@@ -68,7 +68,7 @@ def test_without_a_mesh(directories: list[str]) -> None:
     directory = directories[0]
     ordinary = fns.ordinary_model(directory)
     with fns.nothing_else_changes():
-        model, report = sw.load_pretrained(directory)
+        model, report = sw.load_pretrained(directory, return_report=True)
     fns.assert_same_whole(model, ordinary)
     assert report.local_bytes == report.model_bytes
     assert type(model) is type(ordinary)
@@ -89,7 +89,7 @@ def test_under_every_policy(directories: list[str]) -> None:
         sw.ShardPolicy(block_classes=("Qwen3MLP",)),
     ):
         with fns.nothing_else_changes():
-            model, _ = sw.load_pretrained(directory, mesh, policy=policy)
+            model = sw.load_pretrained(directory, mesh, policy=policy)
         fns.assert_same_whole(model, ordinary)
         fns.assert_same_shards(model, sw.shard(copy.deepcopy(ordinary), mesh, policy))
         before = fns.pointers(model)

@@ -55,7 +55,7 @@ def test_the_text_part_of_a_vision_language_model(
     monkeypatch.syspath_prepend(str(tmp_path))
     path = str(directory / "llava")
     whole, part = _plan(path), _plan(path, "--auto-class", name, *_as_arguments(TEXT_PART))
-    model, report = sw.load_pretrained(path, auto_class=LlamaForCausalLM, **TEXT_PART)
+    model, report = sw.load_pretrained(path, auto_class=LlamaForCausalLM, **TEXT_PART, return_report=True)
     assert part["model_class"] == name.rpartition(":")[2]
     assert part["model_bytes"] == report.model_bytes == sum(t.nbytes for t in model.state_dict().values())
     assert part["model_bytes"] < whole["model_bytes"]
@@ -80,7 +80,7 @@ def test_lora(directory: Path, tmp_path: Path, kind: str) -> None:
 
     path = str(directory / "qwen3")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model, loaded = sw.load_pretrained(path, adapter=config)
+    model, loaded = sw.load_pretrained(path, adapter=config, return_report=True)
     model.save_pretrained(tmp_path)
     if kind == "new":
         (tmp_path / "adapter_model.safetensors").unlink()

@@ -51,7 +51,7 @@ def assert_same(found: nn.Module, expected: nn.Module) -> None:
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
-def totals(report: sw.LoadReport) -> tuple[int, int]:
+def totals(report: sw.reports.LoadReport) -> tuple[int, int]:
     """Bytes read and bytes sent, of all ranks."""
     both = torch.tensor([report.bytes_read, report.bytes_sent])
     dist.all_reduce(both)
@@ -73,10 +73,14 @@ def test_shards_are_those_that_each_rank_reads_itself(hub: Path) -> None:
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     replicated = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     for kind, mesh, dtype in (("gpt2", flat, "auto"), ("qwen3-moe", replicated, "bfloat16")):
-        expected, report = sw.load_pretrained(hub / kind, mesh, dtype=dtype, io=options("own"))
+        expected, report = sw.load_pretrained(
+            hub / kind, mesh, dtype=dtype, io=options("own"), return_report=True
+        )
         assert report.strategy == "own: asked for"
         for chosen in SHARED:
-            found, report = sw.load_pretrained(hub / kind, mesh, dtype=dtype, io=options(chosen))
+            found, report = sw.load_pretrained(
+                hub / kind, mesh, dtype=dtype, io=options(chosen), return_report=True
+            )
             assert report.strategy == f"{chosen}: asked for"
             assert report.staging_peak_bytes <= 2 * MIB
             assert_same(found, expected)
@@ -185,7 +189,7 @@ def test_ranks_that_can_not_share_memory_read_for_themselves(tmp_path: Path) -> 
         dist.all_gather_object(processes, os.getpid())
         with unseen(Path(f"/proc/{processes[0]}/fd"), dist.get_rank() == 1):
             if chosen == "node":
-                with pytest.raises(sw.SourceError, match=r"rank 1: .*No such file or directory"):
+                with pytest.raises(sw.errors.SourceError, match=r"rank 1: .*No such file or directory"):
                     sw.load(model, tmp_path, io=options(chosen))
                 continue
             report = sw.load(model, tmp_path, io=options(chosen))
@@ -210,7 +214,9 @@ def test_a_tie_whose_copies_differ_is_refused_by_every_strategy(tmp_path: Path) 
         with sw.meta_init():
             model = Tied()
         fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
-        with pytest.raises((RankError, sw.PlanError), match=r"a second copy of 'a\.weight' that differs"):
+        with pytest.raises(
+            (RankError, sw.errors.PlanError), match=r"a second copy of 'a\.weight' that differs"
+        ):
             sw.load(model, tmp_path, io=options(chosen))
 
 
@@ -242,7 +248,7 @@ def test_a_source_that_only_one_rank_sees_loads_on_all(tmp_path: Path) -> None:
     with unseen(tmp_path / "seen", rank != 2), pytest.raises(RankError) as caught:
         sw.load(model, tmp_path / "seen", io=options("node"))
     assert sorted(caught.value.causes) == [0, 1]
-    with pytest.raises(sw.SourceError, match="no such file or directory"):
+    with pytest.raises(sw.errors.SourceError, match="no such file or directory"):
         sw.load(model, tmp_path / "nowhere")
 
 
@@ -251,12 +257,12 @@ def test_a_model_whose_directory_only_one_rank_has(hub: Path, tmp_path: Path) ->
     """Config and generation config travel, too; also of a checkpoint, and with a model's conversions."""
     mesh = init_device_mesh("cpu", (2,))
     step = tmp_path / "step"
-    model, _ = sw.load_pretrained(hub / "qwen3-moe", mesh)
+    model = sw.load_pretrained(hub / "qwen3-moe", mesh)
     sw.save(sw.TrainState(model=model), step)
     for path in (hub / "qwen3-moe", step):
-        expected, _ = sw.load_pretrained(path, mesh)
+        expected = sw.load_pretrained(path, mesh)
         with unseen(path, dist.get_rank() == 1):
-            found, report = sw.load_pretrained(path, mesh, io=options("auto"))
+            found, report = sw.load_pretrained(path, mesh, io=options("auto"), return_report=True)
             if dist.get_rank() == 1:
                 assert not os.path.lexists(path)
         assert report.strategy == "once: 1 of 2 ranks do not see the files"

@@ -51,7 +51,7 @@ def whole(p: torch.Tensor) -> torch.Tensor:
 def own(source: Path) -> tuple[Any, Any, Any, Any]:
     """A model, its load's report, an optimizer and the function that goes back from a loss: a loop of one's own."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, report = sw.load_pretrained(str(source), mesh)
+    model, report = sw.load_pretrained(str(source), mesh, return_report=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, report, optimizer, torch.Tensor.backward
 
@@ -68,7 +68,7 @@ def accelerated(source: Path) -> tuple[Any, Any, Any, Any]:
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = ShardwiseAccelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    model, report = load_pretrained(accelerator, str(source))
+    model, report = load_pretrained(accelerator, str(source), return_report=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     return model, report, optimizer, accelerator.backward

@@ -157,7 +157,7 @@ def refused(root: str, hosts: str) -> int:
 
     given = tier(hosts)
     if dist.get_rank() == 1:
-        given = sw.MemoryTier(
+        given = sw.InMemoryCheckpoints(
             every=2, directory=f"{hosts}/nowhere/at/all", host="host-1", address="127.0.0.1"
         )
     with mock.patch.object(Server, "__init__", note):

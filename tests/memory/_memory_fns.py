@@ -39,12 +39,14 @@ def copied(root: str | Path, hosts: str | Path, again: str | Path, left: str | P
     return str(again), str(left)
 
 
-def tier(hosts: str, per_host: int = 1, **options: Any) -> sw.MemoryTier:
+def tier(hosts: str, per_host: int = 1, **options: Any) -> sw.InMemoryCheckpoints:
     """This rank's host: so many ranks share one."""
     host = dist.get_rank() // per_host
     folder = Path(hosts) / f"host-{host}"
     folder.mkdir(parents=True, exist_ok=True)
-    return sw.MemoryTier(every=2, directory=str(folder), host=f"host-{host}", address="127.0.0.1", **options)
+    return sw.InMemoryCheckpoints(
+        every=2, directory=str(folder), host=f"host-{host}", address="127.0.0.1", **options
+    )
 
 
 def train(root: str, hosts: str, last: int = 6, **options: Any) -> dict[str, Any]:

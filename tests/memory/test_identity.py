@@ -36,7 +36,7 @@ def state_of(value: float) -> sw.TrainState:
 
 
 def opened(root: Path, hosts: Path) -> sw.Checkpointer:
-    return sw.Checkpointer(root, memory=sw.MemoryTier(every=1, copies=1, directory=str(hosts)))
+    return sw.Checkpointer(root, memory=sw.InMemoryCheckpoints(every=1, copies=1, directory=str(hosts)))
 
 
 def keep(checkpoints: sw.Checkpointer, state: sw.TrainState, step: int, value: float) -> None:
@@ -196,4 +196,4 @@ def test_a_linked_mark_is_replaced(tmp_path: Path, hosts: Path) -> None:
 
 def test_a_store_is_no_place_for_it() -> None:
     with pytest.raises(ValueError, match="needs a directory for the run's steps, not a URL"):
-        sw.Checkpointer("s3://bucket/run", memory=sw.MemoryTier(every=1))
+        sw.Checkpointer("s3://bucket/run", memory=sw.InMemoryCheckpoints(every=1))

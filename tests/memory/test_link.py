@@ -371,5 +371,7 @@ def test_the_own_address_towards_another_host() -> None:
 
 
 def test_an_address_of_another_host() -> None:
-    with pytest.raises(CheckpointError, match=r"can.t listen on 2001:db8::1: .*; give MemoryTier an address"):
+    with pytest.raises(
+        CheckpointError, match=r"can.t listen on 2001:db8::1: .*; give InMemoryCheckpoints an address"
+    ):
         Server(Ring, SECRET, "2001:db8::1", 1.0)  # type: ignore[arg-type]  # nothing is served

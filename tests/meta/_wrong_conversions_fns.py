@@ -115,7 +115,7 @@ def spoiled(architecture: Architecture, kind: str, spoil: Callable[[Made], Made]
 
 
 def _load(directory: str) -> Any:
-    return sw.load_pretrained(directory, init_device_mesh("cpu", (dist.get_world_size(),)))[0]
+    return sw.load_pretrained(directory, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def wrong_loads(model_type: str, directory: str, out: str) -> dict[str, dict[str, Any]]:

@@ -31,13 +31,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Checkpointer": sw.Checkpointer,
     "clone": sw.clone,
     "convert": sw.convert,
-    "copy": sw.copy,
+    "copy": sw.copy_checkpoint,
     "diff": sw.diff,
     "digest": sw.digest,
     "export_hf": sw.export_hf,
-    "initialize": sw.initialize,
-    "iter_full": sw.iter_full,
-    "ledger": sw.ledger,
+    "initialize": sw.init_weights,
+    "iter_full_tensors": sw.iter_full_tensors,
+    "ledger": sw.memory_ledger,
     "load": sw.load,
     "load_pretrained": sw.load_pretrained,
     "plan": sw.plan,
@@ -110,7 +110,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
 #: (call, option) whose type or default differs from that of the other calls on purpose.
 ODD = {
     ("export_hf", "dtype"): "None, as stored, is no dtype that a model could be built in",
-    ("iter_full", "dtype"): "None, as stored, is no dtype that a model could be built in",
+    ("iter_full_tensors", "dtype"): "None, as stored, is no dtype that a model could be built in",
     ("export_hf", "config"): "a directory, because tokenizer and code are taken from it, too",
     ("convert", "config"): "a directory, because tokenizer and code are taken from it, too",
     ("shard", "mesh"): "without a mesh there is nothing to shard",
@@ -155,7 +155,7 @@ SPEECH = {"as_json", "debug", "help", "every"}
 #: Former words, which must not come back.
 RETIRED = {"unused", "init", "ignored", "class_name", "nproc", "out_dir", "max_shard_size"}
 #: Options that one function had under this name and that others still have: its module must not advise them.
-RETIRED_OF = {"initialize": {"names"}, "iter_full": {"names", "io"}, "clone": {"io"}}
+RETIRED_OF = {"initialize": {"names"}, "iter_full_tensors": {"names", "io"}, "clone": {"io"}}
 RETIRED_FIELDS = {"not_stored", "not_restored", "left"}
 
 
@@ -169,14 +169,14 @@ def test_every_call_is_looked_at() -> None:
     others = {
         "ElasticSampler",
         "IOOptions",
-        "MemoryTier",
+        "InMemoryCheckpoints",
         "ResumableLoader",
         "ShardPolicy",
         "TrainState",
-        "Training",
+        "TrainingSpec",
         "meta_init",
     }
-    others |= {"storage_options"}  # those of obstore and fsspec, under their names
+    others |= {"configure_storage"}  # those of obstore and fsspec, under their names
     others |= {"Progress", "progress"}  # a record, and a block around other calls
     public = {
         name
@@ -291,7 +291,7 @@ def test_former_words_are_gone() -> None:
     assert {str(p.name) for command in main.commands.values() for p in command.params} & RETIRED == set()
     reports = [getattr(sw, name) for name in sw.__all__ if name.endswith("Report")]
     assert {f.name for report in reports for f in dataclasses.fields(report)} & RETIRED_FIELDS == set()
-    for report in (sw.SaveReport, sw.ResumeReport, sw.ConvertReport):
+    for report in (sw.reports.SaveReport, sw.reports.ResumeReport, sw.reports.ConvertReport):
         assert "skipped" in {f.name for f in dataclasses.fields(report)}
 
 
@@ -353,7 +353,7 @@ def test_patterns_elsewhere_are_tuples_too() -> None:
     model = nn.Linear(2, 2)
     before = model.weight.clone()
     with pytest.raises(TypeError, match="only is the string 'weight'"):
-        sw.initialize(model, only="weight")
+        sw.init_weights(model, only="weight")
     assert torch.equal(model.weight, before)
 
 
@@ -385,11 +385,11 @@ def test_load_takes_key_mapping_as_load_pretrained_does(source: Path, tmp_path: 
     save_file({f"net.{name}": t for name, t in tensors.items()}, tmp_path / "model.safetensors")
     with sw.meta_init():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    with pytest.raises(sw.PlanError) as caught:
+    with pytest.raises(sw.errors.PlanError) as caught:
         sw.load(model, tmp_path)
     assert "give key_mapping={'^net\\\\.': ''}" in str(caught.value)
     sw.load(model, tmp_path, key_mapping={r"^net\.": ""})
-    other, _ = sw.load_pretrained(source)
+    other = sw.load_pretrained(source)
     assert all(torch.equal(t, other.state_dict()[name]) for name, t in model.state_dict().items())
 
     save_file(
@@ -414,7 +414,7 @@ def test_a_checkpoint_keeps_its_names_under_a_key_mapping(tmp_path: Path) -> Non
 def test_a_prefix_in_a_checkpoint_is_not_advised_a_key_mapping(tmp_path: Path) -> None:
     net = nn.Sequential(*(nn.Linear(k + 1, 2) for k in range(9)))
     sw.save(sw.TrainState(model=nn.ModuleDict({"net": net})), tmp_path / "step")
-    with pytest.raises(sw.PlanError) as caught:
+    with pytest.raises(sw.errors.PlanError) as caught:
         sw.load(net, tmp_path / "step")
     (line,) = caught.value.problems
     assert "give names=" in line
@@ -423,11 +423,11 @@ def test_a_prefix_in_a_checkpoint_is_not_advised_a_key_mapping(tmp_path: Path) -
 
 
 def test_verify_is_an_option_of_load_pretrained_too(source: Path, tmp_path: Path) -> None:
-    model, report = sw.load_pretrained(source)
+    model, report = sw.load_pretrained(source, return_report=True)
     assert report.verified == "cover", "files of the hub record no digests"
     sw.save(sw.TrainState(model=model), tmp_path / "step")
-    assert sw.load_pretrained(tmp_path / "step")[1].verified == "digest"
-    assert sw.load_pretrained(tmp_path / "step", verify="cover")[1].verified == "cover"
+    assert sw.load_report(sw.load_pretrained(tmp_path / "step")).verified == "digest"
+    assert sw.load_report(sw.load_pretrained(tmp_path / "step", verify="cover")).verified == "cover"
 
 
 def test_plan_plans_with_the_caller_s_staging(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,13 +444,15 @@ def test_accelerate_s_loaders_hand_every_option_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(swa, "device_of", lambda accelerator: "cpu")
     monkeypatch.setattr(swa, "_load", lambda model, source, **options: given.update(options))
     monkeypatch.setattr(
-        swa, "load_wrapped", lambda request, wrap, filling: given.update(request=request, filling=filling)
+        swa,
+        "load_wrapped",
+        lambda request, wrap, filling: (given.update(request=request, filling=filling), None),
     )
     options: dict[str, Any] = {name: object() for name in options_of(swa.load).keys() - {"accelerator", "io"}}
     swa.load(object(), nn.Linear(2, 2), "x", **options)  # type: ignore[arg-type]
     assert given == {**options, "io": None, "device": "cpu", "allow_plain": ("plain",)}
     given.clear()
-    own = options_of(swa.load_pretrained).keys() - {"accelerator", "options"}
+    own = options_of(swa.load_pretrained).keys() - {"accelerator", "return_report", "options"}
     options = {name: object() for name in own}
     swa.load_pretrained(object(), "x", revision="main", **options)  # type: ignore[arg-type]
     found = {f.name: getattr(r, f.name) for r in given.values() for f in dataclasses.fields(r)}

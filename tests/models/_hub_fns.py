@@ -25,21 +25,20 @@ def fetched() -> dict[str, int]:
     return found
 
 
-def load(path: str, **options: Any) -> tuple[Any, Any]:
+def load(path: str, **options: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return sw.load_pretrained(path, mesh, **options)
 
 
 def equals(path: str, origin: str, **options: Any) -> str:
     """Load a hub model, compare it bitwise with that of a directory; returns the snapshot's folder."""
-    model, report = load(path, **options)
-    other, _ = load(origin)
+    model, other = load(path, **options), load(origin)
     own, expected = model.state_dict(), other.state_dict()
     assert own.keys() == expected.keys()
     for name, tensor in own.items():
         assert torch.equal(tensor.to_local(), expected[name].to_local()), name
     assert model.name_or_path == model.config.name_or_path == path
-    return str(report.source)
+    return str(sw.load_report(model).source)
 
 
 def refusal(path: str, **options: Any) -> str:

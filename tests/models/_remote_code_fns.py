@@ -63,7 +63,7 @@ def equals_the_ordinary_load(directory: str) -> int:
 
     mesh = mesh_of((dist.get_world_size(),))
     with nothing_else_changes():
-        model, report = sw.load_pretrained(directory, mesh, trust_remote_code=True)
+        model, report = sw.load_pretrained(directory, mesh, trust_remote_code=True, return_report=True)
     expected = ordinary(directory)
     assert_same_whole(model, expected)
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -77,7 +77,7 @@ def equals_the_ordinary_load(directory: str) -> int:
     trained = dict(model.named_parameters())
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(whole(trained[name]), parameter, msg=lambda m, n=name: f"{n}: {m}")
-    alone, _ = sw.load_pretrained(directory, trust_remote_code=True)
+    alone = sw.load_pretrained(directory, trust_remote_code=True)
     assert_same_whole(alone, ordinary(directory))
     if model.config.model_type == "quirky":
         for found in (model, alone):
@@ -101,24 +101,24 @@ def live_load(directory: str) -> nn.Module:
 def saves_resumes_exports(directory: str, root: str) -> tuple[list[str], list[str]]:
     """Train, save, resume into another model, export both. The files that the exports consist of."""
     mesh = mesh_of((dist.get_world_size(),))
-    model, _ = sw.load_pretrained(directory, mesh, trust_remote_code=True)
+    model = sw.load_pretrained(directory, mesh, trust_remote_code=True)
     step(model)
     saved = f"{root}/run/step-00000001"
     with sw.Checkpointer(f"{root}/run") as checkpoints:
         checkpoints.save(sw.TrainState(model=model), 1)
-    again, _ = sw.load_pretrained(directory, mesh, trust_remote_code=True)
+    again = sw.load_pretrained(directory, mesh, trust_remote_code=True)
     with sw.Checkpointer(f"{root}/run") as checkpoints:
         resumed = checkpoints.resume(sw.TrainState(model=again))
     assert resumed is not None
     assert_same_shards(again, model)
-    stored, _ = sw.load_pretrained(saved, mesh, trust_remote_code=True)
+    stored = sw.load_pretrained(saved, mesh, trust_remote_code=True)
     assert_same_shards(stored, model)
     sw.export_hf(model, f"{root}/live")
     refused = outcome(lambda: sw.export_hf(saved, f"{root}/refused"))
     assert "trust_remote_code=True" in refused, refused
     sw.export_hf(saved, f"{root}/stored", trust_remote_code=True)
     for name in ("live", "stored"):
-        loaded, _ = sw.load_pretrained(f"{root}/{name}", mesh, trust_remote_code=True)
+        loaded = sw.load_pretrained(f"{root}/{name}", mesh, trust_remote_code=True)
         assert_same_shards(loaded, model)
         assert_same_whole(model, ordinary(f"{root}/{name}"))
     return sorted(os.listdir(f"{root}/live")), sorted(os.listdir(f"{root}/stored"))
@@ -128,7 +128,9 @@ def values_of_missing(directory: str) -> dict[str, torch.Tensor]:
     """What the class's own ``_init_weights`` gives parameters that are not stored."""
     mesh = mesh_of((dist.get_world_size(),))
     new = ("core.blocks.1.up.*", "core.embed.weight")
-    model, report = sw.load_pretrained(directory, mesh, trust_remote_code=True, allow_missing=new, seed=5)
+    model, report = sw.load_pretrained(
+        directory, mesh, trust_remote_code=True, allow_missing=new, seed=5, return_report=True
+    )
     named = dict(model.named_parameters())
     return {d.name: whole(named[d.name]).detach() for d in report.initialized}
 
@@ -173,7 +175,7 @@ def classes_of_auto_classes(directory: str) -> dict[str, str]:
 def load_with_caches(directory: str, caches: list[str]) -> str:
     """Load in a fresh process with the cache of modules that is this rank's."""
     os.environ["HF_MODULES_CACHE"] = caches[dist.get_rank()]
-    model, _ = sw.load_pretrained(directory, trust_remote_code=True)
+    model = sw.load_pretrained(directory, trust_remote_code=True)
     return str(sys.modules[type(model).__module__].__file__)
 
 

@@ -303,7 +303,7 @@ def test_documents_through_load_save_export_and_convert(tmp_path: Path) -> None:
     written(documents, source)
     save_file({"linear.weight": torch.ones(2, 2)}, source / "2_Dense" / "model.safetensors")
     documents["2_Dense/model.safetensors"] = (source / "2_Dense" / "model.safetensors").read_bytes()
-    model, _ = sw.load_pretrained(source)
+    model = sw.load_pretrained(source)
     torch.save(torch.optim.SGD(model.parameters(), lr=0.1).state_dict(), source / "optimizer.pt")
     sw.export_hf(model, tmp_path / "live")
     sw.save(sw.TrainState(model=model), tmp_path / "step", step=1)
@@ -319,7 +319,7 @@ def test_documents_through_load_save_export_and_convert(tmp_path: Path) -> None:
         load_file(tmp_path / "live" / "model.safetensors").keys()
         == load_file(source / "model.safetensors").keys()
     )
-    again, report = sw.load_pretrained(tmp_path / "step")
+    again, report = sw.load_pretrained(tmp_path / "step", return_report=True)
     assert report.unused == ()
     assert isinstance(again, nn.Module)
 
@@ -350,7 +350,7 @@ def test_links_out_of_a_directory_are_left_out_and_named(
     os.mkfifo(source / "pipe.json")
     (source / "inner.json").symlink_to("config.json")
     with caplog.at_level(logging.WARNING, "shardwise"):
-        model, _ = sw.load_pretrained(source)
+        model = sw.load_pretrained(source)
         sw.export_hf(model, tmp_path / "live")
         sw.save(sw.TrainState(model=model), tmp_path / "step", step=1)
         sw.convert(source, tmp_path / "converted")
@@ -368,7 +368,7 @@ def test_links_out_of_a_directory_are_left_out_and_named(
     (source / "pipe.json").unlink()
     (source / "loop.json").unlink()
     with pytest.raises(SourceError, match="link to a file outside"):
-        sw.copy(source, tmp_path / "copied")
+        sw.copy_checkpoint(source, tmp_path / "copied")
     assert not (tmp_path / "copied").exists()
 
 
@@ -389,9 +389,9 @@ def test_a_link_farm_loads_and_publishes_no_linked_document(
         json.dumps({**generation, "max_new_tokens": 7, "auths": "TOPSECRET"})
     )
     farm = link_farm(source, tmp_path / "farm")
-    expected, _ = sw.load_pretrained(source)
+    expected = sw.load_pretrained(source)
     with caplog.at_level(logging.WARNING, "shardwise"):
-        model, report = sw.load_pretrained(farm)
+        model, report = sw.load_pretrained(farm, return_report=True)
         sw.export_hf(model, tmp_path / "live")
     assert report.initialized == ()
     assert model.generation_config.max_new_tokens == 7
@@ -405,7 +405,7 @@ def test_a_link_farm_loads_and_publishes_no_linked_document(
     assert any(line.startswith("tokenizer.json (a link out") for line in skipped), skipped
     for folder in ("live", "step", "stored", "converted"):
         assert published(tmp_path / folder) == [], folder
-    again, _ = sw.load_pretrained(tmp_path / "stored")
+    again = sw.load_pretrained(tmp_path / "stored")
     assert all(torch.equal(value, stored[name]) for name, value in again.state_dict().items())
 
 
@@ -463,4 +463,4 @@ def test_the_links_of_the_hub_cache_are_followed(
     found = read_assets(str(snapshot))
     assert {"config.json", "vocab.txt"} <= found.keys()
     assert "merges.txt" not in found
-    assert sw.load_pretrained(snapshot)[1].initialized == ()
+    assert sw.load_report(sw.load_pretrained(snapshot)).initialized == ()

@@ -76,11 +76,11 @@ def test_what_is_not_taken_says_what_to_do_instead(model: Path, name: str) -> No
 
 
 def test_what_works(model: Path, tmp_path: Path) -> None:
-    loaded, _ = sw.load_pretrained(model, attn_implementation="eager", torch_dtype="float32")
+    loaded = sw.load_pretrained(model, attn_implementation="eager", torch_dtype="float32")
     assert loaded.config._attn_implementation == "eager"
     assert loaded.dtype == torch.float32
-    assert sw.load_pretrained(model)[0].config._attn_implementation == "sdpa"
-    same, _ = sw.load_pretrained(
+    assert sw.load_pretrained(model).config._attn_implementation == "sdpa"
+    same = sw.load_pretrained(
         model, dtype="float32", torch_dtype=torch.float32, token="hf_x", revision="main"
     )
     assert same.dtype == torch.float32
@@ -89,10 +89,10 @@ def test_what_works(model: Path, tmp_path: Path) -> None:
     (tmp_path / "outer").mkdir()
     (tmp_path / "outer" / "inner").symlink_to(model)
     (tmp_path / "outer" / "model.safetensors").write_bytes(b"not this one")
-    inner, report = sw.load_pretrained(tmp_path / "outer", subfolder="inner")
+    inner, report = sw.load_pretrained(tmp_path / "outer", subfolder="inner", return_report=True)
     assert report.source == str(tmp_path / "outer" / "inner")
     assert all(torch.equal(t, same.state_dict()[n].bfloat16()) for n, t in inner.state_dict().items())
-    by_path, _ = sw.load_pretrained(model, config=model)
+    by_path = sw.load_pretrained(model, config=model)
     assert by_path.config.hidden_size == 32
 
 
@@ -101,7 +101,7 @@ def test_the_accelerator_takes_them_too(model: Path) -> None:
     from accelerate.state import AcceleratorState
 
     try:
-        loaded, _ = swa.load_pretrained(Accelerator(cpu=True), model, attn_implementation="eager")
+        loaded = swa.load_pretrained(Accelerator(cpu=True), model, attn_implementation="eager")
         assert loaded.config._attn_implementation == "eager"
         with pytest.raises(TypeError, match="every rank gets its shards"):
             swa.load_pretrained(Accelerator(cpu=True), model, device_map="auto")

@@ -295,7 +295,7 @@ def test_every_entry_point_takes_what_from_pretrained_takes(
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(t, expected[n]) for n, t in _state(2).items())
     with caplog.at_level(logging.WARNING, "shardwise"):
-        loaded, report = sw.load_pretrained(folder)
+        loaded, report = sw.load_pretrained(folder, return_report=True)
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == len(CASES[write]), said
     for text, expected_text in zip(said, CASES[write], strict=True):
@@ -317,7 +317,7 @@ def test_every_entry_point_takes_what_from_pretrained_takes(
     assert [
         n for n in report.ignored_files if not any(line.startswith(f"{n}: ") for line in converted.skipped)
     ] == []
-    _assert_equal(sw.load_pretrained(tmp_path / "step-00000001")[0], expected)
+    _assert_equal(sw.load_pretrained(tmp_path / "step-00000001"), expected)
     for source, out in ((folder, "export"), (loaded, "export of the model")):
         sw.export_hf(source, tmp_path / out)
         _assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / out), expected)
@@ -342,7 +342,7 @@ def test_variant_and_format_as_arguments(tmp_path: Path) -> None:
         (3, {"variant": "fp16"}),
         (4, {"variant": "old"}),
     ):
-        loaded, _ = sw.load_pretrained(folder, **given)
+        loaded = sw.load_pretrained(folder, **given)
         _assert_equal(loaded, _state(seed))
         _assert_equal(AutoModelForCausalLM.from_pretrained(folder, **given), _state(seed))
     for wrong in ({"variant": "fp32"}, {"variant": "old", "use_safetensors": True}):
@@ -365,7 +365,7 @@ def test_an_entry_of_the_index_that_is_wanted(tmp_path: Path) -> None:
     save_file({n: t for n, t in state.items() if n != name}, file)
     with pytest.raises(PlanError, match=rf"missing: parameter '{name}'.*the index finds it in {file.name}"):
         sw.load_pretrained(folder)
-    loaded, report = sw.load_pretrained(folder, allow_missing=(name,))
+    loaded, report = sw.load_pretrained(folder, allow_missing=(name,), return_report=True)
     assert [d.name for d in report.initialized] == [name]
     assert torch.equal(loaded.lm_head.weight, _state(2)["lm_head.weight"])
 
@@ -389,7 +389,7 @@ def test_a_generation_config_in_another_folder_is_not_the_models(tmp_path: Path)
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7}))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
     assert expected.max_new_tokens != 7
-    assert sw.load_pretrained(tmp_path)[0].generation_config.max_new_tokens == expected.max_new_tokens
+    assert sw.load_pretrained(tmp_path).generation_config.max_new_tokens == expected.max_new_tokens
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def _sentence_model(folder: Path, of_transformer: str) -> None:
 def test_modules_of_sentence_transformers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _sentence_model(tmp_path / "new", "")
     with caplog.at_level(logging.WARNING, "shardwise"):
-        loaded, report = sw.load_pretrained(tmp_path / "new")
+        loaded, report = sw.load_pretrained(tmp_path / "new", return_report=True)
     assert type(loaded) is BertModel
     assert report.ignored_files == ("2_Dense/model.safetensors",)
     (warning,) = caplog.records
@@ -430,7 +430,7 @@ def test_modules_of_sentence_transformers_are_named(tmp_path: Path, caplog: pyte
 
     caplog.clear()
     shutil.rmtree(tmp_path / "new" / "2_Dense")  # pooling has no weights
-    assert sw.load_pretrained(tmp_path / "new")[1].ignored_files == ()
+    assert sw.load_report(sw.load_pretrained(tmp_path / "new")).ignored_files == ()
     assert caplog.records == []
 
 
@@ -438,4 +438,4 @@ def test_a_transformer_in_a_folder_of_sentence_transformers(tmp_path: Path) -> N
     _sentence_model(tmp_path, "0_Transformer")
     with pytest.raises(SourceError, match="give subfolder='0_Transformer'"):
         sw.load_pretrained(tmp_path)
-    assert type(sw.load_pretrained(tmp_path, subfolder="0_Transformer")[0]) is BertModel
+    assert type(sw.load_pretrained(tmp_path, subfolder="0_Transformer")) is BertModel

@@ -20,7 +20,7 @@ import shardwise as sw
 from tests.harness.object_store import use_store
 from tests.recipe import _fallback_fns
 
-Found = list[sw.Progress]
+Found = list[sw.reports.Progress]
 
 
 def trained(*, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -99,7 +99,7 @@ def each_operation(root: str) -> None:
         verified = checked(lambda: sw.verify(step), "verify", lambda r: r.bytes_read)
         assert verified.bytes_read >= saved.bytes_written
         copied = str(Path(root, "copied"))
-        checked(lambda: sw.copy(step, copied), "copy", lambda r: 2 * r.nbytes)
+        checked(lambda: sw.copy_checkpoint(step, copied), "copy", lambda r: 2 * r.nbytes)
         held = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + 6 * 4
         checked(lambda: sw.diff(step, copied), "diff", lambda r: held)
 
@@ -119,7 +119,7 @@ def a_rank_fails(source: str) -> tuple[str, str, str, str]:
     model, _ = trained()
     heard: Found = []
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         heard.append(found)
         if dist.get_rank() == 1 and len(heard) == 1:
             os.truncate(source, os.path.getsize(source) - 4)
@@ -127,7 +127,7 @@ def a_rank_fails(source: str) -> tuple[str, str, str, str]:
     try:
         with sw.progress(hook):
             sw.load(model, source)
-    except sw.RankError as error:
+    except sw.errors.RankError as error:
         states = [one.state for one in heard]
         return states[0], states[-1], heard[-1].error.partition(":")[0], str(sorted(error.causes))
     raise AssertionError("the load must fail")
@@ -138,7 +138,7 @@ def a_hook_that_fails(source: str) -> tuple[int, bytes]:
     model, _ = trained(seed=2)
     calls = 0
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         nonlocal calls
         calls += 1
         if dist.get_rank() == 1:
@@ -212,7 +212,7 @@ def there_and_back(root: str, folder: str, endpoint: str | None = None) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         checked(lambda: sw.verify(f"{root}/step"), "verify", lambda r: r.bytes_read)
         copied = str(Path(folder, "copied"))
-        checked(lambda: sw.copy(f"{root}/step", copied), "copy", lambda r: 2 * r.nbytes)
+        checked(lambda: sw.copy_checkpoint(f"{root}/step", copied), "copy", lambda r: 2 * r.nbytes)
 
 
 def local_bytes(model: nn.Module) -> int:

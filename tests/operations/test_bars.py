@@ -197,7 +197,7 @@ with sw.progress():
     step = f"{root}/run/step-00000001"
     sw.load(model, step)
     sw.verify(step)
-    sw.copy(step, f"{root}/copied")
+    sw.copy_checkpoint(step, f"{root}/copied")
     sw.export_hf(model, f"{root}/exported")
     sw.convert(f"{root}/exported", f"{root}/converted")
 """

@@ -50,11 +50,11 @@ def test_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
 def test_a_failure_comes_last(step: Path, tmp_path: Path) -> None:
     """As a failure, after what was read; nothing comes after it."""
     damaged = tmp_path / step.name
-    sw.copy(step, damaged)
+    sw.copy_checkpoint(step, damaged)
     damage(str(damaged))
     model, _ = fns.trained()
     heard: fns.Found = []
-    with sw.progress(heard.append), pytest.raises(sw.IntegrityError):
+    with sw.progress(heard.append), pytest.raises(sw.errors.IntegrityError):
         sw.load(model, damaged)
     assert [one.state for one in heard].count("failed") == 1
     assert heard[-1].state == "failed"
@@ -85,7 +85,7 @@ def test_a_hook_that_fails_stops_nothing(ranks: RankPool, step: Path) -> None:
 def test_a_hook_that_fails_is_logged_once(step: Path, caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         calls.append(found.state)
         raise ValueError("of the hook")
 
@@ -112,7 +112,7 @@ def test_metrics_are_the_numbers_of_the_report(tmp_path: Path) -> None:
             saved = checkpoints.save(state, 7)
             resumed = checkpoints.resume(state)
         damage(saved.path)
-        with pytest.raises(sw.IntegrityError):
+        with pytest.raises(sw.errors.IntegrityError):
             sw.load(model, saved.path)
     save, resume, load = found
     assert save["shardwise/save/step"] == 7
@@ -138,7 +138,7 @@ def test_the_stall_of_a_save_in_the_background_counts_the_wait_for_the_one_befor
     """The report of the published step has the stall, and the time until it was published."""
     model, optimizer = fns.trained()
     state = sw.TrainState(model=model, optimizer=optimizer)
-    reports: list[sw.SaveReport] = []
+    reports: list[sw.reports.SaveReport] = []
 
     def hook(found: sw.Progress) -> None:
         if found.state == "running" and found.done_bytes == 0:
@@ -158,7 +158,7 @@ def test_the_stall_of_a_save_in_the_background_counts_the_wait_for_the_one_befor
 def test_ctrl_c_in_a_hook_is_ctrl_c(step: Path) -> None:
     model, _ = fns.trained()
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         if found.state == "running":
             raise KeyboardInterrupt
 
@@ -177,7 +177,7 @@ def test_two_lines_of_the_log(step: Path, caplog: pytest.LogCaptureFixture) -> N
     assert end.startswith(f"load of {step}: done, {amount} in 0.")
     assert end.endswith("iB/s")
     caplog.clear()
-    with caplog.at_level(logging.INFO, "shardwise"), pytest.raises(sw.CheckpointError):
+    with caplog.at_level(logging.INFO, "shardwise"), pytest.raises(sw.errors.CheckpointError):
         sw.save(sw.TrainState(model=nn.Linear(2, 2)), step, step=3)
     assert [r for r in caplog.records if r.name == LOG] == [], "it had not begun"
     caplog.clear()
@@ -211,7 +211,7 @@ def test_background_saves_and_mirrors(tmp_path: Path) -> None:
     heard: fns.Found = []
     threads: set[str] = set()
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         heard.append(found)
         threads.add(threading.current_thread().name)
 
@@ -275,7 +275,7 @@ def test_no_call_after_the_block(tmp_path: Path) -> None:
     model, optimizer = fns.trained()
     begun, calls = threading.Event(), []
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         begun.set()
         calls.append(found)
 
@@ -292,7 +292,7 @@ def test_the_block_waits_for_a_call_that_has_begun() -> None:
     """Of another thread: what a hook uses may be closed behind the block."""
     begun, ended = threading.Event(), []
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         if found.state == "running" and not begun.is_set():
             begun.set()
             time.sleep(0.3)
@@ -314,7 +314,7 @@ def test_what_a_hook_reads_is_not_counted(step: Path) -> None:
     model, _ = fns.trained()
     heard: fns.Found = []
 
-    def hook(found: sw.Progress) -> None:
+    def hook(found: sw.reports.Progress) -> None:
         heard.append(found)
         if found.state == "running" and len(heard) == 1:
             assert sw.verify(step).ok
@@ -359,7 +359,7 @@ def test_a_copy_that_goes_on_never_falls_back(tmp_path: Path) -> None:
     mark(str(begun))
     for k in range(5):
         (begun / f"{k}.bin").write_bytes(bytes([k * (k % 2)]) * 100_000)
-    report, (found,) = fns.recorded(lambda: sw.copy(source, tmp_path / "copy"))
+    report, (found,) = fns.recorded(lambda: sw.copy_checkpoint(source, tmp_path / "copy"))
     fns.check(found, "copy", 2 * report.nbytes)
     assert report.files_sent == 3
 

@@ -32,7 +32,7 @@ def taken(path: str, changed: list[bool], batch: int, length: int) -> list[int]:
 
 def train(path: str, mesh: DeviceMesh, ids: torch.Tensor, *, checkpointing: bool) -> None:
     """Load, and two steps."""
-    model, _ = sw.load_pretrained(path, mesh, dtype="float32")
+    model = sw.load_pretrained(path, mesh, dtype="float32")
     model.train()
     if checkpointing:
         is_new = hasattr(model, "activation_checkpointing_enable")  # transformers 5.23

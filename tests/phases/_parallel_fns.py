@@ -89,7 +89,7 @@ def measured(
     directory: str, layouts: list[tuple[int, int]], batch: int, length: int, *, shards: bool
 ) -> list[dict[str, Any]]:
     """For each (tp, ep): bytes that this rank holds and read, bytes of collectives, and the peak of a step."""
-    plain, _ = sw.load_pretrained(directory)
+    plain = sw.load_pretrained(directory)
     expected, found = dict(plain.named_parameters()), []
     for tp, ep in layouts:
         model = build_meta_of(directory, "bfloat16")

@@ -34,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_of(model: Path, *, checkpointing: bool, limit: int | None = None) -> sw.PlanReport:
-    training = sw.Training(
+def run_of(model: Path, *, checkpointing: bool, limit: int | None = None) -> sw.reports.PlanReport:
+    training = sw.TrainingSpec(
         batch_size=BATCH, sequence_length=LENGTH, device="cpu", checkpointing=checkpointing
     )
     options = {"training": training, "host_limit_bytes": limit}

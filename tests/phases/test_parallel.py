@@ -15,7 +15,7 @@ from tests.harness.pool import RankPool
 from tests.phases import _parallel_fns
 
 BATCH, LENGTH = 2, 64
-CPU = sw.Training(batch_size=BATCH, sequence_length=LENGTH, device="cpu", optimizer="sgd")
+CPU = sw.TrainingSpec(batch_size=BATCH, sequence_length=LENGTH, device="cpu", optimizer="sgd")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_what_goes_between_nodes(moe: Path) -> None:
 
 
 def test_files_of_ranks_and_nodes(moe: Path) -> None:
-    report = sw.plan(moe, ranks=6, nodes=3, training=sw.Training(sequence_length=64, bytes_per_s=1e6))
+    report = sw.plan(moe, ranks=6, nodes=3, training=sw.TrainingSpec(sequence_length=64, bytes_per_s=1e6))
     assert report.run is not None
     files = {one.phase: one for one in report.run.files}
     read = [cost.bytes_read for cost in report.per_rank]

@@ -43,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_of(config: Path, training: sw.Training, ranks: int = 4, **options: Any) -> Any:
+def run_of(config: Path, training: sw.TrainingSpec, ranks: int = 4, **options: Any) -> Any:
     report = sw.plan(config, ranks=ranks, training=training, **options)
     assert report.run is not None
     return report.run
@@ -60,15 +60,15 @@ def parts(phase: Any) -> dict[str, int]:
 def test_what_stays_follows_from_the_parameters(config: Path) -> None:
     parameters = sum(p.numel() for p in model_on_meta().parameters())
     for optimizer, bytes_each in (("adamw", 4), ("momentum", 2), ("sgd", 0)):
-        at_rest = parts(run_of(config, sw.Training(optimizer=optimizer)).phase("save, sync"))  # type: ignore[arg-type]
+        at_rest = parts(run_of(config, sw.TrainingSpec(optimizer=optimizer)).phase("save, sync"))  # type: ignore[arg-type]
         assert at_rest["parameters"] == at_rest["gradients"] == parameters * 2 // 4
         assert at_rest["optimizer state"] == pytest.approx(parameters * bytes_each // 4, abs=1000)
-    eight = parts(run_of(config, sw.Training(optimizer="adamw8bit")).phase("save, sync"))
+    eight = parts(run_of(config, sw.TrainingSpec(optimizer="adamw8bit")).phase("save, sync"))
     assert eight["optimizer state"] == pytest.approx(parameters * 2 // 4, rel=0.03)
 
 
 def test_an_async_save_adds_a_copy_of_the_state(config: Path) -> None:
-    training = sw.Training(sequence_length=128)
+    training = sw.TrainingSpec(sequence_length=128)
     run = run_of(config, training)
     steady, saving = parts(run.phase("steady step")), run.phase("save, async")
     (copy,) = [a for a in saving.amounts if a.what == "staging" and "copy" in a.formula]
@@ -79,7 +79,7 @@ def test_an_async_save_adds_a_copy_of_the_state(config: Path) -> None:
 
 
 def test_host_and_device_are_one_pool_where_they_share_memory(config: Path) -> None:
-    training = sw.Training(sequence_length=128)
+    training = sw.TrainingSpec(sequence_length=128)
     apart = run_of(config, training, nodes=2)
     shared = run_of(config, replace(training, device="unified"), nodes=2)
     phase = apart.phase("steady step")
@@ -90,7 +90,7 @@ def test_host_and_device_are_one_pool_where_they_share_memory(config: Path) -> N
 
 
 def test_offload_moves_the_state_to_the_host(config: Path) -> None:
-    run = run_of(config, sw.Training(sequence_length=128), policy=sw.ShardPolicy(cpu_offload=True))
+    run = run_of(config, sw.TrainingSpec(sequence_length=128), policy=sw.ShardPolicy(cpu_offload=True))
     places = {a.what: a.where for a in run.phase("steady step").amounts}
     assert places["parameters"] == places["optimizer state"] == places["gradients"] == "host"
     assert places["activations"] == "device"
@@ -119,7 +119,7 @@ def model_on_meta(kind: str = "dense") -> Any:
     return model.to(torch.bfloat16)
 
 
-def tracked(kind: str, ranks: int, replicas: int, policy: sw.ShardPolicy, training: sw.Training) -> int:
+def tracked(kind: str, ranks: int, replicas: int, policy: sw.ShardPolicy, training: sw.TrainingSpec) -> int:
     """Peak bytes of a step beside parameters, by ``FSDPMemTracker`` under fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -150,19 +150,31 @@ def tracked(kind: str, ranks: int, replicas: int, policy: sw.ShardPolicy, traini
 @pytest.mark.parametrize(
     ("kind", "ranks", "replicas", "policy", "training"),
     [
-        ("dense", 3, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=128, checkpointing=True)),
-        ("tied", 4, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=128)),
-        ("moe", 8, 2, MIXED, sw.Training(batch_size=2, sequence_length=128)),
+        (
+            "dense",
+            3,
+            1,
+            sw.ShardPolicy(),
+            sw.TrainingSpec(batch_size=2, sequence_length=128, checkpointing=True),
+        ),
+        ("tied", 4, 1, sw.ShardPolicy(), sw.TrainingSpec(batch_size=2, sequence_length=128)),
+        ("moe", 8, 2, MIXED, sw.TrainingSpec(batch_size=2, sequence_length=128)),
         *nightly_rows(
-            ("dense", 8, 2, MIXED, sw.Training(batch_size=2, sequence_length=128)),
-            ("dense", 4, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=64)),
-            ("dense", 4, 1, sw.ShardPolicy(), sw.Training(batch_size=4, sequence_length=256)),
-            ("dense", 2, 1, sw.ShardPolicy(reshard_after_forward=False), sw.Training(sequence_length=128)),
+            ("dense", 8, 2, MIXED, sw.TrainingSpec(batch_size=2, sequence_length=128)),
+            ("dense", 4, 1, sw.ShardPolicy(), sw.TrainingSpec(batch_size=2, sequence_length=64)),
+            ("dense", 4, 1, sw.ShardPolicy(), sw.TrainingSpec(batch_size=4, sequence_length=256)),
+            (
+                "dense",
+                2,
+                1,
+                sw.ShardPolicy(reshard_after_forward=False),
+                sw.TrainingSpec(sequence_length=128),
+            ),
         ),
     ],
 )
 def test_steps_take_what_torch_tracks(
-    kind: str, ranks: int, replicas: int, policy: sw.ShardPolicy, training: sw.Training
+    kind: str, ranks: int, replicas: int, policy: sw.ShardPolicy, training: sw.TrainingSpec
 ) -> None:
     step = step_of(model_on_meta(kind), policy, ranks // replicas, training, replicas=replicas)
     expected = tracked(kind, ranks, replicas, policy, training)
@@ -174,7 +186,7 @@ def test_steps_take_what_torch_tracks(
 
 
 def test_products_of_experts_are_compiled_for_each_number_of_tokens() -> None:
-    training = sw.Training(batch_size=2, sequence_length=256)
+    training = sw.TrainingSpec(batch_size=2, sequence_length=256)
     model = model_on_meta("moe")
     groups = groups_of(model, sw.ShardPolicy(), 4)
     assert products_of(model, groups, torch.float32, training) is None
@@ -212,7 +224,7 @@ def test_parameters_that_text_does_not_reach_have_no_gradients(tmp_path: Path) -
         text_config=text, vision_config=vision, architectures=["Qwen2_5_VLForConditionalGeneration"]
     )
     config.save_pretrained(tmp_path)
-    run = run_of(tmp_path, sw.Training(sequence_length=64, device="cpu"), ranks=1, dtype="float32")
+    run = run_of(tmp_path, sw.TrainingSpec(sequence_length=64, device="cpu"), ranks=1, dtype="float32")
     with sw.meta_init():
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     towers = sum(p.nbytes for name, p in model.named_parameters() if ".visual." in name)
@@ -228,7 +240,7 @@ def test_parameters_that_text_does_not_reach_have_no_gradients(tmp_path: Path) -
 
 
 def test_a_change_that_a_verdict_proposes_fits_when_it_is_planned(config: Path) -> None:
-    training = sw.Training(batch_size=8, sequence_length=512)
+    training = sw.TrainingSpec(batch_size=8, sequence_length=512)
     needed = run_of(config, training).device_bytes
     fits = sw.plan(config, ranks=4, training=training, device_limit_bytes=needed).verdict
     assert fits is not None
@@ -247,7 +259,7 @@ def test_a_change_that_a_verdict_proposes_fits_when_it_is_planned(config: Path) 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 def test_nothing_helps_against_what_is_too_small(config: Path) -> None:
-    training = sw.Training(sequence_length=64)
+    training = sw.TrainingSpec(sequence_length=64)
     verdict = sw.plan(config, ranks=4, training=training, device_limit_bytes=2**20).verdict
     assert verdict is not None
     assert verdict.outcome == "does not fit"
@@ -270,7 +282,7 @@ def test_a_model_that_looks_at_values_is_planned_by_a_formula(tmp_path: Path) ->
     )
     config.architectures = ["SwitchTransformersForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    run = run_of(tmp_path, sw.Training(sequence_length=128))
+    run = run_of(tmp_path, sw.TrainingSpec(sequence_length=128))
     assert any("by a formula" in text for text in run.assumptions)
     (activations,) = [a for a in run.phase("steady step").amounts if a.what == "activations"]
     assert activations.upper_bytes == 2 * activations.nbytes > 0
@@ -288,7 +300,7 @@ def test_a_model_that_looks_at_values_is_planned_by_a_formula(tmp_path: Path) ->
 )
 def test_wrong_trainings_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        sw.Training(**wrong)
+        sw.TrainingSpec(**wrong)
 
 
 def test_a_limit_needs_a_training(config: Path) -> None:
@@ -305,7 +317,7 @@ def test_a_device_keeps_no_matrix_of_tokens_for_narrow_values(tmp_path: Path) ->
     config.save_pretrained(tmp_path)
 
     def activations(device: str, tokens: int) -> int:
-        training = sw.Training(sequence_length=tokens, device=device)  # type: ignore[arg-type]
+        training = sw.TrainingSpec(sequence_length=tokens, device=device)  # type: ignore[arg-type]
         return parts(run_of(tmp_path, training).phase("steady step"))["activations"]
 
     assert activations("cuda", 2048) < 2.2 * activations("cuda", 1024)

@@ -54,7 +54,7 @@ def compiled(model_class: Any, config: Any, tmp_path: Path) -> int:
 def test_dense_products_are_those_that_onednn_compiles(model_class: Any, config: Any, tmp_path: Path) -> None:
     with sw.meta_init():
         model = model_class(config).to(torch.bfloat16)
-    training = sw.Training(batch_size=BATCH, sequence_length=LENGTH, device="cpu")
+    training = sw.TrainingSpec(batch_size=BATCH, sequence_length=LENGTH, device="cpu")
     products = step_of(model, sw.ShardPolicy(), 1, training).products
     assert products is not None
     assert products.after_one_step() == products.after_many_steps() == products.dense

@@ -27,8 +27,8 @@ PARAMETERS = {
 REST = ("llama-3-70b", "qwen3-32b", "qwen3-30b-a3b", "gpt-oss-120b")
 
 
-def planned(name: str, ranks: int, **options: object) -> sw.PlanReport:
-    training = sw.Training(sequence_length=512, checkpointing=True)
+def planned(name: str, ranks: int, **options: object) -> sw.reports.PlanReport:
+    training = sw.TrainingSpec(sequence_length=512, checkpointing=True)
     return sw.plan(CONFIGS / f"{name}.json", ranks=ranks, nodes=-(-ranks // 8), training=training, **options)  # type: ignore[arg-type]
 
 
@@ -66,8 +66,8 @@ def test_a_trillion_parameters_over_1024_ranks() -> None:
 def test_a_config_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((CONFIGS / "llama-3-8b.json").read_bytes())
     assert sw.plan(tmp_path, ranks=2).run is None
-    directory = sw.plan(tmp_path, ranks=2, training=sw.Training(sequence_length=128))
-    file = sw.plan(CONFIGS / "llama-3-8b.json", ranks=2, training=sw.Training(sequence_length=128))
+    directory = sw.plan(tmp_path, ranks=2, training=sw.TrainingSpec(sequence_length=128))
+    file = sw.plan(CONFIGS / "llama-3-8b.json", ranks=2, training=sw.TrainingSpec(sequence_length=128))
     assert directory.run == file.run
     assert directory.dtypes == ("BF16",)
 
@@ -92,7 +92,7 @@ def test_views_made_without_torch_s_rules_are_the_same(monkeypatch: pytest.Monke
 
     auto_class = transformers.Qwen3_5MoeForCausalLM
     # 65 tokens: the second chunk of the linear attention is padded.
-    trainings = [sw.Training(sequence_length=65, checkpointing=on) for on in (True, False)]
+    trainings = [sw.TrainingSpec(sequence_length=65, checkpointing=on) for on in (True, False)]
     fast = runs()
     monkeypatch.setattr(measure, "fake_device_or_view", lambda *_: None)
     assert fast == runs()

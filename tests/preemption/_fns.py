@@ -293,7 +293,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
     workers = {"dataloader_num_workers": options.get("workers", 0)}
     with arguments(str(root / "run"), save_steps=3, **evaluation, **workers) as args:
-        model, _ = load_pretrained(args, options["path"], config=config_of(options["path"], 0.2))
+        model = load_pretrained(args, options["path"], config=config_of(options["path"], 0.2))
         _slow_disk(options.get("fsync_s", 0.0))
         trainer = Trainer(
             model,

@@ -64,15 +64,15 @@ def test_fallback(ranks: RankPool, tiny_disk: Path, tmp_path: Path, mode: str) -
     ("error", "passes"),
     [
         (OSError(5, "Input/output error"), True),
-        (sw.LowSpaceError("full"), True),
-        (sw.LockedError("another run"), False),
-        (sw.StateError("a function"), False),
+        (sw.errors.LowSpaceError("full"), True),
+        (sw.errors.LockedError("another run"), False),
+        (sw.errors.StateError("a function"), False),
         (TypeError("a program's error"), False),
-        (sw.RankError("write", {1: "OSError: [Errno 5] Input/output error"}), True),
-        (sw.RankError("write", {0: "PermissionError: no", 1: "CheckpointError: no"}), True),
-        (sw.RankError("write", {0: "CheckpointError: no", 1: "KeyError: 'x'"}), False),
-        (sw.RankError("write", {0: "LockedError: another run"}), False),
-        (sw.RankError("write", {}, (1,), 5.0), False),
+        (sw.errors.RankError("write", {1: "OSError: [Errno 5] Input/output error"}), True),
+        (sw.errors.RankError("write", {0: "PermissionError: no", 1: "CheckpointError: no"}), True),
+        (sw.errors.RankError("write", {0: "CheckpointError: no", 1: "KeyError: 'x'"}), False),
+        (sw.errors.RankError("write", {0: "LockedError: another run"}), False),
+        (sw.errors.RankError("write", {}, (1,), 5.0), False),
     ],
 )
 def test_which_failures_pass(error: Exception, passes: bool) -> None:

@@ -83,7 +83,7 @@ def test_a_rank_does_not_wait_for_ever(tmp_path: Path) -> None:
     store = dist.HashStore()
     StopPoint(store, "stop", 0, 0.1).begin()
     point = StopPoint(store, "stop", 1, 0.1)
-    with pytest.raises(sw.RankError, match="rank 0: no progress"):
+    with pytest.raises(sw.errors.RankError, match="rank 0: no progress"):
         point.reached(1, is_asked=False)
 
 
@@ -94,7 +94,7 @@ def test_a_checkpointer_that_can_not_begin_listens_no_more(tmp_path: Path) -> No
         sw.Checkpointer(
             tmp_path / "run",
             stop_on=("SIGUSR1",),
-            memory=sw.MemoryTier(every=1, directory=str(tmp_path / "file")),
+            memory=sw.InMemoryCheckpoints(every=1, directory=str(tmp_path / "file")),
         )
     assert signal.getsignal(signal.SIGUSR1) is before
     sw.Checkpointer(tmp_path / "run").close()  # the directory is free, too

@@ -37,7 +37,7 @@ def like_the_plain_model(pairs: Sequence[tuple[str, str]]) -> list[tuple[int, in
     """Loads of each quantised directory; ``pairs``: with its dequantised twin. Experts held here, in all, and bytes read."""
     world, found = dist.get_world_size(), []
     for quantised, plain in pairs:
-        expected, _ = sw.load_pretrained(plain, dtype="bfloat16")
+        expected = sw.load_pretrained(plain, dtype="bfloat16")
         for groups in (1, 2) if world > 2 else (1,):
             for strategy in ("own", "node"):
                 model = build_meta_of(quantised, "bfloat16")

@@ -24,9 +24,9 @@ from tests.quantized._made import plain_tensors
 __all__ = ["as_stored", "in_other_layouts", "refuses_casts", "saved_and_exported", "resumed", "trained"]
 
 
-def kept(source: str, **options: Any) -> tuple[Any, sw.LoadReport]:
+def kept(source: str, **options: Any) -> tuple[Any, sw.reports.LoadReport]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return sw.load_pretrained(source, mesh, quantized="keep", **options)
+    return sw.load_pretrained(source, mesh, quantized="keep", return_report=True, **options)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def as_stored(source: str, reference: str) -> tuple[int, int, int, int]:
     assert not any(
         p.requires_grad for layer in kept_in(model).values() for p in layer.parameters(recurse=False)
     )
-    full = dict(sw.iter_full(model, naming="module"))
+    full = dict(sw.iter_full_tensors(model, naming="module"))
     stored, own, total, rows, compared = plain_tensors(Path(source)), 0, 0, 0, 0
     for path, layer in kept_in(model).items():
         for name in layer.stored_dtypes:
@@ -67,7 +67,7 @@ def as_stored(source: str, reference: str) -> tuple[int, int, int, int]:
     if reference == "transformers":
         plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype)
     else:
-        plain, _ = sw.load_pretrained(source, quantized="keep")
+        plain = sw.load_pretrained(source, quantized="keep")
     assert torch.equal(logits(model), logits(plain))
     return own, total, rows, compared
 
@@ -118,7 +118,7 @@ def resumed(source: str, root: str, digests: dict[str, str]) -> None:
 def in_other_layouts(source: str, kind: str) -> None:
     """Replicas (on four ranks), shards in host memory, columns, and codes that stay gathered: the same logits."""
     world = dist.get_world_size()
-    expected = logits(sw.load_pretrained(source, quantized="keep")[0])
+    expected = logits(sw.load_pretrained(source, quantized="keep"))
     replicas = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     flat = init_device_mesh("cpu", (world,))
     if "per tensor" in source:
@@ -136,7 +136,7 @@ def in_other_layouts(source: str, kind: str) -> None:
             ),
         ),
     ):
-        model, _ = sw.load_pretrained(source, mesh, policy=policy, quantized="keep")
+        model = sw.load_pretrained(source, mesh, policy=policy, quantized="keep")
         assert torch.equal(logits(model), expected), policy
 
 

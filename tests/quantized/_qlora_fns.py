@@ -27,10 +27,12 @@ def lora(**more: Any) -> Any:
     return peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **more})
 
 
-def sharded(source: str, quantized: Any, **options: Any) -> tuple[Any, sw.LoadReport]:
+def sharded(source: str, quantized: Any, **options: Any) -> tuple[Any, sw.reports.LoadReport]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with known_warnings():
-        return sw.load_pretrained(source, mesh, adapter=lora(), quantized=quantized, **options)
+        return sw.load_pretrained(
+            source, mesh, adapter=lora(), quantized=quantized, return_report=True, **options
+        )
 
 
 def unsharded(source: str, quantized: Any) -> Any:

@@ -148,7 +148,7 @@ def test_other_layouts_compute_the_same(
 def test_gradients_pass_the_rounding_of_activations(sources: dict[str, tuple[str, str]]) -> None:
     """compressed-tensors rounds without gradients: the adapters before a layer would learn nothing."""
     adapter = qlora.lora(target_modules=["q_proj"])
-    model, _ = sw.load_pretrained(sources["int8-channel"][0], quantized="keep", adapter=adapter)
+    model = sw.load_pretrained(sources["int8-channel"][0], quantized="keep", adapter=adapter)
     qlora.set_adapters(model, 1)
     model(input_ids=qlora.batch(0), labels=qlora.batch(0)).loss.backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
@@ -167,7 +167,7 @@ def test_copies_plans_and_what_can_not_be_done_with_codes(
     sources: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:
     for name, held in (("fp8 qwen3", "FP8 (E4M3) in blocks of 4 x 8, kept"), ("w4-group-zeros", None)):
-        model, _ = sw.load_pretrained(sources[name][0], quantized="keep")
+        model = sw.load_pretrained(sources[name][0], quantized="keep")
         assert torch.equal(fns.logits(sw.clone(model)), fns.logits(model))
         (planned,) = sw.plan(sources[name][0], ranks=2, quantized="keep").dequantized
         assert planned.nbytes == planned.stored_bytes
@@ -193,7 +193,7 @@ def test_adapters_are_not_merged_into_codes(sources: dict[str, tuple[str, str]],
 
     for name in ("fp8 qwen3", "w4-group"):
         lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
-        model, _ = sw.load_pretrained(sources[name][0], quantized="keep", adapter=lora)
+        model = sw.load_pretrained(sources[name][0], quantized="keep", adapter=lora)
         qlora.set_adapters(model, 1)
         before = fns.logits(model)
         with pytest.raises(ValueError, match="merge=True needs plain weights"):

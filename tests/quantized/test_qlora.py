@@ -109,7 +109,7 @@ def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: Rank
     assert any(t.dtype == "U8" for t in entries.values())
     assert sw.diff(tmp_path / "run/step-00000004", tmp_path / "straight/step-00000004").ok
     with fns.known_warnings():
-        other, _ = sw.load_pretrained(root / "nested", quantized="keep", adapter=fns.lora())
+        other = sw.load_pretrained(root / "nested", quantized="keep", adapter=fns.lora())
     with pytest.raises(StateError, match=r"which is not the one of this run.*quantised alike"):
         sw.restore(sw.TrainState(model=other), tmp_path / "run" / "step-00000005")
 
@@ -142,7 +142,7 @@ def test_two_active_adapters_and_an_embedding_are_merged_as_peft_does(root: Path
 
     first = fns.lora(r=2, target_modules=["q_proj"], use_rslora=True, modules_to_save=["lm_head"])
     second = fns.lora(r=3, target_modules=["q_proj", "embed_tokens"], lora_alpha=5)
-    model, _ = sw.load_pretrained(
+    model = sw.load_pretrained(
         root / "plain", adapter={"default": first, "more": second}, quantized=fns.four_bits()
     )
     base = transformers.AutoModelForCausalLM.from_pretrained(
@@ -163,28 +163,28 @@ def test_two_active_adapters_and_an_embedding_are_merged_as_peft_does(root: Path
 
 
 def test_copies_and_full_tensors_of_a_base_in_codes(root: Path) -> None:
-    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    model = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
     ids = torch.arange(12).view(1, 12)
     assert torch.equal(sw.clone(model)(input_ids=ids).logits, model(input_ids=ids).logits)
     with pytest.raises(CheckpointError, match="4-bit codes"):
-        sw.iter_full(model)
-    assert dict(sw.iter_full(model, naming="module"))["lm_head.weight"].shape == (72, 128)
+        sw.iter_full_tensors(model)
+    assert dict(sw.iter_full_tensors(model, naming="module"))["lm_head.weight"].shape == (72, 128)
 
 
 def test_a_checkpoint_of_codes_is_loaded_kept_and_not_exported(root: Path, tmp_path: Path) -> None:
-    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    model = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
     sw.save(sw.TrainState(model=model), tmp_path / "step")
-    again, _ = sw.load_pretrained(tmp_path / "step", quantized="keep")
+    again = sw.load_pretrained(tmp_path / "step", quantized="keep")
     assert fns.digests(again) == fns.digests(model)
     with pytest.raises(CheckpointError, match="4-bit blocks"):
         sw.export_hf(tmp_path / "step", tmp_path / "out")
 
 
 def test_a_base_without_adapters_is_exported_dequantised(root: Path, tmp_path: Path) -> None:
-    model, _ = sw.load_pretrained(root / "nf4", quantized="keep")
+    model = sw.load_pretrained(root / "nf4", quantized="keep")
     sw.export_hf(model, tmp_path / "out")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    expected, _ = sw.load_pretrained(root / "nf4")
+    expected = sw.load_pretrained(root / "nf4")
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found[name], tensor), name
 
@@ -197,7 +197,7 @@ def test_transposed_weights_are_turned_before_they_are_quantised(tmp_path: Path)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "gpt2", quantization_config=config, device_map="cpu"
     )
-    model, _ = sw.load_pretrained(tmp_path / "gpt2", quantized=config)
+    model = sw.load_pretrained(tmp_path / "gpt2", quantized=config)
     checked = 0
     for path, layer in plain.named_modules():
         if type(layer).__name__ == "Linear4bit":
@@ -218,7 +218,7 @@ def test_transposed_weights_are_turned_before_they_are_quantised(tmp_path: Path)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     expected = plain.dequantize().state_dict()
     assert {n: t.shape for n, t in found.items()} == {
-        n: t.shape for n, t in sw.load_pretrained(tmp_path / "gpt2")[0].state_dict().items()
+        n: t.shape for n, t in sw.load_pretrained(tmp_path / "gpt2").state_dict().items()
     }
     assert torch.equal(
         found["transformer.h.0.mlp.c_fc.weight"], expected["transformer.h.0.mlp.c_fc.weight"].t()
@@ -248,7 +248,7 @@ def test_what_is_asked_and_can_not_be_had(root: Path, tmp_path: Path) -> None:
     eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
     refused(UnsupportedConversionError, "only 4 bits", quantized=eight)
     refused(PlanError, "use_dora", quantized=fns.four_bits(), adapter=fns.lora(use_dora=True))
-    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    model = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
     with pytest.raises(ValueError, match="PeftModel"):
         sw.export_hf(model, tmp_path / "out", merge=True)
     with pytest.raises(ValueError, match="stored"):
@@ -257,19 +257,19 @@ def test_what_is_asked_and_can_not_be_had(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_of_plain_weights_is_told_how_to_take_blocks(root: Path, tmp_path: Path) -> None:
-    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    model = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
     sw.save(sw.TrainState(model=model), tmp_path / "step")
     plain = transformers.AutoModelForCausalLM.from_pretrained(root / "plain")
     for load in (sw.load_pretrained, partial(sw.load, plain)):
         with pytest.raises(PlanError, match=r"4-bit codes in blocks of 64; build .* quantized='keep'"):
             load(tmp_path / "step")
-    kept, _ = sw.load_pretrained(tmp_path / "step", quantized="keep")
+    kept = sw.load_pretrained(tmp_path / "step", quantized="keep")
     assert sw.digest(kept) == sw.digest(model)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_that_has_no_merged_form_is_named(root: Path, tmp_path: Path) -> None:
-    model, _ = sw.load_pretrained(root / "plain", adapter=fns.lora(use_dora=True))
+    model = sw.load_pretrained(root / "plain", adapter=fns.lora(use_dora=True))
     with pytest.raises(CheckpointError, match="DoRA"):
         sw.export_hf(model, tmp_path / "out", merge=True)
 
@@ -280,7 +280,7 @@ def test_an_adapter_that_has_no_merged_form_is_named(root: Path, tmp_path: Path)
 def test_a_trained_copy_of_a_tied_tensor_is_not_merged(module: str, tmp_path: Path) -> None:
     models.write_hub_directory("qwen3-tied", tmp_path / "tied", torch.bfloat16)
     adapter = fns.lora(target_modules=["q_proj"], modules_to_save=[module])
-    model, _ = sw.load_pretrained(tmp_path / "tied", adapter=adapter)
+    model = sw.load_pretrained(tmp_path / "tied", adapter=adapter)
     with pytest.raises(
         CheckpointError, match=rf"modules_to_save trains a copy of .*{module}\.weight \(tied with"
     ):

@@ -99,7 +99,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
 
 @check
 def load_pretrained(place: Path, mesh: DeviceMesh) -> None:
-    model, report = sw.load_pretrained(place / "hub", mesh)
+    model, report = sw.load_pretrained(place / "hub", mesh, return_report=True)
     assert any(isinstance(p, DTensor) for p in model.parameters())
     assert report.tensors > 0
     assert_same(whole(model), reference(place / "hub"))
@@ -122,7 +122,7 @@ def save_and_resume(place: Path, mesh: DeviceMesh) -> None:
     """The step after a resume is bitwise the step that the first life took."""
 
     def state() -> sw.TrainState:
-        model, _ = sw.load_pretrained(place / "hub", mesh)
+        model = sw.load_pretrained(place / "hub", mesh)
         return sw.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     first, second = state(), state()
@@ -149,17 +149,17 @@ def verify(place: Path, mesh: DeviceMesh) -> None:
 
 @check
 def export_hf(place: Path, mesh: DeviceMesh) -> None:
-    model, _ = sw.load_pretrained(place / "hub", mesh)
+    model = sw.load_pretrained(place / "hub", mesh)
     sw.export_hf(model, place / "export")
     assert_same(reference(place / "export"), reference(place / "hub"))
 
 
 @check
 def clone_digest_and_full_tensors(place: Path, mesh: DeviceMesh) -> None:
-    model, _ = sw.load_pretrained(place / "hub", mesh)
+    model = sw.load_pretrained(place / "hub", mesh)
     copy = sw.clone(model)
     assert sw.digest(copy) == sw.digest(model)
-    assert_same(dict(sw.iter_full(copy)), reference(place / "hub"))
+    assert_same(dict(sw.iter_full_tensors(copy)), reference(place / "hub"))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def accelerate(place: Path, mesh: DeviceMesh) -> None:
     def life(folder: Path, *, resumed: bool) -> float:
         plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
         with accelerator_with(plugin=plugin) as accelerator:
-            model, _ = swa.load_pretrained(accelerator, place / "hub")
+            model = swa.load_pretrained(accelerator, place / "hub")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             model, optimizer = swa.prepare(accelerator, model, optimizer)
             if resumed:
@@ -221,7 +221,7 @@ def peft(place: Path, mesh: DeviceMesh) -> None:
     from peft import LoraConfig, PeftModel
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model, _ = sw.load_pretrained(place / "hub", mesh, adapter=config)
+    model = sw.load_pretrained(place / "hub", mesh, adapter=config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     train(model, optimizer, 1)
     sw.export_hf(model, place / "adapter")
@@ -248,7 +248,7 @@ def command(*words: object) -> Any:
 @check
 def dcp_for_convert(place: Path, mesh: DeviceMesh) -> None:
     """What torch alone saves of a sharded model; the last check with a process group."""
-    model, _ = sw.load_pretrained(place / "hub", mesh)
+    model = sw.load_pretrained(place / "hub", mesh)
     dcp.save({"model": model.state_dict()}, checkpoint_id=place / "dcp")
     dist.barrier()
 

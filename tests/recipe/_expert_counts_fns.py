@@ -46,7 +46,7 @@ def load_train_save_restore(directory: str, out: str) -> dict[str, Any]:
     """All of it on the ranks of the default group; what is wrong raises."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ordinary = ordinary_model(directory)
-    model, report = sw.load_pretrained(directory, mesh)
+    model, report = sw.load_pretrained(directory, mesh, return_report=True)
     assert_same_whole(model, ordinary)
     assert_same_shards(model, sw.shard(copy.deepcopy(ordinary), mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -92,7 +92,7 @@ def restore_into_fresh(
     directory: str, out: str, mesh: DeviceMesh, model: Any, optimizer: torch.optim.Optimizer
 ) -> None:
     """Another model and optimizer get the values and the state of the trained ones."""
-    fresh, _ = sw.load_pretrained(directory, mesh)
+    fresh = sw.load_pretrained(directory, mesh)
     state = sw.TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters(), lr=1.0))
     assert sw.digest(fresh) != sw.digest(model)
     with sw.Checkpointer(out) as checkpoints:

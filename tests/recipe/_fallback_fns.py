@@ -110,11 +110,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def load_beside_ordinary(directory: str, dtype: str) -> dict[str, Any]:
     """Differences from the ordinary load, and what the report says."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model, report = sw.load_pretrained(directory, mesh, dtype=dtype)
+    model, report = sw.load_pretrained(directory, mesh, dtype=dtype, return_report=True)
     ordinary = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).state_dict()
     found = {n: whole(t) for n, t in model.state_dict().items()}
     for strategy in ("node", "once"):  # then the reader of a bucket converts
-        shared, _ = sw.load_pretrained(directory, mesh, dtype=dtype, io=sw.IOOptions(strategy=strategy))
+        shared = sw.load_pretrained(directory, mesh, dtype=dtype, io=sw.IOOptions(strategy=strategy))
         for name, tensor in shared.state_dict().items():
             assert torch.equal(whole(tensor), found[name]), (strategy, name)
     return {
@@ -141,7 +141,7 @@ def load_error(directory: str, staging_bytes: int) -> str:
 @registered()
 def export_error(directory: str, out: str) -> str:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model, _ = sw.load_pretrained(directory, mesh)
+    model = sw.load_pretrained(directory, mesh)
     try:
         sw.export_hf(model, out)
     except ShardwiseError as error:

@@ -231,7 +231,7 @@ def _auto_class(reader: Reader) -> Any:
 
 def _load(directory: str, reader: Reader, **options: Any) -> tuple[Any, Any]:
     mesh = mesh_of((dist.get_world_size(),))
-    return sw.load_pretrained(directory, mesh, auto_class=_auto_class(reader), **options)
+    return sw.load_pretrained(directory, mesh, auto_class=_auto_class(reader), return_report=True, **options)
 
 
 def _assert_same_but(model: Any, ordinary: nn.Module, random: set[str]) -> None:

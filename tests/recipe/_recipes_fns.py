@@ -135,7 +135,7 @@ def _error_of(work: Callable[[], object]) -> str:
 
 
 def _loaded(directory: str) -> Any:
-    return sw.load_pretrained(directory, mesh_of((dist.get_world_size(),)))[0]
+    return sw.load_pretrained(directory, mesh_of((dist.get_world_size(),)))
 
 
 def _filled(directory: str) -> Any:
@@ -148,7 +148,7 @@ def _resumed(directory: str) -> Any:
     """From a checkpoint of the loaded model."""
     path = f"{directory}-checkpoint-{dist.get_world_size()}"
     sw.save(sw.TrainState(model=_loaded(directory)), path)
-    return sw.load_pretrained(path, mesh_of((dist.get_world_size(),)))[0]
+    return sw.load_pretrained(path, mesh_of((dist.get_world_size(),)))
 
 
 LOADED: dict[str, Callable[[str], Any]] = {
@@ -160,7 +160,7 @@ LOADED: dict[str, Callable[[str], Any]] = {
 
 def saved_alone(directory: str, out: str) -> None:
     """Without a mesh: the model's own ``save_pretrained``, which only rank 0 runs."""
-    model, _ = sw.load_pretrained(directory)
+    model = sw.load_pretrained(directory)
     model.save_pretrained(f"{out}/loaded")
     live = build_meta(directory)
     sw.load(live, directory)

@@ -92,14 +92,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model(torch.ones(64)).sum().backward()
     state.optimizer.step()  # type: ignore[union-attr]
     state.optimizer.zero_grad()  # type: ignore[union-attr]
-    with sw.ledger(root / "ledger") as ledger, sw.Checkpointer(root / "checkpoints") as checkpoints:
+    with sw.memory_ledger(root / "ledger") as ledger, sw.Checkpointer(root / "checkpoints") as checkpoints:
         with phase("warm-up"):
             pass
         for step in (1, 2, 3):
             checkpoints.save(state, step)
     cut_in_last_save(ledger.file)
     shutil.rmtree(root / "checkpoints" / "step-00000003")
-    with sw.ledger(root / "ledger"), sw.Checkpointer(root / "checkpoints") as checkpoints:
+    with sw.memory_ledger(root / "ledger"), sw.Checkpointer(root / "checkpoints") as checkpoints:
         assert checkpoints.resume(state) is not None
         for step in (3, 4):
             checkpoints.save(state, step)

@@ -64,7 +64,7 @@ def failure_of_convert(source: str, path: str, options: dict[str, Any]) -> tuple
 
 
 def trained(source: str, rate: float = 1e-2) -> sw.TrainState:
-    model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
     return sw.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=rate))
 
 

@@ -123,7 +123,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restores_transformers(source: str, folder: str, out: str) -> dict[str, torch.Tensor]:
-    model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

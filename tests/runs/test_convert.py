@@ -83,7 +83,7 @@ def test_a_hub_directory_becomes_a_checkpoint_and_comes_back(ranks: RankPool, tm
     for name in ("one", "two"):
         assert sw.verify(tmp_path / name).ok
         assert read_manifest(tmp_path / name).models["model"].keys() == expected.keys()
-        model, report = sw.load_pretrained(tmp_path / name)
+        model, report = sw.load_pretrained(tmp_path / name, return_report=True)
         assert report.verified == "digest"
         assert_same(dict(model.state_dict()), expected)
         sw.export_hf(tmp_path / name, tmp_path / f"{name}-out")

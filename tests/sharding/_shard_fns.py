@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of shard() and initialize()."""
+"""What the ranks run in the tests of shard() and init_weights()."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import ShardError
-from shardwise.loading.initialize import initialize
+from shardwise.loading.initialize import init_weights
 from shardwise.models.meta_init import meta_init
 from shardwise.names import named_tensors
 from shardwise.sharding.fsdp import ShardPolicy, describe_groups, shard
@@ -267,7 +267,7 @@ def ignored_by_name() -> dict[str, bool]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# initialize
+# init_weights
 
 
 class Rules(nn.Module):
@@ -321,14 +321,14 @@ def build(kind: str) -> nn.Module:
 
 
 def initialized(kind: str, shape: tuple[int, ...] | None, seed: int) -> dict[str, torch.Tensor]:
-    """The global values after initialize() of a meta model; checks what must not change."""
+    """The global values after init_weights() of a meta model; checks what must not change."""
     with meta_init():
         model = build(kind)
     shard(model, _mesh(shape), ShardPolicy(exclude=("*.bias",)) if kind == "rules" else ShardPolicy())
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     identities = [id(p) for p in model.parameters()]
     state = torch.get_rng_state()
-    filled = initialize(model, seed)
+    filled = init_weights(model, seed)
     assert torch.equal(torch.get_rng_state(), state)
     assert identities == [id(p) for p in model.parameters()]
     assert len(filled) == len(identities)
@@ -344,5 +344,5 @@ def initialized_in_part(kind: str, pattern: str) -> tuple[dict[str, torch.Tensor
             parameter.fill_(7)
     shard(model, _mesh())
     before = _full(model)
-    initialize(model, 0, only=[pattern])
+    init_weights(model, 0, only=[pattern])
     return before, _full(model)

@@ -22,7 +22,7 @@ from tests.harness.holder import Holder
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 
 
-def resumed(held: Any, other: Any, path: Path) -> tuple[Any, sw.SaveReport, sw.ResumeReport]:
+def resumed(held: Any, other: Any, path: Path) -> tuple[Any, sw.reports.SaveReport, sw.reports.ResumeReport]:
     saved = sw.save(sw.TrainState(model=Holder(held)), path)
     second = Holder(other)
     return second.held, saved, sw.restore(sw.TrainState(model=second), path)

@@ -202,7 +202,7 @@ def test_gradients_of_unseen_steps_are_reported(tmp_path: Path) -> None:
     def backward() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
-    def reports(name: str) -> tuple[sw.SaveReport, sw.ResumeReport]:
+    def reports(name: str) -> tuple[sw.reports.SaveReport, sw.reports.ResumeReport]:
         fresh = Net()
         other = sw.TrainState(model=fresh, optimizer=torch.optim.SGD(fresh.parameters(), lr=0.1))
         return sw.save(state, tmp_path / name), sw.restore(other, tmp_path / name)

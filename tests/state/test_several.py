@@ -70,7 +70,7 @@ def test_a_mapping_with_a_method_of_state_is_one_object_everywhere(kind: type[Ma
 @pytest.mark.parametrize("kind", [Readable, Writable])
 def test_half_a_state_is_refused(kind: type[Mapping[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(
-        sw.StateError, match=r"scheduler of type (Read|Writ)able has no state_dict and load_state_dict"
+        sw.errors.StateError, match=r"scheduler of type (Read|Writ)able has no state_dict and load_state_dict"
     ):
         sw.save(training(kind()), tmp_path / "step")
 
@@ -82,5 +82,5 @@ def test_a_plain_mapping_is_several_objects_everywhere() -> None:
     assert data_caveats(several) == ("it is a member",)
     assert isinstance(classes_of(training(several))["scheduler"], dict)
     assert not reaches_others({"inner": StepLR(optimizer, 1)})
-    with pytest.raises(sw.StateError, match=r"holds no extra\.one"):
+    with pytest.raises(sw.errors.StateError, match=r"holds no extra\.one"):
         check_state(several, {}, "extra.one")

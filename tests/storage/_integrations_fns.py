@@ -78,7 +78,7 @@ def best(hub: str, endpoint: str, root: str, folder: str) -> dict[str, Any]:
             metric_for_best_model="loss",
             greater_is_better=True,
         ) as args:
-            model, _ = load_pretrained(args, hub)
+            model = load_pretrained(args, hub)
             trainer = ShardwiseTrainer(
                 model,
                 args,

@@ -14,7 +14,7 @@ import shardwise as sw
 def trained(hub: str, seed: int) -> sw.TrainState:
     """A model and AdamW after one step, sharded over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, _ = sw.load_pretrained(f"{hub}/qwen3", mesh)
+    model = sw.load_pretrained(f"{hub}/qwen3", mesh)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(seed))

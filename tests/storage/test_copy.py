@@ -45,23 +45,23 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_there_and_back(step: Path, proxy: Proxy, tmp_path: Path) -> None:
     url = f"{ROOT}/back/{step.name}"
-    seen: list[sw.Progress] = []
+    seen: list[sw.reports.Progress] = []
     with sw.progress(seen.append):
-        report = sw.copy(step, url)
+        report = sw.copy_checkpoint(step, url)
     assert report.files == report.files_sent == len(contents(step))
     assert report.nbytes == report.bytes_sent == sum(map(len, contents(step).values()))
     assert (seen[-1].done_bytes, seen[-1].total_bytes) == (2 * report.nbytes, 2 * report.nbytes)
     assert [one.done_bytes for one in seen] == sorted(one.done_bytes for one in seen)
     assert sw.verify(url).ok
-    again = sw.copy(url, tmp_path / "new" / step.name)
+    again = sw.copy_checkpoint(url, tmp_path / "new" / step.name)
     assert contents(tmp_path / "new" / step.name) == contents(step)
     assert again.nbytes == report.nbytes
     assert [p.name for p in (tmp_path / "new").iterdir()] == [step.name]
-    assert sw.copy(step, url).files_sent == 0  # all is there
+    assert sw.copy_checkpoint(step, url).files_sent == 0  # all is there
 
 
 def test_the_manifest_is_written_last(step: Path, proxy: Proxy) -> None:
-    sw.copy(step, f"{ROOT}/last")
+    sw.copy_checkpoint(step, f"{ROOT}/last")
     written = [a.path for a in proxy.log if a.method in ("PUT", "POST")]
     assert "manifest.json" in written[-1]
 
@@ -69,7 +69,7 @@ def test_the_manifest_is_written_last(step: Path, proxy: Proxy) -> None:
 def test_what_says_that_it_is_whole_comes_last(proxy: Proxy, tmp_path: Path) -> None:
     for name in ("manifest.json.txt", "a.json", "config.json", "model.safetensors.index.json", "z"):
         (tmp_path / name).write_bytes(name.encode())
-    sw.copy(tmp_path, f"{ROOT}/order")
+    sw.copy_checkpoint(tmp_path, f"{ROOT}/order")
     written = [a.path.rpartition("/")[2] for a in proxy.log if a.method == "PUT"]
     assert written[-2:] == ["config.json", "model.safetensors.index.json"]
 
@@ -80,10 +80,10 @@ def test_a_directory_of_a_model(proxy: Proxy, tmp_path: Path) -> None:
     (folder / "deep er").mkdir(parents=True)
     for name in ("config.json", "deep er/ü 50%.txt", "empty"):
         (folder / name).write_bytes(b"" if name == "empty" else name.encode())
-    sw.copy(folder, f"{ROOT}/hub")
-    sw.copy(f"{ROOT}/hub", tmp_path / "back")
+    sw.copy_checkpoint(folder, f"{ROOT}/hub")
+    sw.copy_checkpoint(f"{ROOT}/hub", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
-    sw.copy(folder, tmp_path / "beside")
+    sw.copy_checkpoint(folder, tmp_path / "beside")
     assert contents(tmp_path / "beside") == contents(folder)
 
 
@@ -108,10 +108,10 @@ def test_damage_is_not_copied(step: Path, proxy: Proxy, tmp_path: Path) -> None:
         file.seek(-1, os.SEEK_END)
         file.write(bytes([contents(step)[name][-1] ^ 1]))
     with pytest.raises(IntegrityError, match="damaged, and not copied"):
-        sw.copy(damaged, f"{ROOT}/damaged")
+        sw.copy_checkpoint(damaged, f"{ROOT}/damaged")
     assert "manifest.json" not in files_below(f"{ROOT}/damaged")
     with pytest.raises(IntegrityError, match=name):
-        sw.copy(damaged, tmp_path / "out")
+        sw.copy_checkpoint(damaged, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -121,21 +121,21 @@ def test_a_place_that_holds_something_else(
     """Nothing there is overwritten: not another checkpoint, and not a model of which some files would stay."""
     other = tmp_path / "step-00000009"
     sw.save(sw.TrainState(model=nn.Linear(2, 2)), other, step=9)
-    sw.copy(other, f"{ROOT}/taken")
+    sw.copy_checkpoint(other, f"{ROOT}/taken")
     with pytest.raises(CheckpointError, match=r"holds something else: manifest\.json"):
-        sw.copy(step, f"{ROOT}/taken")
+        sw.copy_checkpoint(step, f"{ROOT}/taken")
     assert sw.verify(f"{ROOT}/taken").ok
     server.put("copies/model/model.safetensors.index.json", b"{}")
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "config.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"index\.json"):
-        sw.copy(tmp_path / "hub", f"{ROOT}/model")
+        sw.copy_checkpoint(tmp_path / "hub", f"{ROOT}/model")
 
 
 def test_within_itself(step: Path, proxy: Proxy) -> None:
     for source, out in ((step, step / "x"), (step, step.parent), (f"{ROOT}/n", f"{ROOT}/n/x")):
         with pytest.raises(CheckpointError, match="lies in the source"):
-            sw.copy(source, out)
+            sw.copy_checkpoint(source, out)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
@@ -143,16 +143,16 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a").write_bytes(b"1")
     (folder / "link").symlink_to(folder / "a")
-    sw.copy(folder, tmp_path / "one")
+    sw.copy_checkpoint(folder, tmp_path / "one")
     assert contents(tmp_path / "one") == {"a": b"1", "link": b"1"}
     assert not (tmp_path / "one" / "link").is_symlink()
     (folder / "elsewhere").symlink_to(tmp_path / "one")
     with pytest.raises(SourceError, match="link to a directory"):
-        sw.copy(folder, tmp_path / "two")
+        sw.copy_checkpoint(folder, tmp_path / "two")
     (folder / "elsewhere").unlink()
     os.mkfifo(folder / "pipe")
     with pytest.raises(SourceError, match="not a regular file"):
-        sw.copy(folder, tmp_path / "two")
+        sw.copy_checkpoint(folder, tmp_path / "two")
 
 
 def test_leftovers_of_another_copy(step: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_leftovers_of_another_copy(step: Path, tmp_path: Path) -> None:
     name = next(n for n in contents(step) if "/" not in n)
     (unfinished / name).symlink_to(step / name)
     (unfinished / "folder").symlink_to(step)
-    sw.copy(step, tmp_path / "out")
+    sw.copy_checkpoint(step, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step)
     assert not [p for p in (tmp_path / "out").rglob("*") if p.is_symlink()]
     assert not (tmp_path / "out" / "old").exists()
@@ -183,7 +183,7 @@ def test_what_another_program_has_left_is_no_unfinished_copy(step: Path, tmp_pat
     folder = tmp_path / f"out.copying-{'cd' * 8}"
     folder.mkdir()
     (folder / "file").write_text("precious")
-    sw.copy(step, tmp_path / "out")
+    sw.copy_checkpoint(step, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step)
     assert contents(theirs) == contents(folder) == {"file": b"precious"}
     assert all(link.is_symlink() for link in links)
@@ -197,7 +197,7 @@ def test_a_source_that_changes(
     folder.mkdir()
     (folder / "large").write_bytes(b"a" * 20_000_000)
 
-    def rewrite(found: sw.Progress) -> None:
+    def rewrite(found: sw.reports.Progress) -> None:
         if found.done_bytes and not written:
             written.append(1)
             (folder / "large").write_bytes(b"b" * 20_000_000)
@@ -205,7 +205,7 @@ def test_a_source_that_changes(
     written: list[int] = []
     monkeypatch.setattr(operations, "PERIOD_S", 0.0)
     with sw.progress(rewrite), pytest.raises(IntegrityError, match="was changed while it was copied"):
-        sw.copy(folder, tmp_path / "out")
+        sw.copy_checkpoint(folder, tmp_path / "out")
     server.put("copies/changing/large", b"a" * 40_000_000)
 
     def replace(asked: Asked) -> Do | None:
@@ -214,22 +214,22 @@ def test_a_source_that_changes(
 
     proxy.reset(replace)
     with pytest.raises(IntegrityError, match="was replaced"):
-        sw.copy(f"{ROOT}/changing", tmp_path / "other")
+        sw.copy_checkpoint(f"{ROOT}/changing", tmp_path / "other")
 
 
 def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="exists already"):
-        sw.copy(step, tmp_path / "there")
+        sw.copy_checkpoint(step, tmp_path / "there")
     with pytest.raises(SourceError, match="no such directory"):
-        sw.copy(tmp_path / "none", f"{ROOT}/none")
+        sw.copy_checkpoint(tmp_path / "none", f"{ROOT}/none")
     with pytest.raises(SourceError, match="no such directory"):
-        sw.copy(f"{ROOT}/none", tmp_path / "out")
+        sw.copy_checkpoint(f"{ROOT}/none", tmp_path / "out")
     with pytest.raises(CheckpointError, match="only read"):
-        sw.copy(step, "memory://box/step")
+        sw.copy_checkpoint(step, "memory://box/step")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match="holds no file"):
-        sw.copy(tmp_path / "empty", f"{ROOT}/empty")
+        sw.copy_checkpoint(tmp_path / "empty", f"{ROOT}/empty")
 
 
 def busy(asked: Asked) -> Do | None:
@@ -248,16 +248,16 @@ def cut_reads(asked: Asked) -> Do | None:
 def test_faults_that_pass(step: Path, proxy: Proxy, decide: object, tmp_path: Path) -> None:
     proxy.reset(decide)  # type: ignore[arg-type]
     url = f"{ROOT}/{getattr(decide, '__name__', '')}"
-    sw.copy(step, url)
+    sw.copy_checkpoint(step, url)
     assert sw.verify(url).ok
-    sw.copy(url, tmp_path / "back")
+    sw.copy_checkpoint(url, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(step)
 
 
 def test_a_write_that_is_refused(step: Path, proxy: Proxy) -> None:
     proxy.reset(lambda asked: Do(status=403) if asked.method in ("PUT", "POST") else None)
     with pytest.raises(CheckpointError, match=r"403 .AccessDenied."):
-        sw.copy(step, f"{ROOT}/refused")
+        sw.copy_checkpoint(step, f"{ROOT}/refused")
     proxy.reset()
     assert not files_below(f"{ROOT}/refused")
 
@@ -267,7 +267,7 @@ def test_a_part_that_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     (tmp_path / "large.bin").write_bytes(os.urandom(2**26))
     proxy.reset(lambda asked: Do(status=403) if "partNumber" in asked.path else None)
     with pytest.raises(CheckpointError, match=r"large\.bin: "):
-        sw.copy(tmp_path, f"s3://{BUCKET}/{os.urandom(6).hex()}")
+        sw.copy_checkpoint(tmp_path, f"s3://{BUCKET}/{os.urandom(6).hex()}")
 
 
 def test_another_program_that_writes_there(step: Path, proxy: Proxy, server: S3Server) -> None:
@@ -281,17 +281,17 @@ def test_another_program_that_writes_there(step: Path, proxy: Proxy, server: S3S
 
     proxy.reset(overwrite)
     with pytest.raises((CheckpointError, IntegrityError)):
-        sw.copy(step, f"{ROOT}/both")
+        sw.copy_checkpoint(step, f"{ROOT}/both")
     proxy.reset()
     assert "manifest.json" not in files_below(f"{ROOT}/both")
-    assert sw.copy(step, f"{ROOT}/both").files_sent  # and the next one mends it
+    assert sw.copy_checkpoint(step, f"{ROOT}/both").files_sent  # and the next one mends it
     assert sw.verify(f"{ROOT}/both").ok
 
 
 _CHILD = """
 import sys, shardwise as sw
-sw.storage_options("s3://{bucket}", endpoint="{endpoint}", region="us-east-1", access_key_id="A", secret_access_key="s")
-sw.copy("{source}", "{target}")
+sw.configure_storage("s3://{bucket}", endpoint="{endpoint}", region="us-east-1", access_key_id="A", secret_access_key="s")
+sw.copy_checkpoint("{source}", "{target}")
 """
 
 
@@ -308,7 +308,7 @@ def begun(proxy: Proxy, target: str, step: Path) -> bool:
 def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: bool) -> None:
     url = f"{ROOT}/killed"
     if not there:
-        sw.copy(step, url)
+        sw.copy_checkpoint(step, url)
     source, target = (str(step), f"{ROOT}/killed-{there}") if there else (url, str(tmp_path / "back"))
     proxy.reset(lambda asked: Do(wait_s=0.15))
     code = _CHILD.format(bucket=BUCKET, endpoint=proxy.endpoint, source=source, target=target)
@@ -325,7 +325,7 @@ def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: 
         assert "manifest.json" not in files_below(target)
     else:
         assert not Path(target).exists()
-    report = sw.copy(source, target)
+    report = sw.copy_checkpoint(source, target)
     assert report.files_sent < report.files
     assert sw.verify(target).ok
     if not there:

@@ -80,7 +80,7 @@ def export_each(endpoint: str, hub: str, url: str, path: str, options: dict[str,
 
 
 def _export_each(hub: str, url: str, path: str, options: dict[str, Any]) -> list[list[Any]]:
-    model, _ = sw.load_pretrained(hub, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sw.load_pretrained(hub, init_device_mesh("cpu", (dist.get_world_size(),)))
     sw.save(sw.TrainState(model=model), f"{path}/step", step=1)
     found = []
     for name, source in (("live", model), ("stored", f"{path}/step")):
@@ -92,7 +92,7 @@ def _export_each(hub: str, url: str, path: str, options: dict[str, Any]) -> list
 
 def export_one(endpoint: str, hub: str, url: str) -> str:
     use(endpoint)
-    model, _ = sw.load_pretrained(hub, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sw.load_pretrained(hub, init_device_mesh("cpu", (dist.get_world_size(),)))
     try:
         sw.export_hf(model, url, io=sw.IOOptions(timeout_s=60), **SHARDS)
     except ShardwiseError as error:
@@ -165,7 +165,7 @@ def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict
         1000,
     )
     try:
-        model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
         touch(model)
         reports = [sw.export_hf(model, p, quantize="as-source", **SHARDS).to_json() for p in places[:-1]]
         step = f"{ROOT}/step-{source.rpartition('-')[2]}"
@@ -230,7 +230,7 @@ def test_one_process_and_the_command_line(proxy: Proxy, tmp_path: Path) -> None:
 def test_adapters(hub: Path, proxy: Proxy, tmp_path: Path) -> None:
     url = f"{ROOT}/adapters"
     with known_warnings():
-        model, _ = sw.load_pretrained(str(hub / "qwen3"), None)
+        model = sw.load_pretrained(str(hub / "qwen3"), None)
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
         adapted = peft.get_peft_model(model, config)
         adapted.add_adapter("other", config)

@@ -301,7 +301,7 @@ def hostile(attack: Attack, timeout_s: float = 1, **options: Any) -> Iterator[li
     given = {"access_key_id": KEY_ID, "secret_access_key": SECRET, "session_token": TOKEN} | options
     pause = timedelta(milliseconds=1)
     retry = {"max_retries": 2, "backoff": {"base": 2, "init_backoff": pause, "max_backoff": 2 * pause}}
-    sw.storage_options(
+    sw.configure_storage(
         "s3://b",
         endpoint=f"http://127.0.0.1:{server.server_port}",
         region="us-east-1",
@@ -351,7 +351,7 @@ def test_copies(name: str, tmp_path: Path) -> None:
     """Nothing comes to lie outside of the target."""
     with hostile(COPIES[name]):
         try:
-            sw.copy("s3://b/m", tmp_path / "deep" / "deeper" / "out")
+            sw.copy_checkpoint("s3://b/m", tmp_path / "deep" / "deeper" / "out")
         except ShardwiseError as error:
             shows_nothing(error, "")
     found = [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()]
@@ -465,7 +465,7 @@ def test_large_folders_are_listed_whole(server: S3Server) -> None:
     for name in (*names, "large/b.txt", "large/c/", "large/empty", "large/z/z"):
         server.put(name, b"" if name.endswith(("/", "empty")) else b"1")
     with Proxy(server.port) as proxy:
-        sw.storage_options(
+        sw.configure_storage(
             f"s3://{BUCKET}",
             endpoint=proxy.endpoint,
             region="us-east-1",

@@ -59,10 +59,10 @@ def load_both(endpoint: str, hub: str, kind: str, strategy: Any) -> dict[str, An
     use_store(endpoint)
     io = sw.IOOptions(strategy=strategy, staging_bytes=1024**2)
     mesh = mesh_of(dist.get_world_size())
-    expected, _ = sw.load_pretrained(f"{hub}/{kind}", mesh, io=sw.IOOptions(strategy="own"))
-    found, report = sw.load_pretrained(f"{ROOT}/{kind}", mesh, io=io)
-    again, _ = sw.load_pretrained(f"{ROOT}/{kind}", mesh, dtype="bfloat16", io=io)
-    cast, _ = sw.load_pretrained(f"{hub}/{kind}", mesh, dtype="bfloat16", io=sw.IOOptions(strategy="own"))
+    expected = sw.load_pretrained(f"{hub}/{kind}", mesh, io=sw.IOOptions(strategy="own"))
+    found, report = sw.load_pretrained(f"{ROOT}/{kind}", mesh, io=io, return_report=True)
+    again = sw.load_pretrained(f"{ROOT}/{kind}", mesh, dtype="bfloat16", io=io)
+    cast = sw.load_pretrained(f"{hub}/{kind}", mesh, dtype="bfloat16", io=sw.IOOptions(strategy="own"))
     return {
         "same": same(found, expected) and same(again, cast),
         "strategy": report.strategy,
@@ -121,12 +121,12 @@ def test_a_plan_and_a_file_and_a_checkpoint(
     assert here.pop("store") is None
     assert here.pop("path") == str(hub / "gpt2")
     assert without_staging(there) == without_staging(here)
-    expected, _ = sw.load_pretrained(hub / "gpt2", None)
+    expected = sw.load_pretrained(hub / "gpt2", None)
     sw.save(sw.TrainState(model=expected), tmp_path / "step")
     server.put_directory(tmp_path / "step", "loads/step")
     (weights,) = (hub / "gpt2").glob("*.safetensors")
     for source in (f"{ROOT}/gpt2/{weights.name}", f"{ROOT}/step", f"{ROOT}/gpt2/"):
-        found, _ = sw.load_pretrained(hub / "gpt2", None)
+        found = sw.load_pretrained(hub / "gpt2", None)
         for tensor in found.parameters():
             nn.init.constant_(tensor, 7.0)
         report = sw.load(found, source)

@@ -54,7 +54,7 @@ def save_each(root: Any, mirror: Any, *steps: int, resumes: bool = False, **opti
             assert checkpoints.mirrored == step
 
 
-def resumed(root: Any, mirror: Any, step: int | None = None) -> sw.ResumeReport:
+def resumed(root: Any, mirror: Any, step: int | None = None) -> sw.reports.ResumeReport:
     with sw.Checkpointer(root, mirror=mirror) as checkpoints:
         report = checkpoints.resume(small_state(99), step)
         assert report is not None

@@ -34,7 +34,7 @@ def test_a_bar_with_rate_and_remaining_time(proxy: Proxy, tmp_path: Path) -> Non
     model = nn.Linear(3000, 4000)  # three blocks of 16 MiB
     step = tmp_path / "step-00000003"
     sw.save(sw.TrainState(model=model), step, step=3)
-    sw.copy(step, f"{ROOT}/slow/{step.name}")
+    sw.copy_checkpoint(step, f"{ROOT}/slow/{step.name}")
     proxy.reset(lambda asked: Do(piece_s=0.004) if asked.method == "GET" else None)
     environment = {
         "AWS_ENDPOINT_URL": proxy.endpoint,
@@ -62,7 +62,7 @@ def test_a_failure_of_the_store(proxy: Proxy, tmp_path: Path) -> None:
 
     heard: fns.Found = []
     proxy.reset(gone)
-    with sw.progress(heard.append), pytest.raises(sw.SourceError):
+    with sw.progress(heard.append), pytest.raises(sw.errors.SourceError):
         sw.load(model, f"{ROOT}/lost/step")
     assert [one.state for one in heard][-1] == "failed"
     assert heard[-1].done_bytes < heard[-1].total_bytes

@@ -114,7 +114,7 @@ def test_a_body_that_was_cut_goes_on_where_it_was(proxy: Proxy, content: bytes) 
 
 
 def test_a_body_that_is_always_cut_is_an_error(proxy: Proxy, content: bytes) -> None:
-    sw.storage_options(
+    sw.configure_storage(
         ROOT,
         endpoint=proxy.endpoint,
         region="us-east-1",
@@ -262,28 +262,30 @@ def test_too_short_and_gone(server: S3Server, proxy: Proxy) -> None:
         read(f"{ROOT}/short", 50, 150)
     with pytest.raises(IntegrityError, match="lost"):
         read(f"{ROOT}/none", 0, 10)
-    sw.storage_options("s3://nobucket", endpoint=proxy.endpoint, skip_signature=True)
+    sw.configure_storage("s3://nobucket", endpoint=proxy.endpoint, skip_signature=True)
     with pytest.raises(SourceError, match="no such bucket"):
         read("s3://nobucket/x", 0, 10)
 
 
 def test_a_store_that_is_not_there() -> None:
     quick = {"max_retries": 1}
-    sw.storage_options("s3://far", endpoint="http://127.0.0.1:9", skip_signature=True, retry_config=quick)
+    sw.configure_storage("s3://far", endpoint="http://127.0.0.1:9", skip_signature=True, retry_config=quick)
     with pytest.raises(SourceError, match="s3://far/x: reading it failed"):
         read("s3://far/x", 0, 10)
-    sw.storage_options("s3://nowhere", endpoint="http://no.invalid", skip_signature=True, retry_config=quick)
+    sw.configure_storage(
+        "s3://nowhere", endpoint="http://no.invalid", skip_signature=True, retry_config=quick
+    )
     with pytest.raises(SourceError, match="s3://nowhere/x"):
         read("s3://nowhere/x", 0, 10)
 
 
 def test_options_that_no_store_has() -> None:
-    sw.storage_options("s3://strange", no_such_option=SECRET)
+    sw.configure_storage("s3://strange", no_such_option=SECRET)
     with pytest.raises(SourceError, match="s3://strange") as caught:
         read("s3://strange/x", 0, 1)
     assert SECRET not in str(caught.value)
     with pytest.raises(ValueError, match="takes a URL"):
-        sw.storage_options("/local/path", region="x")
+        sw.configure_storage("/local/path", region="x")
 
 
 @pytest.mark.parametrize("bucket", [BUCKET, "other"])
@@ -295,7 +297,7 @@ def test_a_forked_process_says_so(proxy: Proxy, content: bytes, bucket: str) -> 
     if child == 0:
         try:
             if bucket != BUCKET:
-                sw.storage_options(f"s3://{bucket}", endpoint=proxy.endpoint, skip_signature=True)
+                sw.configure_storage(f"s3://{bucket}", endpoint=proxy.endpoint, skip_signature=True)
             read(f"s3://{bucket}/big", 0, 1)
         except SourceError as error:
             os.write(into, str(error).encode())
@@ -360,7 +362,7 @@ def test_rights_on_a_prefix_alone(server: S3Server, proxy: Proxy) -> None:
 def test_client_options_are_added(proxy: Proxy, content: bytes) -> None:
     given = {"region": "us-east-1", "access_key_id": "AKID", "secret_access_key": SECRET}
     for name in ("endpoint", "endpoint_url", "AWS_ENDPOINT_URL"):
-        sw.storage_options(ROOT, **{name: proxy.endpoint}, **given, client_options={"timeout": "30s"})
+        sw.configure_storage(ROOT, **{name: proxy.endpoint}, **given, client_options={"timeout": "30s"})
         assert read(f"{ROOT}/big", 0, 1) == content[:1]
 
 

@@ -127,7 +127,7 @@ def test_a_body_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_unknown_host(call: str) -> None:
-    sw.storage_options(
+    sw.configure_storage(
         "s3://nameless",
         endpoint="http://does-not-exist.invalid",
         region="us-east-1",
@@ -142,7 +142,7 @@ def test_an_unknown_host(call: str) -> None:
 
 
 def test_an_endpoint_where_nothing_listens() -> None:
-    sw.storage_options(
+    sw.configure_storage(
         "s3://silent",
         endpoint="http://127.0.0.1:9",
         skip_signature=True,
@@ -181,7 +181,7 @@ def test_a_certificate_that_no_authority_signed(tmp_path: Path) -> None:
             "retry_config": {"max_retries": 1},
             "client_options": {"timeout": "5s"},
         }
-        sw.storage_options("s3://untrusted", endpoint=f"https://localhost:{port}", **options)
+        sw.configure_storage("s3://untrusted", endpoint=f"https://localhost:{port}", **options)
         with pytest.raises(SourceError, match=r"its certificate is not trusted \(SSL_CERT_FILE names"):
             sw.verify("s3://untrusted/x")
 
@@ -200,7 +200,7 @@ def test_a_file_where_a_directory_is_expected(proxy: Proxy, server: S3Server, tm
         (lambda: sw.load(model, f"{url}/x"), "no such file or directory"),
         (lambda: sw.verify(url), "is a file, not a directory"),
         (lambda: sw.restore(small_state(), url), "is a file, not a directory"),
-        (lambda: sw.copy(url, tmp_path / "out"), "is a file; give its directory"),
+        (lambda: sw.copy_checkpoint(url, tmp_path / "out"), "is a file; give its directory"),
     ):
         with pytest.raises(SourceError, match=said) as caught:
             call()
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_not_written_over_a_file(proxy: Proxy, server: S3Server,
     with pytest.raises(CheckpointError, match="bad/file"):
         sw.save(small_state(), f"{ROOT}/bad/file")
     with pytest.raises(CheckpointError, match="bad/file"):
-        sw.copy(tmp_path, f"{ROOT}/bad/file")
+        sw.copy_checkpoint(tmp_path, f"{ROOT}/bad/file")
 
 
 @pytest.mark.parametrize("listed", ["rights%2F", "rights%2Fa%2F"])

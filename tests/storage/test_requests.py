@@ -63,12 +63,12 @@ def load(
     io = sw.IOOptions(strategy=strategy)
     host = str(dist.get_rank() // ranks_per_host)
     with mock.patch.object(choosing, "host_key", return_value=host):
-        _, report = sw.load_pretrained(f"{ROOT}/{kind}", mesh, dtype=dtype, io=io)
+        _, report = sw.load_pretrained(f"{ROOT}/{kind}", mesh, dtype=dtype, io=io, return_report=True)
     return {"requests": report.requests, "nbytes": report.bytes_read}
 
 
 def trained(path: str) -> sw.TrainState:
-    model, _ = sw.load_pretrained(path, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sw.load_pretrained(path, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.arange(8).view(2, 4)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -164,7 +164,7 @@ def test_a_local_source_asks_for_nothing(hub: Path) -> None:
         sw.plan(hub / "gpt2", ranks=2, nodes=0)
 
 
-def costs_line(plan: sw.PlanReport) -> str:
+def costs_line(plan: sw.reports.PlanReport) -> str:
     store = plan.store
     assert store is not None
     assert store.nbytes is not None

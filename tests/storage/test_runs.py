@@ -406,7 +406,7 @@ def test_leftovers_are_swept_by_age(
     server.put(f"{prefix}/.probe-of-mine", b"1")
     saved(f"{root}-other", 1, 2).close()
     copied = head_of(f"{root}-other").steps[2]
-    sw.copy(f"{root}-other/{copied}", f"{root}/{copied}")
+    sw.copy_checkpoint(f"{root}-other/{copied}", f"{root}/{copied}")
     server.put(f"{prefix}/step-00000007.mine/model/a", b"1")
     server.put(f"{prefix}/notes/step-00000007.0123456789abcdef", b"1")
     with pytest.raises(CheckpointError, match=r"no head\.json"):
@@ -521,7 +521,7 @@ def test_two_runs_begin_at_once(proxy: Proxy, root: str, tmp_path: Path) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    (won,) = [seed for seed, result in results.items() if isinstance(result, sw.SaveReport)]
+    (won,) = [seed for seed, result in results.items() if isinstance(result, sw.reports.SaveReport)]
     assert resumed(root) == (1, digest_of_seed(tmp_path, won))
     assert set(names_in(root)) == {"head.json", *head_of(root).steps.values()}
 

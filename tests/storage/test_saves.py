@@ -278,7 +278,7 @@ def test_races_of_two_savers(proxy: Proxy) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        won = [seed for seed, result in results.items() if isinstance(result, sw.SaveReport)]
+        won = [seed for seed, result in results.items() if isinstance(result, sw.reports.SaveReport)]
         assert len(won) == 1, results
         assert digest_of(url) == expected[won[0]]
 

@@ -48,7 +48,7 @@ def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     name = request.param
     try:
         with SERVERS[name](tmp_path_factory.mktemp(name)) as running:
-            sw.storage_options(running.root, **running.options)
+            sw.configure_storage(running.root, **running.options)
             yield running
     except NotInstalled as error:
         pytest.skip(str(error))
@@ -180,7 +180,7 @@ def test_bytes_that_change_on_their_way_are_refused(at: Running, request: pytest
     state = sw.TrainState(model=torch.nn.Linear(3000, 1000))
     try:
         with Proxy(port, decide) as proxy:
-            sw.storage_options(at.root, **{**at.options, "endpoint": proxy.endpoint})
+            sw.configure_storage(at.root, **{**at.options, "endpoint": proxy.endpoint})
             for wanted in ("manifest.json", "partNumber=2", ".safetensors"):
                 changed.clear()
                 with pytest.raises(ShardwiseError, match="XAmzContentSHA256Mismatch"):
@@ -188,22 +188,22 @@ def test_bytes_that_change_on_their_way_are_refused(at: Running, request: pytest
                 assert changed, wanted
                 assert not exists(f"{at.root}/changed/step/manifest.json")
     finally:
-        sw.storage_options(at.root, **at.options)
+        sw.configure_storage(at.root, **at.options)
 
 
 def test_copied_and_loaded(at: Running, tmp_path: Path) -> None:
     models.write_hub_directory("qwen3", tmp_path / "qwen3", torch.float32)
     url = f"{at.root}/models/with space/qwen3"
-    sw.copy(tmp_path / "qwen3", url)
+    sw.copy_checkpoint(tmp_path / "qwen3", url)
     assert {name: stat and stat.nbytes for name, stat in files_below(url).items()} == {
         file.name: file.stat().st_size for file in (tmp_path / "qwen3").iterdir()
     }
-    found, report = sw.load_pretrained(url, None)
-    expected, _ = sw.load_pretrained(tmp_path / "qwen3", None)
+    found, report = sw.load_pretrained(url, None, return_report=True)
+    expected = sw.load_pretrained(tmp_path / "qwen3", None)
     assert report.requests
     for (name, mine), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
-    sw.copy(url, tmp_path / "back")
+    sw.copy_checkpoint(url, tmp_path / "back")
     for file in (tmp_path / "qwen3").iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
 
@@ -214,13 +214,13 @@ def test_the_least_rights(at: Running, tmp_path: Path) -> None:
         pytest.skip("this server has no users")
     reading, saving, rule = map(json.loads, re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL))
     models.write_hub_directory("qwen3", tmp_path / "qwen3", torch.float32)
-    sw.copy(tmp_path / "qwen3", f"{at.root}/models/qwen3")
+    sw.copy_checkpoint(tmp_path / "qwen3", f"{at.root}/models/qwen3")
     sw.save(small_state(), f"{at.root}/models/step")
     as_owner(at.options["endpoint"]).put_bucket_lifecycle_configuration(
         Bucket=BUCKET, LifecycleConfiguration=rule
     )
     try:
-        sw.storage_options(at.root, **{**at.options, "access_key_id": at.guest})
+        sw.configure_storage(at.root, **{**at.options, "access_key_id": at.guest})
         with pytest.raises(SourceError, match=r"403 .AccessDenied."):
             sw.verify(f"{at.root}/models/step")
         allow_guest(at, reading)
@@ -231,8 +231,8 @@ def test_the_least_rights(at: Running, tmp_path: Path) -> None:
         allow_guest(at, saving)
         sw.save(small_state(), f"{at.root}/runs/step")
         digest_of(f"{at.root}/runs/step")
-        sw.copy(tmp_path / "qwen3", f"{at.root}/runs/qwen3")
+        sw.copy_checkpoint(tmp_path / "qwen3", f"{at.root}/runs/qwen3")
         with pytest.raises(SourceError, match=r"403 .AccessDenied."):
             sw.verify(f"{at.root}/models/step")
     finally:
-        sw.storage_options(at.root, **at.options)
+        sw.configure_storage(at.root, **at.options)

@@ -169,8 +169,8 @@ def keep_one(things: Things, key: str) -> Look:
 
 
 def load(things: Things, key: str) -> Look:
-    _, report = sw.load_pretrained(f"{ROOT}/hub", None)
-    _, local = sw.load_pretrained(things.folder / "hub", None)
+    _, report = sw.load_pretrained(f"{ROOT}/hub", None, return_report=True)
+    _, local = sw.load_pretrained(things.folder / "hub", None, return_report=True)
     assert report.bytes_read == local.bytes_read
     return lambda: None
 
@@ -186,13 +186,13 @@ def restore(things: Things, key: str) -> Look:
 
 
 def copy_into(things: Things, key: str) -> Look:
-    sw.copy(things.folder / "wide", f"{ROOT}/{key}")
+    sw.copy_checkpoint(things.folder / "wide", f"{ROOT}/{key}")
     return lambda: is_saved(things, f"{ROOT}/{key}", 0)
 
 
 def copy_out_of(things: Things, key: str) -> Look:
     out = things.folder / key
-    sw.copy(f"{ROOT}/wide", out)
+    sw.copy_checkpoint(f"{ROOT}/wide", out)
     assert below(out) == below(things.folder / "wide")
     return lambda: None
 

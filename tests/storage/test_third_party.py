@@ -208,4 +208,4 @@ def test_hub_directories(proxy: Proxy, server: S3Server, tmp_path: Path) -> None
     assert without_staging({**planned[0], "path": "", "store": None}) == without_staging(
         {**planned[1], "path": ""}
     )
-    assert same(*(sw.load_pretrained(source, None)[0] for source in sources))
+    assert same(*(sw.load_pretrained(source, None) for source in sources))

@@ -220,7 +220,7 @@ def test_a_tree_behind_a_link_is_not_deleted(tmp_path: Path) -> None:
 
 def test_a_published_step_holds_no_note(tmp_path: Path) -> None:
     sw.save(state(), tmp_path / "step")
-    sw.copy(tmp_path / "step", tmp_path / "copy")
+    sw.copy_checkpoint(tmp_path / "step", tmp_path / "copy")
     assert not list(tmp_path.rglob(".shardwise"))
     assert names(tmp_path) == ["copy", "step"]
 

@@ -55,7 +55,7 @@ def _warm(source: Path) -> None:
         file.read_bytes()
 
 
-def _load(source: Path, count: int = 4, **options: Any) -> tuple[nn.Module, sw.LoadReport]:
+def _load(source: Path, count: int = 4, **options: Any) -> tuple[nn.Module, sw.reports.LoadReport]:
     model = _Model()
     return model, sw.load(model, source, io=sw.IOOptions(read_threads=count, **options))
 
@@ -109,7 +109,7 @@ def test_each_read_is_of_one_lane_and_not_too_large(source: Path, monkeypatch: p
 
 def test_progress_counts_every_byte_once(source: Path) -> None:
     _warm(source)
-    seen: list[sw.Progress] = []
+    seen: list[sw.reports.Progress] = []
     with sw.progress(seen.append):
         _, report = _load(source)
     assert seen[-1].done_bytes == seen[-1].total_bytes == report.bytes_read

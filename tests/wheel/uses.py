@@ -37,7 +37,7 @@ def write_model(directory: Path) -> None:
 
 
 def new_state(model_directory: Path, mesh: DeviceMesh) -> sw.TrainState:
-    model, report = sw.load_pretrained(model_directory, mesh)
+    model, report = sw.load_pretrained(model_directory, mesh, return_report=True)
     assert report.tensors > 0
     return sw.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
 

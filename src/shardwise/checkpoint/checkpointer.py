@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError
 from ..format.steps import checked_step
-from ..memory.options import MemoryTier
+from ..memory.options import InMemoryCheckpoints
 from ..operations.announced import announced
 from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
@@ -125,7 +125,7 @@ class Checkpointer(Stopping, Resuming):
         stop_on: tuple[str, ...] = (),
         deadline_s: float | None = None,
         exit_status: int = EXIT_STATUS,
-        memory: MemoryTier | None = None,
+        memory: InMemoryCheckpoints | None = None,
         local: bool = False,
         io: IOOptions | None = None,
     ) -> None:

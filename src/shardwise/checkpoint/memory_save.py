@@ -26,7 +26,7 @@ from ..limits import parse_json
 from ..memory.copies import copy_units
 from ..memory.link import Reader
 from ..memory.maps import Maps, copy_tensors
-from ..memory.options import MemoryTier
+from ..memory.options import InMemoryCheckpoints
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
 from ..memory.units import units_of
@@ -48,7 +48,7 @@ _MOST_SENT_BYTES = 1024**3
 class Host:
     """This rank's host, and how to reach the hosts of the other ranks."""
 
-    tier: MemoryTier
+    tier: InMemoryCheckpoints
     ring: Ring
     places: Places
     secret: bytes

@@ -18,7 +18,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_of_m
 from ..limits import inside, read_small
 from ..memory.link import Server, address_towards_store
 from ..memory.maps import Maps
-from ..memory.options import MemoryTier
+from ..memory.options import InMemoryCheckpoints
 from ..memory.places import Peer, Places
 from ..memory.record import Record, new_word, read_or_make_record, write_record
 from ..memory.remote import Holdings
@@ -49,7 +49,7 @@ class HeldStep:
 class MemorySteps:
     """Every rank makes one. Collective, and raises alike on all ranks: :class:`CheckpointError`, :class:`RankError`."""
 
-    def __init__(self, tier: MemoryTier, root: str, ranks: Ranks) -> None:
+    def __init__(self, tier: InMemoryCheckpoints, root: str, ranks: Ranks) -> None:
         self._tier, self._root = tier, root
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""

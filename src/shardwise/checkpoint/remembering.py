@@ -10,7 +10,7 @@ from functools import partial
 
 from ..errors import CheckpointError, ShardwiseError, is_damage
 from ..format.steps import checked_step
-from ..memory.options import MemoryTier
+from ..memory.options import InMemoryCheckpoints
 from ..planning import IOOptions
 from ..preemption.stops import Stops
 from ..ranks.ranks import Ranks
@@ -48,7 +48,7 @@ class Remembering(ABC):
     @abstractmethod
     def _name_of_next(self, step: int, place: int) -> str: ...
 
-    def _begin_memory(self, tier: MemoryTier) -> MemorySteps:
+    def _begin_memory(self, tier: InMemoryCheckpoints) -> MemorySteps:
         return MemorySteps(tier, self._steps.root_of(0), self._ranks())
 
     def _close_memory(self) -> None:
@@ -61,7 +61,7 @@ class Remembering(ABC):
             memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
 
     def remember(self, state: TrainState, step: int) -> int:
-        """Keep ``state`` in the memory of the hosts, if ``MemoryTier.every`` divides ``step``. Returns the bytes that this rank copied.
+        """Keep ``state`` in the memory of the hosts, if ``InMemoryCheckpoints.every`` divides ``step``. Returns the bytes that this rank copied.
 
         Call it after each step; it does nothing without ``memory=``. Returns when the state is copied, and a thread has compared it with
         the other ranks' beside the copy. The thread goes on: it hashes the copy, and copies the slices of other hosts. 0: the step is not

@@ -89,7 +89,7 @@ class ResumeReport(Printed):
     requests: int = 0
     """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
     from_memory: bool = False
-    """Whether the step was taken from the memory of the hosts (:class:`shardwise.MemoryTier`), not from disk."""
+    """Whether the step was taken from the memory of the hosts (:class:`shardwise.InMemoryCheckpoints`), not from disk."""
     fetched: Mapping[str, int] = field(default_factory=dict)
     """For a step in memory, the bytes that this rank fetched from other hosts, by host. Empty: its own host had all that it read."""
 

@@ -283,10 +283,10 @@ def copy(path: str, out: str, as_json: bool) -> None:
     Either may be a URL of an object store (s3://bucket/prefix). A local OUT must not exist. A copy that was stopped goes on where it
     stopped, if it is started again.
     """
-    from ..store.copy import copy as copied
+    from ..store.copy import copy_checkpoint
     from .render import console, show_copy
 
-    report = copied(path, out)
+    report = copy_checkpoint(path, out)
     if as_json:
         print_json(report.to_json())
     else:
@@ -428,7 +428,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
     """Write one HTML file about a run: losses, crashes, proof of each resume, memory by phase, checkpoints.
 
     RUN is the directory of a run (with checkpoints, or with checkpoints/, ledger/ and loss.jsonl in it), a URL of
-    checkpoints, a directory of sw.ledger, or a file of JSON lines with step and loss. Several are put together. The file needs no network. Needs
+    checkpoints, a directory of sw.memory_ledger, or a file of JSON lines with step and loss. Several are put together. The file needs no network. Needs
     the extra "plot".
     """
     from ..report.write import write_report

@@ -17,7 +17,7 @@ from .options import DTYPES, memory_size
 if TYPE_CHECKING:
     from ..phases.fit import Verdict
     from ..phases.records import Phase, RunPlan
-    from ..phases.training import Training
+    from ..phases.training import TrainingSpec
     from ..sharding.groups import ShardPolicy
 
 __all__ = ["AskedTraining", "as_training", "asked_training", "show_phases"]
@@ -74,7 +74,7 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
 class AskedTraining:
     """The run that the options describe, as arguments of ``plan``; without any of them, none."""
 
-    training: Training | None
+    training: TrainingSpec | None
     policy: ShardPolicy | None
     device_limit_bytes: int | None
     host_limit_bytes: int | None
@@ -94,7 +94,7 @@ def asked_training(options: dict[str, Any]) -> AskedTraining:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from ..dtypes import named_dtype
-    from ..phases.training import Training
+    from ..phases.training import TrainingSpec
     from ..sharding.groups import ShardPolicy
 
     fields: Mapping[str, Any] = {
@@ -110,7 +110,7 @@ def asked_training(options: dict[str, Any]) -> AskedTraining:
     }
     precision = MixedPrecisionPolicy(**mixed) if any(mixed.values()) else None
     return AskedTraining(
-        Training(**{name: value for name, value in fields.items() if value}),
+        TrainingSpec(**{name: value for name, value in fields.items() if value}),
         ShardPolicy(mixed_precision=precision, cpu_offload=given["offload"]),
         given["fit"],
         given["host"],

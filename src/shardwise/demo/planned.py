@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from ..operations.records import size
 from ..phases.plan import plan
-from ..phases.training import Training
+from ..phases.training import TrainingSpec
 from .course import Course
 from .embed import MAX_TOKENS
 
@@ -26,7 +26,7 @@ def plan_starts(course: Course, console: Console) -> None:
             auto_class=AutoModel,
             allow_unused=course.model.allow_unused,
             allow_missing=course.model.allow_missing,
-            training=Training(
+            training=TrainingSpec(
                 batch_size=2 * course.batch_size // ranks, sequence_length=MAX_TOKENS, device="cpu"
             ),
         )

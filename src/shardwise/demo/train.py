@@ -79,6 +79,7 @@ def load_model(options: argparse.Namespace, mesh: DeviceMesh, record: Record) ->
             auto_class=transformers.AutoModel,
             allow_unused=options.allow_unused,
             allow_missing=options.allow_missing,
+            return_report=True,
         )
     record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
     return model
@@ -176,7 +177,7 @@ def main() -> None:
     options = _options()
     dist.init_process_group("gloo")
     try:
-        with sw.ledger(options.out / "ledger"):
+        with sw.memory_ledger(options.out / "ledger"):
             train(options)
     except ShardwiseError as error:
         Record(options.out / options.name, dist.get_rank()).write("error", {"error": str(error)})

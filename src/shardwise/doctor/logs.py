@@ -130,7 +130,7 @@ KNOWN = (
         source="case 3",
         bites="A model without memory was moved to a device.",
         why="It was built on meta, and prepare or .to() ran before it got its weights.",
-        do="Shard it on meta and fill it (sw.load, swa.load, sw.initialize) before prepare.",
+        do="Shard it on meta and fill it (sw.load, swa.load, sw.init_weights) before prepare.",
     ),
     Known(
         name="mixed-dtensor",

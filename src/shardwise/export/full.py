@@ -1,4 +1,4 @@
-"""``iter_full``: a sharded model's full tensors, one bucket at a time, for example for an inference engine."""
+"""``iter_full_tensors``: a sharded model's full tensors, one bucket at a time, for example for an inference engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .hub import dtype_code
 from .live import LiveJob
 from .tensors import HubTensors, as_named
 
-__all__ = ["iter_full"]
+__all__ = ["iter_full_tensors"]
 
 
-def iter_full(
+def iter_full_tensors(
     model: nn.Module,
     *,
     naming: Literal["hub", "module", "adapter"] = "hub",

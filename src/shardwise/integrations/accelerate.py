@@ -5,7 +5,7 @@ A script keeps its YAML and its calls; the import changes, and the line that loa
     from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
 
     accelerator = Accelerator()
-    model, report = accelerator.load_pretrained("path/to/model")   # for AutoModel….from_pretrained
+    model = accelerator.load_pretrained("path/to/model")   # for AutoModel….from_pretrained
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.save_state("runs/a/step-100")
@@ -81,8 +81,9 @@ def load_pretrained(
     seed: int = 0,
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
+    return_report: bool = False,
     **options: Unpack[FromPretrained],
-) -> tuple[Any, LoadReport]:
+) -> Any:
     """:func:`shardwise.load_pretrained`, sharded by the accelerator's FSDP plugin, for ``accelerator.prepare``.
 
     Follows the wrap policy with its class names or size, reshard after forward, mixed precision (trainable parameters
@@ -112,7 +113,8 @@ def load_pretrained(
         options=options,
     )
     filling = FillOptions(io=io or IOOptions(), device=device_of(accelerator), seed=seed, verify=verify)
-    return load_wrapped(request, lambda model: shard(accelerator, model), filling)
+    model, report = load_wrapped(request, lambda model: shard(accelerator, model), filling)
+    return (model, report) if return_report else model
 
 
 def load(
@@ -254,24 +256,24 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._stops.close()
         super().end_training()
 
-    def load_pretrained(self, path: str | os.PathLike[str], **options: Any) -> tuple[Any, LoadReport]:
+    def load_pretrained(self, path: str | os.PathLike[str], **options: Any) -> Any:
         """:func:`load_pretrained` with this accelerator: same arguments, memory and errors. Every rank must call it."""
         return load_pretrained(self, path, **options)
 
-    def load_model(
-        self, build: Callable[[], nn.Module], source: Any, **options: Any
-    ) -> tuple[Any, LoadReport]:
+    def load_model(self, build: Callable[[], nn.Module], source: Any, **options: Any) -> nn.Module:
         """Build a custom model without memory, shard it by the plugin, and fill it from ``source``.
 
         Args:
             build: makes the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
             source, options: as for :func:`load`.
 
-        Returns the model, for :meth:`prepare`, and the report. Every rank must call it. Raises as :func:`load`.
+        Returns the model, for :meth:`prepare`; :func:`shardwise.load_report` gives the report of its load. Every rank must call it. Raises
+        as :func:`load`.
         """
         with Ranks.current().agree("build the model"), meta_init():
             model = build()
-        return model, load(self, model, source, **options)
+        load(self, model, source, **options)
+        return model
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """``Accelerator.prepare``, with the hooks of :func:`prepare`, which allow exact saves at any place.

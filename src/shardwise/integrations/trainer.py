@@ -6,7 +6,7 @@ The changes in a script, here with TRL::
 
     class MyTrainer(ShardwiseTrainer, SFTTrainer): ...                            # 2
 
-    model, report = load_pretrained(args, "path/to/model")    # 3: for AutoModelForCausalLM.from_pretrained
+    model = load_pretrained(args, "path/to/model")            # 3: for AutoModelForCausalLM.from_pretrained
     trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: for SFTTrainer
     trainer.train(resume_from_checkpoint=True)                # as ever, and so are save_model and the arguments
 
@@ -26,7 +26,6 @@ from ..checkpoint.hosts import hosts_of
 from ..errors import CheckpointError, ShardError
 from ..gates import require
 from ..internals.trainer import fsdp_settings, leaves_out_fsdp_version
-from ..loading.report import LoadReport
 from ..preemption.stops import EXIT_STATUS, StopOptions
 from ..storage import is_url, real
 from . import accelerate as swa
@@ -49,14 +48,12 @@ __all__ = ["ShardwiseTrainer", "load_pretrained"]
 require("trainer")
 
 
-def load_pretrained(
-    args: TrainingArguments, path: str | os.PathLike[str], **options: Any
-) -> tuple[Any, LoadReport]:
+def load_pretrained(args: TrainingArguments, path: str | os.PathLike[str], **options: Any) -> Any:
     """:func:`shardwise.load_pretrained`, sharded as the Trainer with these arguments would shard it.
 
     Follows ``args`` (``fsdp_config``, ``parallelism_config``, ``bf16``, …) and ``accelerate launch``. See
     :func:`shardwise.integrations.accelerate.load_pretrained` for the supported settings, the ``options`` (``dtype``,
-    ``adapter=LoraConfig(…)``, ``seed``, …) and memory. Returns the sharded model, for the trainer, and the report.
+    ``adapter=LoraConfig(…)``, ``seed``, …) and memory. Returns the sharded model, for the trainer.
 
     Every rank must call it, before it makes the trainer. Raises :class:`ShardError` for DeepSpeed and other unsupported
     settings, with transformers before 5.10 also for an ``fsdp_config`` without ``version``, else as

@@ -22,7 +22,7 @@ from ..storage import is_url
 from .file import LedgerFile, rank_and_world_size, shortened
 from .sources import Look, Sources
 
-__all__ = ["Ledger", "ScalarWriter", "ledger"]
+__all__ = ["Ledger", "ScalarWriter", "memory_ledger"]
 
 _log = logging.getLogger(__name__)
 
@@ -98,13 +98,13 @@ class _Counts:
         return count, count % every == 0
 
 
-def ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | None = None) -> Ledger:
+def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | None = None) -> Ledger:
     """Write down what this process uses while a block runs: memory and bytes, over time and by phase.
 
     ::
 
-        with sw.ledger("runs/a/ledger") as ledger:
-            model, report = sw.load_pretrained(…)
+        with sw.memory_ledger("runs/a/ledger") as ledger:
+            model = sw.load_pretrained(…)
             with ledger.phase("warm-up"):
                 …
 

@@ -32,7 +32,7 @@ def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, tim
     """Copy the present values of ``model`` into a second model, sharded alike, frozen and in eval mode.
 
     For a reference model, for example. Copies parameters and all buffers, including non-persistent ones, on their own
-    device; ties are kept. ``export_hf`` and ``iter_full`` treat the clone as they treat ``model``.
+    device; ties are kept. ``export_hf`` and ``iter_full_tensors`` treat the clone as they treat ``model``.
 
     Args:
         build: makes the second model: on meta (in :func:`meta_init`), wrapped like the first. Default: a transformers

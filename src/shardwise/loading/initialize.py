@@ -26,7 +26,7 @@ from ..models.rules import Rule, Template, build_template, copy_template, rules_
 from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter, patterns_of
 from ..rng import preserve_rng
 
-__all__ = ["check_rules", "fill_by_rule", "initialize"]
+__all__ = ["check_rules", "fill_by_rule", "init_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Held:
     boxes: tuple[LocalBox, ...]
 
 
-def initialize(
+def init_weights(
     model: nn.Module,
     seed: int = 0,
     *,
@@ -90,7 +90,7 @@ def fill_by_rule(
     names: Iterable[str] | None,
     device: torch.device | str | None = None,
 ) -> tuple[str, ...]:
-    """:func:`initialize` of a model that is described already."""
+    """:func:`init_weights` of a model that is described already."""
     wanted = _wanted(live, None if names is None else tuple(names))
     jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
@@ -111,7 +111,7 @@ def fill_by_rule(
 
 
 def check_rules(live: LiveModel, names: Iterable[str]) -> None:
-    """Raise the :class:`PlanError` that :func:`initialize` would raise for these names. Writes nothing."""
+    """Raise the :class:`PlanError` that :func:`init_weights` would raise for these names. Writes nothing."""
     _plan(live, _wanted(live, tuple(names)))
 
 
@@ -125,7 +125,7 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
     without_match = [p for p in globs if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
     if without_match:
         raise PlanError(
-            "initialize(only=…): patterns that match no parameter (names are module paths without wrapper parts)",
+            "init_weights(only=…): patterns that match no parameter (names are module paths without wrapper parts)",
             tuple(without_match),
         )
     return tuple(
@@ -215,7 +215,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
     if problems:
         raise PlanError(
             "parameters that can't be initialised by a rule of the model. Give the module that owns them a "
-            "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of initialize(only=…), "
+            "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of init_weights(only=…), "
             "or out of load(allow_missing=…) with a source that holds them",
             tuple(problems),
         )

@@ -49,7 +49,7 @@ from ..storage import counting
 from .carry_out import carry_out
 from .fingerprint import fingerprint, in_words
 from .initialize import check_rules, fill_by_rule
-from .report import LoadReport
+from .report import LoadReport, noted
 from .source import open_for_all
 from .strategy import Choice, Planned, choose, facts_of
 
@@ -150,7 +150,7 @@ def load(
     filled = fill(prepare, ranks)
     if hub is not None:
         note_conversions(filled.live.base, hub.used())
-    return filled.report.after(looks)
+    return noted(model, filled.report.after(looks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

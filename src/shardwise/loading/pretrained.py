@@ -49,7 +49,7 @@ from .as_stored import as_stored_in, kept_parts, refuse_policy
 from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
 from .located import choice_of, holds_config, locate
-from .report import LoadReport
+from .report import LoadReport, noted
 from .source import open_for_all
 
 __all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
@@ -75,13 +75,14 @@ def load_pretrained(
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
+    return_report: bool = False,
     **options: Unpack[FromPretrained],
-) -> tuple[Any, LoadReport]:
+) -> Any:
     """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
 
     Returns the model as ``from_pretrained`` would (eval mode, generation config, ``name_or_path``, dtype), sharded by
-    FSDP2, and the report of the load. No rank ever holds more than its shards and the staging; RNG state and torch
-    settings are untouched.
+    FSDP2. :func:`load_report` gives the report of its load. No rank ever holds more than its shards and the staging; RNG
+    state and torch settings are untouched.
 
     Args:
         path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
@@ -110,6 +111,7 @@ def load_pretrained(
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
         verify: as for :func:`shardwise.load`.
+        return_report: return ``(model, report)`` instead of the model.
         options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
             (the former name of ``dtype``), ``subfolder``, ``variant``, ``use_safetensors``; for the hub ``revision``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -142,7 +144,8 @@ def load_pretrained(
     if device is None and (chosen.cpu_offload or mesh is None):
         device = "cpu"
     filling = FillOptions(io=io or IOOptions(), device=device, seed=seed, verify=verify)
-    return load_wrapped(request, wrap, filling)
+    model, report = load_wrapped(request, wrap, filling)
+    return (model, report) if return_report else model
 
 
 @announced("load")
@@ -177,7 +180,7 @@ def load_wrapped(
         _finish(prepared.base, directory)
         note_conversions(prepared.base, prepared.conversions())
         prepared.model.eval()
-    return prepared.model, report.after(looks)
+    return prepared.model, noted(prepared.model, report.after(looks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from ..models.host_budget import HostBudget
 from ..operations.printed import Printed
@@ -15,7 +18,10 @@ from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
 from ..storage import Requests
 
-__all__ = ["LoadReport", "ReadCost"]
+__all__ = ["LoadReport", "ReadCost", "load_report", "noted"]
+
+#: The last report of each model that a load has filled.
+_reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +134,25 @@ class LoadReport(Printed):
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return asdict(self)
+
+
+def noted(model: nn.Module, report: LoadReport) -> LoadReport:
+    """``report``, after it was noted as the model's last one."""
+    _reports[model] = report
+    return report
+
+
+def load_report(model: nn.Module) -> LoadReport:
+    """The report of the last load that filled ``model`` in this process.
+
+    Finds it inside a wrapper as well: a compiled model, DDP, a ``PeftModel`` that was put around the model later. Costs no memory
+    beyond the report, and no communication; any rank may call it alone. Raises :class:`ValueError` for a model that neither
+    :func:`load` nor ``load_pretrained`` filled.
+    """
+    for module in model.modules():
+        if (report := _reports.get(module)) is not None:
+            return report
+    raise ValueError(
+        f"load_report: this {type(model).__name__} was not filled by sw.load or load_pretrained in this process; a copy of a model "
+        "(copy.deepcopy, sw.clone) has no report, so give the one that was loaded"
+    )

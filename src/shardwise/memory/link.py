@@ -136,7 +136,7 @@ class Server:
             self._socket = socket.create_server(at, family=family, backlog=_MAX_WAITING)
         except OSError as error:
             raise CheckpointError(
-                f"can't listen on {address}: {error.strerror}; give MemoryTier an address, if this is for the memory tier"
+                f"can't listen on {address}: {error.strerror}; give InMemoryCheckpoints an address, if this is for the memory tier"
             ) from error
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="shardwise-memory-server", daemon=True).start()

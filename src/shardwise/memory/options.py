@@ -1,4 +1,4 @@
-"""``MemoryTier``: how often a run keeps a step in memory, where, and how many copies."""
+"""``InMemoryCheckpoints``: how often a run keeps a step in memory, where, and how many copies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["MemoryTier"]
+__all__ = ["InMemoryCheckpoints"]
 
 _DEFAULT_DIRECTORY = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTier:
+class InMemoryCheckpoints:
     """Keeps a step in the memory of the hosts, between saves to disk. For ``Checkpointer(memory=…)``.
 
     Memory per rank, in shards (the bytes that the rank writes to disk): two slots of its own, and one copy for each of

@@ -37,7 +37,7 @@ class Ring:
             found = os.lstat(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: can't be made: {error.strerror}; give MemoryTier a directory on tmpfs"
+                f"{self.path}: can't be made: {error.strerror}; give InMemoryCheckpoints a directory on tmpfs"
             ) from error
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise CheckpointError(f"{self.path}: is not a directory that this user alone may read; remove it")

@@ -16,7 +16,7 @@ from .measure import Measured, alike, measure
 from .products import Products, products_of, workspaces_of
 from .step import StepPeak, peak_of
 from .timeline import whole_step
-from .training import Training
+from .training import TrainingSpec
 
 __all__ = ["FORMULA_ERROR", "Step", "step_of"]
 
@@ -51,7 +51,7 @@ def step_of(
     model: nn.Module,
     policy: ShardPolicy,
     shards: int,
-    training: Training,
+    training: TrainingSpec,
     expert_shards: int | None = None,
     *,
     replicas: int = 1,
@@ -119,7 +119,7 @@ def step_of(
 def _measured(
     model: nn.Module,
     groups: Sequence[StepGroup],
-    training: Training,
+    training: TrainingSpec,
     compute: torch.dtype | None,
     whole_gradients: Mapping[str, int] | None,
 ) -> tuple[Measured, str]:
@@ -144,7 +144,7 @@ def _by_formula(
     model: nn.Module,
     groups: tuple[StepGroup, ...],
     compute: torch.dtype | None,
-    training: Training,
+    training: TrainingSpec,
     reason: str,
 ) -> Step:
     """A step whose activations are counted by block, with a wide error bar."""

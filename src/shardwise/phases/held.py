@@ -11,7 +11,7 @@ import torch
 
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
-from .training import OPTIMIZERS, Training
+from .training import OPTIMIZERS, TrainingSpec
 
 __all__ = ["Held", "held_by_first"]
 
@@ -46,7 +46,7 @@ class Held:
 
 def held_by_first(
     live: LiveModel,
-    training: Training,
+    training: TrainingSpec,
     reached: AbstractSet[str] | None = None,
     whole_gradients: Mapping[str, int] = MappingProxyType({}),
 ) -> Held:
@@ -85,7 +85,7 @@ def held_by_first(
     )
 
 
-def _states(tensor: torch.Tensor, training: Training) -> int:
+def _states(tensor: torch.Tensor, training: TrainingSpec) -> int:
     """Bytes of the optimizer's states of a tensor. AdamW's step is a number of 4 bytes."""
     count, bytes_each = OPTIMIZERS[training.optimizer]
     numel = tensor.numel()

@@ -28,7 +28,7 @@ from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
 from .groups import Event, StepGroup
 from .products import Product, product_of
-from .training import Training
+from .training import TrainingSpec
 
 __all__ = ["LiveBytes", "Measured", "alike", "measure"]
 
@@ -122,7 +122,7 @@ def _signature(module: nn.Module) -> Any:
 def measure(
     model: nn.Module,
     groups: Sequence[StepGroup],
-    training: Training,
+    training: TrainingSpec,
     compute: torch.dtype | None,
     *,
     widen: bool = False,

@@ -35,7 +35,7 @@ from .records import Flow, RunPlan
 from .report import PlanReport, RankCost, RanksPlanned
 from .source import Source, source_of
 from .spread import Spread
-from .training import Training
+from .training import TrainingSpec
 from .variant import Variant
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "plan"]
@@ -56,7 +56,7 @@ def plan(
     ep: int = 1,
     dtype: torch.dtype | str = "auto",
     policy: ShardPolicy | None = None,
-    training: Training | None = None,
+    training: TrainingSpec | None = None,
     device_limit_bytes: int | None = None,
     host_limit_bytes: int | None = None,
     auto_class: Any = None,
@@ -107,7 +107,7 @@ def plan(
             raise ValueError(
                 "ranks=None asks how many ranks fit: give device_limit_bytes, or a number of ranks"
             )
-        training = training or Training()
+        training = training or TrainingSpec()
     else:
         _check_counts(ranks, nodes)
     _check_limits(training, device_limit_bytes, host_limit_bytes)
@@ -115,7 +115,7 @@ def plan(
         (ranks, -(-ranks // nodes)) if ranks is not None else (replicas * max(tp, ep), RANKS_PER_HOST)
     )
     this = Variant(
-        first, replicas, per_host, policy or ShardPolicy(), training or Training(), adapter, tp, ep
+        first, replicas, per_host, policy or ShardPolicy(), training or TrainingSpec(), adapter, tp, ep
     )
     this.check()
     dtype = _floating_dtype(dtype)
@@ -214,10 +214,10 @@ def _check_counts(ranks: int, nodes: int) -> None:
         raise ValueError(f"nodes must be from 1 to the {ranks} ranks, got {nodes}")
 
 
-def _check_limits(training: Training | None, *limits: int | None) -> None:
+def _check_limits(training: TrainingSpec | None, *limits: int | None) -> None:
     for limit in limits:
         if limit is not None and training is None:
-            raise ValueError("a limit needs training=sw.Training(…): what is to fit")
+            raise ValueError("a limit needs training=sw.TrainingSpec(…): what is to fit")
         if limit is not None and limit < 1:
             raise ValueError(f"a limit must be at least 1 byte, got {limit}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .groups import StepGroup
-from .training import Training
+from .training import TrainingSpec
 
 __all__ = [
     "COMPILED_BYTES",
@@ -154,7 +154,7 @@ def products_of(
     model: nn.Module,
     groups: Sequence[StepGroup],
     compute: torch.dtype | None,
-    training: Training,
+    training: TrainingSpec,
     dense: int = 0,
 ) -> Products | None:
     """The products of ``model``, ``dense`` of them no experts'; None if none runs in two bytes an element."""

@@ -47,7 +47,7 @@ class Checkpoint:
     """Payload over all ranks: parameters, buffers, optimizer state; replicas once."""
     files: int
     seconds: float
-    """At the bandwidth of :class:`Training`."""
+    """At the bandwidth of :class:`TrainingSpec`."""
     requests: int
     """Writes of parts to an object store: each file's parts, and one that begins and one that ends it."""
 
@@ -76,7 +76,7 @@ class Files:
     """Of all ranks of a node."""
     total_bytes: int
     seconds: float
-    """Of all ranks together, at the bandwidth of :class:`Training`."""
+    """Of all ranks together, at the bandwidth of :class:`TrainingSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

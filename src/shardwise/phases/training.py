@@ -1,11 +1,11 @@
-"""The training that a plan is made for: :class:`Training`."""
+"""The training that a plan is made for: :class:`TrainingSpec`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OPTIMIZERS", "Device", "Optimizer", "Training"]
+__all__ = ["OPTIMIZERS", "Device", "Optimizer", "TrainingSpec"]
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd", "momentum"]
 Device = Literal["cuda", "unified", "cpu"]
@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, tuple[int, float | None]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingSpec:
     """What a run does with the model, for :func:`shardwise.plan`. Dtypes and offload are those of ``policy=`` and ``dtype=``."""
 
     batch_size: int = 1

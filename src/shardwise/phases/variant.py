@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..sharding.groups import ShardPolicy
-from .training import Training
+from .training import TrainingSpec
 
 __all__ = ["Variant"]
 
@@ -23,7 +23,7 @@ class Variant:
     replicas: int
     ranks_per_host: int
     policy: ShardPolicy
-    training: Training
+    training: TrainingSpec
     adapter: Any
     tp: int = 1
     ep: int = 1

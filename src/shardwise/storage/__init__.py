@@ -21,7 +21,7 @@ from .look import (
     stat_of,
     stat_of_expected,
 )
-from .options import storage_options
+from .options import configure_storage
 from .records import Held, Listing, Moved, Stat, Store
 from .requests import Requests, counted_here, counting
 from .stores import fetch, store_of
@@ -56,6 +56,6 @@ __all__ = [
     "real",
     "stat_of",
     "stat_of_expected",
-    "storage_options",
+    "configure_storage",
     "store_of",
 ]

@@ -113,7 +113,7 @@ def _explained(text: str) -> str:
     if any(server in text for server in _METADATA_SERVERS):
         return (
             "no credentials were found: set those of the store in the environment, or "
-            "shardwise.storage_options(url, skip_signature=True) for a public one"
+            "shardwise.configure_storage(url, skip_signature=True) for a public one"
         )
     if f"{NOWHERE}," in text:
         return "the store redirects to another host, which would get the credentials; see the endpoint"
@@ -176,10 +176,10 @@ def _status(text: str) -> str | None:
 
 def _wrong_region(region: str | None) -> str:
     if region is None:
-        return "the bucket lies in another region: set its own by AWS_REGION or shardwise.storage_options(url, region=...)"
+        return "the bucket lies in another region: set its own by AWS_REGION or shardwise.configure_storage(url, region=...)"
     return (
         f"the bucket lies in region {region}: set AWS_REGION={region}, or "
-        f"shardwise.storage_options(url, region={region!r}); an endpoint that names another region has to go"
+        f"shardwise.configure_storage(url, region={region!r}); an endpoint that names another region has to go"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .urls import is_url, place_of
 
-__all__ = ["options_of", "secrets", "storage_options"]
+__all__ = ["options_of", "secrets", "configure_storage"]
 
 #: Names of options and of environment variables whose values are credentials.
 _SECRET = re.compile("secret|token|key|sas|password|credential|signature", re.IGNORECASE)
@@ -19,7 +19,7 @@ _LEAST_SECRET_CHARS = 8
 _BY_ROOT: dict[str, dict[str, Any]] = {}
 
 
-def storage_options(url: str, **options: Any) -> None:
+def configure_storage(url: str, **options: Any) -> None:
     """Set the options of a store: for every URL of the same bucket, in this process, from now on.
 
     Every rank must call it that uses the URL. Without a call, a store takes what its own tools take from the environment:
@@ -36,7 +36,7 @@ def storage_options(url: str, **options: Any) -> None:
     Source: https://developmentseed.github.io/obstore/latest/api/store/
     """
     if not is_url(url):
-        raise ValueError(f"storage_options takes a URL like s3://bucket, got {url!r}")
+        raise ValueError(f"configure_storage takes a URL like s3://bucket, got {url!r}")
     _BY_ROOT[place_of(url).root] = dict(options)
 
 

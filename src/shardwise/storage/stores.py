@@ -23,7 +23,7 @@ _stores: dict[tuple[str, str], Store] = {}
 
 
 def store_of(root: str) -> Store:
-    """The store of a URL's :attr:`.Place.root`, with the options of the last :func:`storage_options`.
+    """The store of a URL's :attr:`.Place.root`, with the options of the last :func:`configure_storage`.
 
     Raises :class:`SourceError`: the package for this scheme is not installed, an option is unknown.
     """

@@ -66,7 +66,7 @@ def place_of(url: str) -> Place:
     if _may_hold_credentials(scheme, authority, path):
         raise SourceError(
             f"a {scheme} URL with a user, a password or a query in it, which may be a credential; give a URL without, and credentials by "
-            f"the store's environment variables or shardwise.storage_options"
+            f"the store's environment variables or shardwise.configure_storage"
         )
     if not authority and scheme not in ("memory", "file", "local"):
         raise SourceError(f"names no bucket; expected {scheme}://bucket/prefix", path=url)

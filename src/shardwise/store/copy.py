@@ -46,7 +46,7 @@ from .in_store import discard_in_store
 from .marks import NOTE_NAME, has_note, mark, remove_ours, unmark
 from .write import FileWriter, fsync_directory, make_directories
 
-__all__ = ["LAST", "CopyReport", "copy", "discard_copy"]
+__all__ = ["LAST", "CopyReport", "copy_checkpoint", "discard_copy"]
 
 #: A piece of a file that is read and written at a time.
 _PIECE_BYTES = 8 * 1024**2
@@ -79,7 +79,7 @@ class CopyReport(Printed):
 
 
 @announced("copy", "source", "out")
-def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyReport:
+def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyReport:
     """Copy a checkpoint, or a directory of a model, to ``out``; either may be a URL.
 
     Of a checkpoint, exactly the files of its manifest are copied, and each is compared with the manifest's checksums while it is

@@ -12,7 +12,7 @@ from ..limits import read_small
 from ..operations.operation import in_background
 from ..ranks.patience import patiently
 from ..storage import join
-from .copy import copy, discard_copy
+from .copy import copy_checkpoint, discard_copy
 from .line import Line
 
 __all__ = ["Mirror", "is_same"]
@@ -117,7 +117,7 @@ class Mirror:
         self._copying = step
         try:
             with in_background():
-                copy(join(self._source.root, here[step]), target)
+                copy_checkpoint(join(self._source.root, here[step]), target)
         except ShardwiseError as error:
             discard_copy(target)
             gone = step not in self._source.seen_steps()
