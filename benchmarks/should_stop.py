@@ -22,7 +22,7 @@ from tests.harness.launch import Launch
 def call(root: str, pause_s: float, calls: int) -> tuple[float, float]:
     """Median and largest microseconds of a call on this rank; a barrier stands for a step's collectives."""
     found = []
-    with sw.Checkpointer(root, stop_on=("SIGTERM",)) as checkpoints:
+    with sw.Checkpointer(root, preemption=sw.PreemptionPolicy(stop_on=("SIGTERM",))) as checkpoints:
         for step in range(calls):
             time.sleep(pause_s)
             dist.barrier()

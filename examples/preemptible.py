@@ -77,17 +77,16 @@ def train(args: argparse.Namespace) -> int:
     """From the newest published step, or the start, to ``args.steps``, or to a signal. Returns the exit status."""
     checkpoints = sw.Checkpointer(
         args.out / "checkpoints",
+        save_every=args.save_every,
         keep_last=3,
-        stop_on=("SIGTERM", "SIGUSR1"),
-        deadline_s=args.deadline_s,
-        exit_status=args.exit_status,
+        preemption=sw.PreemptionPolicy(deadline_s=args.deadline_s, exit_status=args.exit_status),
     )
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     samples = Samples()
     sampler = sw.ElasticSampler(samples, global_batch_size=GLOBAL_BATCH, seed=0)
     loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))
-    state = sw.TrainState(model=model, optimizer=optimizer, dataloader=loader)
+    state = sw.TrainState(model, optimizer, dataloader=loader)
 
     resumed = checkpoints.resume(state)  # None on a first run
     step = resumed.step if resumed else 0
@@ -102,7 +101,7 @@ def train(args: argparse.Namespace) -> int:
             dist.all_reduce(shown := loss.detach())
             log.write(step=step, loss=shown.item() / dist.get_world_size())
             time.sleep(args.step_seconds)
-            if step % args.save_every == 0 or step == args.steps:
+            if checkpoints.should_save(step) or step == args.steps:
                 checkpoints.save(state, step)
             if checkpoints.should_stop(step):  # at the same step on every rank
                 checkpoints.stop(state, step)

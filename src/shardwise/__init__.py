@@ -7,7 +7,6 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from . import errors as errors
-from .errors import ShardwiseError
 
 if _typing.TYPE_CHECKING:
     from . import reports as reports
@@ -18,11 +17,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpointer",
     "ElasticSampler",
+    "FailurePolicy",
     "IOOptions",
     "InMemoryCheckpoints",
+    "PreemptionPolicy",
     "ResumableLoader",
     "ShardPolicy",
-    "ShardwiseError",
     "TrainState",
     "TrainingSpec",
     "__version__",
@@ -54,8 +54,10 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
     "ElasticSampler": "state.sampler",
+    "FailurePolicy": "checkpoint.failures",
     "IOOptions": "planning.records",
     "InMemoryCheckpoints": "memory.options",
+    "PreemptionPolicy": "preemption.stops",
     "ResumableLoader": "state.data",
     "ShardPolicy": "sharding.fsdp",
     "TrainState": "state.train_state",

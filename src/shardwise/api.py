@@ -2,6 +2,7 @@
 
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.checkpointer import save as save
+from .checkpoint.failures import FailurePolicy as FailurePolicy
 from .checkpoint.verify import verify as verify
 from .digests.live import digest as digest
 from .export.full import iter_full_tensors as iter_full_tensors
@@ -18,6 +19,7 @@ from .operations.listeners import progress as progress
 from .phases.plan import plan as plan
 from .phases.training import TrainingSpec as TrainingSpec
 from .planning.records import IOOptions as IOOptions
+from .preemption.stops import PreemptionPolicy as PreemptionPolicy
 from .runs.convert import convert as convert
 from .runs.diff import diff as diff
 from .runs.restore import restore as restore

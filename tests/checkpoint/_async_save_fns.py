@@ -169,22 +169,6 @@ def _file_limit(nbytes: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def refused_when_busy(root: str, width: int) -> dict[str, Any]:
-    state = state_at(1, width)
-    found: dict[str, Any] = {}
-    with sw.Checkpointer(root, mode="async", when_busy="refuse") as checkpointer:
-        checkpointer.save(state, 1)
-        try:
-            checkpointer.save(state, 2)  # tens of megabytes can't have been written and synced yet
-        except ShardwiseError as error:
-            found["refused"] = what(error)
-        checkpointer.wait()
-        checkpointer.save(state, 3)
-        checkpointer.wait()
-    found["steps"] = sorted(n for n in os.listdir(root) if n.startswith("step-"))
-    return found
-
-
 def retention_behind(root: str) -> list[str]:
     state = state_at(1)
     with sw.Checkpointer(root, mode="async", keep_last=2) as checkpointer:

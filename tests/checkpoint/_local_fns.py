@@ -109,7 +109,7 @@ def resume_each(cases: Sequence[tuple[str, Sequence[int], bool]]) -> list[Any]:
                 assert report is not None
                 found.append((report.step, digest(state), report.exact))
                 checkpoints.save(state, report.step + 10)
-        except sw.ShardwiseError as error:
+        except sw.errors.ShardwiseError as error:
             found.append((type(error).__name__, str(error)))
     return found
 

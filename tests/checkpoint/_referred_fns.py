@@ -104,6 +104,6 @@ def frozen_on_one_rank(path: str) -> str:
         model.base[1].requires_grad_(True)
     try:
         sw.save(state_of(model), path)
-    except sw.ShardwiseError as error:
+    except sw.errors.ShardwiseError as error:
         return str(error)
     return ""

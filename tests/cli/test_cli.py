@@ -544,10 +544,14 @@ def test_several_models(tmp_path: Path) -> None:
         run("convert", tmp_path / "both", tmp_path / "hub", "--to", "hf"),
         "['actor', 'critic']; say which one",
     )
-    result = run("convert", tmp_path / "both", tmp_path / "again", "--to", "checkpoint", "--model", "critic")
-    check_paragraph(result, "--model", "takes all models", status=(2,))
+    result = run(
+        "convert", tmp_path / "both", tmp_path / "again", "--to", "checkpoint", "--model-name", "critic"
+    )
+    check_paragraph(result, "--model-name", "takes all models", status=(2,))
     assert (
-        run_json("convert", tmp_path / "both", tmp_path / "hub", "--to", "hf", "--model", "critic")["tensors"]
+        run_json("convert", tmp_path / "both", tmp_path / "hub", "--to", "hf", "--model-name", "critic")[
+            "tensors"
+        ]
         == 2
     )
     (file,) = (tmp_path / "hub").glob("*.safetensors")

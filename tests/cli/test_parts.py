@@ -176,7 +176,9 @@ def test_loading_says_what_to_do(hosts: Path) -> None:
 
     for call in (load, restore):
         for number in (0, 1):
-            with pytest.raises(sw.ShardwiseError, match=rf"part {number + 1} of 3 of the step .*rsync -a"):
+            with pytest.raises(
+                sw.errors.ShardwiseError, match=rf"part {number + 1} of 3 of the step .*rsync -a"
+            ):
                 call(part(hosts, number))
 
 

@@ -93,6 +93,6 @@ def export_one(directory: str, out: str, ends: Sequence[str], fill: float) -> st
                 parameter.to_local().fill_(fill)  # type: ignore[operator]
     try:
         sw.export_hf(model, out, quantize="as-source")
-    except sw.ShardwiseError as error:
+    except sw.errors.ShardwiseError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -230,20 +230,20 @@ def test_one_of_several_models(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     (values, *_) = ranks.run_ranks(2, fns.save_several, str(tmp_path), str(path))
     for name, kind in (("actor", "llama-tied"), ("critic", "gpt2")):
-        sw.export_hf(path, tmp_path / name, model=name)
+        sw.export_hf(path, tmp_path / name, model_name=name)
         _check_readable(tmp_path / name, tmp_path / kind, kind, values[name])
-    sw.export_hf(path, tmp_path / "head", model="value-head", dtype="float16")
+    sw.export_hf(path, tmp_path / "head", model_name="value-head", dtype="float16")
     assert sorted(p.name for p in (tmp_path / "head").iterdir()) == ["model.safetensors"]
     for name, tensor in fns.stored_tensors(tmp_path / "head").items():
         assert fns.same(tensor, values["value-head"][name].half()), name
     with pytest.raises(FormatError, match=r"\['actor', 'critic', 'value-head'\]; say which one"):
         sw.export_hf(path, tmp_path / "new")
     with pytest.raises(FormatError, match="not 'judge'"):
-        sw.export_hf(path, tmp_path / "new", model="judge")
+        sw.export_hf(path, tmp_path / "new", model_name="judge")
     with pytest.raises(SourceError, match="only checkpoints hold several models"):
-        sw.export_hf(tmp_path / "gpt2", tmp_path / "new", model="actor")
+        sw.export_hf(tmp_path / "gpt2", tmp_path / "new", model_name="actor")
     with pytest.raises(ValueError, match="model= and config= apply to stored models"):
-        sw.export_hf(torch.nn.Linear(2, 2), tmp_path / "new", model="actor")
+        sw.export_hf(torch.nn.Linear(2, 2), tmp_path / "new", model_name="actor")
     assert not (tmp_path / "new").exists()
 
 

@@ -54,7 +54,7 @@ def _for_transformers(path: Path, model: str | None = None) -> Path:
     """A model's folder in a checkpoint; where from_pretrained can't open it, what the gate's row advises: an export."""
     if is_open("model-directory"):
         return path / ("model" if model is None else f"models/{model}")
-    sw.export_hf(path, path.parent / f"export of {model}", model=model)
+    sw.export_hf(path, path.parent / f"export of {model}", model_name=model)
     return path.parent / f"export of {model}"
 
 

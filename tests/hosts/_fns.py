@@ -139,7 +139,7 @@ def error_of(fn: str, *args: Any) -> dict[str, Any]:
     started = time.monotonic()
     try:
         globals()[fn](*args)
-    except sw.ShardwiseError as error:
+    except sw.errors.ShardwiseError as error:
         return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
     return {"type": "", "text": "", "seconds": time.monotonic() - started}
 
@@ -168,6 +168,6 @@ def save_until_lost(path: str) -> dict[str, Any]:
             print(f"saving {step}", flush=True)
             checkpoints.save(state, step)
             promised = step
-    except sw.ShardwiseError as error:
+    except sw.errors.ShardwiseError as error:
         return {"promised": promised, "text": str(error), "seconds": time.monotonic() - started}
     raise AssertionError("no save failed")

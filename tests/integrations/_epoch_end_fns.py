@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.integrations.accelerate import ShardwiseAccelerator
-from shardwise.preemption.stops import StopOptions
+from shardwise.preemption.stops import PreemptionPolicy
 from tests.checkpoint._checkpointer_fns import failure
 from tests.harness.versions import lacking
 from tests.integrations._accelerate_fns import launched
@@ -56,7 +56,7 @@ def _life(
         train_dataset=Rows(),
         eval_dataset=torch.utils.data.Subset(Rows(), range(16)),
         callbacks=[Ask()],
-        stop_on=("SIGUSR1",),
+        preemption=PreemptionPolicy(stop_on=("SIGUSR1",)),
         **options,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -107,8 +107,8 @@ def stopped_by_request(path: str, root: str) -> dict[str, Any]:
         trainer, _, _ = _life(path, args, ask="request")
         found: dict[str, Any] = {"trainer": (trainer.exit_code, trainer.state.global_step)}
         found["saved"] = checkpoints(f"{root}/trainer")[-1]
-        trainer._stop_options = StopOptions(stop_on=(), deadline_s=None, exit_status=75)
-        found["without stop_on"] = failure(trainer.request_stop)
+        trainer._preemption = None
+        found["without a policy"] = failure(trainer.request_stop)
     with launched():
         accelerator = ShardwiseAccelerator(cpu=True)
         step = 0

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwise as sw
 from tests.harness.errors import error_of
 from tests.harness.logged import warnings_logged
 from tests.harness.small_files import small_files
@@ -83,7 +84,7 @@ def trainer_life(
 def trainer(path: str, root: str) -> dict[str, Any]:
     """Steps 4, 8 and 10 fail on rank 1: training goes on, counts anew after a save, and ends at the second in a row."""
     found = {"whole": trainer_life(path, f"{root}/whole", set())}
-    warn: dict[str, Any] = {"on_save_error": "warn", "max_failures": 2}
+    warn: dict[str, Any] = {"failures": sw.FailurePolicy(max_failures=2)}
     found["warn"] = trainer_life(path, f"{root}/run", {4, 8, 10}, **warn)
     found["again"] = trainer_life(path, f"{root}/run", set(), resume=True, **warn)
     found["raise"] = trainer_life(path, f"{root}/raise", {2})
@@ -152,7 +153,7 @@ def accelerate(root: str) -> dict[str, Any]:
     """Saves 2, 4 and 5 of 5 fail on rank 1, the last one for good."""
     found: dict[str, Any] = {"failures": [], "losses": []}
     with launched(), warnings_logged() as warned:
-        script = _Script(root, on_save_error="warn", max_failures=2)
+        script = _Script(root, failures=sw.FailurePolicy(max_failures=2))
         assert script.accelerator.newest_checkpoint(root) is None
         for step in range(1, 5):
             found["losses"].append(script.train())
@@ -178,7 +179,7 @@ def accelerate(root: str) -> dict[str, Any]:
 def accelerate_with_fallback(disk: str, elsewhere: str, automatic: bool) -> dict[str, Any]:
     """The disk is full at steps 3 and 4."""
     found: dict[str, Any] = {"paths": [], "losses": []}
-    options: dict[str, Any] = {"automatic": automatic, "fallback": elsewhere, "on_save_error": "warn"}
+    options: dict[str, Any] = {"automatic": automatic, "failures": sw.FailurePolicy(fallback=elsewhere)}
     root = f"{disk}/run"
     with launched():
         script = _Script(root, **options)

@@ -92,7 +92,9 @@ def accelerate_elsewhere(hosts: str, places: Sequence[int]) -> dict[str, Any]:
         found["left"] = [n for n in os.listdir(at) if n.startswith(".tmp")]
         alone = [0] * len(places)
         found["away"] = error_of(lambda: _Script(root(hosts, alone), local=True).resume())
-        found["fallback"] = error_of(lambda: _Script(at, local=True, fallback=f"{at}-else"))
+        found["fallback"] = error_of(
+            lambda: _Script(at, local=True, failures=sw.FailurePolicy(fallback=f"{at}-else"))
+        )
         found["url"] = error_of(lambda: script.accelerator.save_state("s3://bucket/a"))
         found["nothing"] = error_of(lambda: script.accelerator.load_state(f"{at}/no-such"))
         found["none below"] = script.accelerator.newest_checkpoint(f"{at}-none")
@@ -183,7 +185,9 @@ def trainer_elsewhere(path: str, hosts: str, places: Sequence[int]) -> dict[str,
     alone = root(hosts, [0] * len(places))
     found["away"] = error_of(lambda: life(path, alone, resume=f"{alone}/checkpoint-9", local=True))
     found["url"] = error_of(lambda: life(path, at, checkpoint_root="s3://bucket/a", local=True))
-    found["fallback"] = error_of(lambda: life(path, at, fallback=f"{at}-else", local=True))
+    found["fallback"] = error_of(
+        lambda: life(path, at, failures=sw.FailurePolicy(fallback=f"{at}-else"), local=True)
+    )
     return found
 
 
@@ -214,7 +218,7 @@ def trainer_cut(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
     os.rename = failing
     try:
         given = {"fsdp": False, "auto_find_batch_size": True, "save_total_limit": None}
-        rest = {"kind": OutOfMemory, "on_save_error": "warn"}
+        rest = {"kind": OutOfMemory, "failures": sw.FailurePolicy()}
         return life(path, at, resume=True, stop=10, local=True, arguments=given, **rest)
     finally:
         os.rename = rename

@@ -42,5 +42,5 @@ def test_a_stop_without_a_signal(ranks: RankPool, hub: Path, tmp_path: Path) -> 
     for found in ranks.run_ranks(2, fns.stopped_by_request, str(hub), str(tmp_path), timeout_s=200):
         assert found["trainer"] in ((75, 6), (75, 7))
         assert found["saved"] == f"checkpoint-{found['trainer'][1]}"
-        assert found["without stop_on"][0] == "CheckpointError"
+        assert found["without a policy"][0] == "CheckpointError"
         assert found["accelerate"] == (75, True)

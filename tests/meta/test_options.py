@@ -31,13 +31,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Checkpointer": sw.Checkpointer,
     "clone": sw.clone,
     "convert": sw.convert,
-    "copy": sw.copy_checkpoint,
+    "copy_checkpoint": sw.copy_checkpoint,
     "diff": sw.diff,
     "digest": sw.digest,
     "export_hf": sw.export_hf,
-    "initialize": sw.init_weights,
+    "init_weights": sw.init_weights,
     "iter_full_tensors": sw.iter_full_tensors,
-    "ledger": sw.memory_ledger,
+    "memory_ledger": sw.memory_ledger,
     "load": sw.load,
     "load_pretrained": sw.load_pretrained,
     "plan": sw.plan,
@@ -72,6 +72,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "config": "the model has one",
             "trust_remote_code": "the model is built",
             "quantized": "the model is built, of layers in codes or not",
+            "return_report": "it returns the report",
             "options": "the model is built; a source is a local path",
         },
         {
@@ -85,6 +86,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "seed": "no value is drawn",
             "device": "nothing gets memory",
             "verify": "no payload is read",
+            "return_report": "it returns the report",
         },
         {
             "ranks": "instead of a mesh",
@@ -142,7 +144,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
             "model": "of --to hf: an option of sw.export_hf",
         },
     ),
-    "copy": ("copy", {}),
+    "copy": ("copy_checkpoint", {}),
     "explain": (None, {}),
     "report": (None, {"out": "one file", "plan": "a file to compare with"}),
     "doctor": (None, {"ranks": "on this host, where plan counts those of the run"}),
@@ -155,7 +157,7 @@ SPEECH = {"as_json", "debug", "help", "every"}
 #: Former words, which must not come back.
 RETIRED = {"unused", "init", "ignored", "class_name", "nproc", "out_dir", "max_shard_size"}
 #: Options that one function had under this name and that others still have: its module must not advise them.
-RETIRED_OF = {"initialize": {"names"}, "iter_full_tensors": {"names", "io"}, "clone": {"io"}}
+RETIRED_OF = {"init_weights": {"names"}, "iter_full_tensors": {"names", "io"}, "clone": {"io"}}
 RETIRED_FIELDS = {"not_stored", "not_restored", "left"}
 
 
@@ -168,22 +170,20 @@ def test_every_call_is_looked_at() -> None:
     """Classes that hold options without being calls of this kind are named here."""
     others = {
         "ElasticSampler",
+        "FailurePolicy",
         "IOOptions",
         "InMemoryCheckpoints",
+        "PreemptionPolicy",
         "ResumableLoader",
         "ShardPolicy",
         "TrainState",
         "TrainingSpec",
+        "load_report",
         "meta_init",
     }
     others |= {"configure_storage"}  # those of obstore and fsspec, under their names
-    others |= {"Progress", "progress"}  # a record, and a block around other calls
-    public = {
-        name
-        for name in sw.__all__
-        if callable(found := getattr(sw, name))
-        and not (inspect.isclass(found) and (issubclass(found, Exception) or name.endswith("Report")))
-    }
+    others |= {"progress"}  # a block around other calls
+    public = {name for name in sw.__all__ if callable(getattr(sw, name))}
     assert public == CALLS.keys() | others
 
 

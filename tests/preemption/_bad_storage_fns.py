@@ -117,9 +117,9 @@ FOR_GOOD = ("read-only", "shut down")
 _EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
-def saves(disk: str, kind: str, on_save_error: Any) -> dict[str, Any]:
+def saves(disk: str, kind: str, way: str) -> dict[str, Any]:
     """Step 1 is saved, 2 and 3 fail, 4 is saved if storage is back. What each call said, and what a resume finds."""
-    place, root = Path(disk), Path(disk) / f"run-{on_save_error}"
+    place, root = Path(disk), Path(disk) / f"run-{way}"
     found: dict[str, Any] = {"said": {}}
 
     def save(step: int) -> None:
@@ -129,7 +129,7 @@ def saves(disk: str, kind: str, on_save_error: Any) -> dict[str, Any]:
             found["said"][step] = type(error).__name__, str(error)
 
     with warnings_logged() as warned:
-        checkpoints = sw.Checkpointer(root, on_save_error=on_save_error, max_failures=3)
+        checkpoints = sw.Checkpointer(root, failures=sw.FailurePolicy() if way == "warn" else None)
         save(1)
         with FAULTS[kind](place):
             save(2)

@@ -25,7 +25,7 @@ def train_on(disk: str, elsewhere: str | None, mode: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     small, large = 10_000, 400_000
     checkpoints = sw.Checkpointer(
-        Path(disk) / "run", mode=mode, on_save_error="warn", max_failures=3, fallback=elsewhere, keep_last=2
+        Path(disk) / "run", mode=mode, failures=sw.FailurePolicy(fallback=elsewhere), keep_last=2
     )
     for step, width in enumerate((small, large, large, small, large, large, large), start=1):
         try:
@@ -41,7 +41,7 @@ def train_on(disk: str, elsewhere: str | None, mode: Any) -> dict[str, Any]:
     checkpoints.close()
     dist.barrier()
     width = small if elsewhere is None else large
-    with sw.Checkpointer(Path(disk) / "run", fallback=elsewhere) as again:
+    with sw.Checkpointer(Path(disk) / "run", failures=sw.FailurePolicy(fallback=elsewhere)) as again:
         state = state_of(0, width)
         report = again.resume(state)
         assert report is not None
@@ -55,7 +55,9 @@ def train_in_background(disk: str) -> dict[str, Any]:
     """Step 2 does not fit. What the report of each save said."""
     found: dict[str, Any] = {}
     small, large = 10_000, 400_000
-    with sw.Checkpointer(Path(disk) / "run", mode="async", on_save_error="warn", keep_last=1) as checkpoints:
+    with sw.Checkpointer(
+        Path(disk) / "run", mode="async", failures=sw.FailurePolicy(), keep_last=1
+    ) as checkpoints:
         for step, width in enumerate((small, large, small, small), start=1):
             report = checkpoints.save(state_of(step, width), step)
             found[f"save {step}"] = [report.failed_step, report.failure]

@@ -115,8 +115,7 @@ def train(root: Path, options: dict[str, Any]) -> None:
         root / "run",
         keep_last=2,
         mode=options.get("mode", "sync"),
-        stop_on=("SIGTERM", "SIGUSR1"),
-        deadline_s=options.get("deadline_s", 30.0),
+        preemption=sw.PreemptionPolicy(deadline_s=options.get("deadline_s", 30.0)),
         io=sw.IOOptions(timeout_s=60.0),
     )
 
@@ -180,8 +179,7 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             cpu=True,
             fsdp_plugin=plugin,
             dataloader_config=loading,
-            stop_on=("SIGTERM", "SIGUSR1"),
-            deadline_s=options.get("deadline_s", 30.0),
+            preemption=sw.PreemptionPolicy(deadline_s=options.get("deadline_s", 30.0)),
         )
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -302,8 +300,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
             eval_dataset=Rows(),
             processing_class=tokenizer(),
             callbacks=[Events()],
-            stop_on=("SIGTERM", "SIGUSR1"),
-            deadline_s=options.get("deadline_s", 30.0),
+            preemption=sw.PreemptionPolicy(deadline_s=options.get("deadline_s", 30.0)),
         )
         resumes = trainer.has_checkpoint()
         event("resumed", step=-1, exact=True, pid=os.getpid())

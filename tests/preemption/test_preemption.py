@@ -93,7 +93,7 @@ def test_a_checkpointer_that_can_not_begin_listens_no_more(tmp_path: Path) -> No
     with pytest.raises((sw.errors.ShardwiseError, OSError)):
         sw.Checkpointer(
             tmp_path / "run",
-            stop_on=("SIGUSR1",),
+            preemption=sw.PreemptionPolicy(stop_on=("SIGUSR1",)),
             memory=sw.InMemoryCheckpoints(every=1, directory=str(tmp_path / "file")),
         )
     assert signal.getsignal(signal.SIGUSR1) is before

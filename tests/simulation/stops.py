@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import RankError
-from shardwise.preemption.stops import StopOptions, Stops
+from shardwise.preemption.stops import PreemptionPolicy, Stops
 from shardwise.ranks.ranks import Ranks
 from tests.simulation.agreements import TIMEOUT_S, born, limit_s
 from tests.simulation.store import Server
@@ -111,7 +111,7 @@ def _plan_fault(world: World, loop: _Loop, processes: list[Process], server: Ser
 
 def _main(world: World, loop: _Loop, process: Process) -> None:
     rank, ranks = process.rank, Ranks.current(timeout_s=TIMEOUT_S)
-    stops = Stops(StopOptions(deadline_s=_DEADLINE_S), ranks)
+    stops = Stops(PreemptionPolicy(stop_on=(), deadline_s=_DEADLINE_S), ranks)
     for call, step in enumerate(loop.steps):
         world.operation(loop.pause_s * world.draw.random())
         world.progressed()

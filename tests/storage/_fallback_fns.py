@@ -37,7 +37,8 @@ def own_loop(endpoint: str, root: str, fallback: str, mode: Any) -> dict[str, An
     """Steps 3 and 4 of 6 fail in the directory, on rank 1. A life that ends at 4, and the next one."""
     use_store(endpoint)
     found: dict[str, Any] = {"failures": [], "losses": [], "paths": []}
-    options: dict[str, Any] = {"mode": mode, "fallback": fallback, "on_save_error": "warn", "keep_last": 2}
+    failures = sw.FailurePolicy(fallback=fallback)
+    options: dict[str, Any] = {"mode": mode, "failures": failures, "keep_last": 2}
     state = _state()
     with sw.Checkpointer(root, **options) as checkpoints:
         for step in range(1, 7):
@@ -67,7 +68,7 @@ def accelerate(endpoint: str, root: str, fallback: str, automatic: bool) -> dict
 
     use_store(endpoint)
     found: dict[str, Any] = {"paths": [], "losses": []}
-    options: dict[str, Any] = {"automatic": automatic, "fallback": fallback, "on_save_error": "warn"}
+    options: dict[str, Any] = {"automatic": automatic, "failures": sw.FailurePolicy(fallback=fallback)}
     with launched():
         script = failing._Script(root, **options)
         for step in range(1, 7):
@@ -93,8 +94,9 @@ def trainer(endpoint: str, hub: str, root: str, fallback: str) -> dict[str, Any]
 
     use_store(endpoint)
     found = {"whole": failing.trainer_life(hub, f"{root}/whole", set())}
-    found["first"] = failing.trainer_life(hub, f"{root}/run", {8, 10}, stop=10, fallback=fallback)
-    found["again"] = failing.trainer_life(hub, f"{root}/run", set(), resume=True, fallback=fallback)
+    at_once = sw.FailurePolicy(max_failures=1, fallback=fallback)
+    found["first"] = failing.trainer_life(hub, f"{root}/run", {8, 10}, stop=10, failures=at_once)
+    found["again"] = failing.trainer_life(hub, f"{root}/run", set(), resume=True, failures=at_once)
     return found
 
 
@@ -103,13 +105,13 @@ def _of_accelerate(root: str, fallback: str) -> tuple[str, str]:
     from tests.integrations._accelerate_fns import launched
 
     with launched():
-        return error_of(lambda: failing._Script(root, fallback=fallback))
+        return error_of(lambda: failing._Script(root, failures=sw.FailurePolicy(fallback=fallback)))
 
 
 def refused(endpoint: str, root: str, fallback: str) -> dict[str, Any]:
     """How each way to make a run fails, with a fall-back that can take no step."""
     use_store(endpoint, retry_config={"max_retries": 1})
-    found = {"own": error_of(lambda: sw.Checkpointer(root, fallback=fallback))}
+    found = {"own": error_of(lambda: sw.Checkpointer(root, failures=sw.FailurePolicy(fallback=fallback)))}
     found["accelerate"] = _of_accelerate(root, fallback)
     return found
 
@@ -119,7 +121,7 @@ def without_conditions(endpoint: str, root: str, fallback: str) -> dict[str, Any
     use_store(endpoint)
 
     def first_save() -> None:
-        with sw.Checkpointer(root, fallback=fallback, on_save_error="warn") as checkpoints:
+        with sw.Checkpointer(root, failures=sw.FailurePolicy(fallback=fallback)) as checkpoints:
             checkpoints.save(_state(), 1)
 
     found = {"own": error_of(first_save)}

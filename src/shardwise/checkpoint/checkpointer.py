@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from typing import Literal
 
@@ -16,7 +17,7 @@ from ..format.steps import checked_step
 from ..memory.options import InMemoryCheckpoints
 from ..operations.announced import announced
 from ..planning import IOOptions
-from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
+from ..preemption.stops import PreemptionPolicy, Stops
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import absolute, is_url
@@ -24,7 +25,8 @@ from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .collect import Lineage, collect
 from .directories import Directories, OneDirectory
-from .failures import Failures, OnSaveError, RefusalError
+from .due import Due
+from .failures import FailurePolicy, Failures, RefusalError
 from .last_save import SaveTimes
 from .resuming import Resuming
 from .run_steps import Retention, RunSteps, Stored
@@ -71,6 +73,7 @@ class Checkpointer(Stopping, Resuming):
         root: directory of the steps; made if needed. One run at a time holds it (advisory lock). Or a URL of an object store with
             conditional writes: there the run that saved or resumed last holds it, and the run before gets
             :class:`LockedError` at its next save.
+        save_every: when :meth:`should_save` is true: a number of steps, or a ``datetime.timedelta`` since the last save.
         keep_last: number of newest valid steps to keep; None keeps all. A step is valid here if its manifest is intact
             and of this run, and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted
             bytes. A step that lacks a file does not count, and is deleted when enough newer ones are valid. A directory without such a
@@ -85,18 +88,11 @@ class Checkpointer(Stopping, Resuming):
             hashes, writes and publishes.
         max_staging_bytes: for ``"async"``, host memory for the copy, per rank. None: the size of the rank's state.
             With less, ``save`` waits in waves until the last part of the state is copied. Pinned for a state on a device.
-        when_busy: for ``"async"``, while the last save still runs, ``save`` either waits for it (``"wait"``) or
-            raises :class:`CheckpointError` on every rank (``"refuse"``).
-        on_save_error: ``"warn"``: a save that storage made fail, on whichever rank, is logged, alike on all ranks, and training goes on.
-            The report says why (``failure``; for ``"async"`` that of the next save), and the next save is tried as ever. :meth:`wait`
-            and :meth:`close` raise in any case.
-        max_failures: for ``"warn"``, the number of failed saves in a row at which ``save`` raises.
-        fallback: a second directory or URL, for a step that can't be saved in the first. After a failed async save the next
-            one goes there. A resume takes a step from there if it is the newest. Give it again at each start.
-        stop_on: names of signals that ask the run to stop: ``("SIGTERM", "SIGUSR1")``; see :meth:`should_stop`. Handlers that were
-            there before are called, too, and are back after :meth:`close`. Make the Checkpointer in the main thread then.
-        deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`stop` plans with it. None: not known.
-        exit_status: :attr:`exit_code` of a run that has stopped.
+        failures: what happens when storage makes a save fail; see :class:`FailurePolicy`. None: ``save`` raises. With ``mode="async"`` the
+            failure is in the next save's report, and the next save goes to the policy's fallback. :meth:`wait` and :meth:`close` raise
+            in any case.
+        preemption: which signals ask the run to stop, and how much time it then has; see :class:`PreemptionPolicy` and
+            :meth:`should_stop`. None: no signal does; :meth:`request_stop` works without it.
         memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
         local: each host keeps the files of its ranks in a directory of its own: ``root`` on a local disk, which may have another path on each
             rank. The manifest lies on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
@@ -113,18 +109,14 @@ class Checkpointer(Stopping, Resuming):
         self,
         root: str | os.PathLike[str],
         *,
+        save_every: int | timedelta | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         mirror: str | os.PathLike[str] | None = None,
         mode: Literal["sync", "async"] = "sync",
         max_staging_bytes: int | None = None,
-        when_busy: Literal["wait", "refuse"] = "wait",
-        on_save_error: OnSaveError = "raise",
-        max_failures: int = 3,
-        fallback: str | os.PathLike[str] | None = None,
-        stop_on: tuple[str, ...] = (),
-        deadline_s: float | None = None,
-        exit_status: int = EXIT_STATUS,
+        failures: FailurePolicy | None = None,
+        preemption: PreemptionPolicy | None = None,
         memory: InMemoryCheckpoints | None = None,
         local: bool = False,
         io: IOOptions | None = None,
@@ -136,12 +128,9 @@ class Checkpointer(Stopping, Resuming):
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
-        for option, given, allowed in (
-            ("mode", mode, ("sync", "async")),
-            ("when_busy", when_busy, ("wait", "refuse")),
-        ):
-            if given not in allowed:
-                raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
+        fallback = None if failures is None else failures.fallback
         if local and (is_url(os.fspath(root)) or any(x is not None for x in (mirror, fallback, memory))):
             raise ValueError("local=True needs a directory as root, and takes no mirror, fallback or memory")
         if memory is not None and is_url(os.fspath(root)):
@@ -155,23 +144,21 @@ class Checkpointer(Stopping, Resuming):
             sweeps=not local,  # what another host knows decides about parts of steps
         )
         self._places = self._directories(local=local)
-        self._io = io or IOOptions()
+        self._io, self._due = io or IOOptions(), Due(save_every)
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
-        self._refuses_when_busy = when_busy == "refuse"
         self._pending: AsyncSave | None = None
         self._closed = False
         self._lineage: Lineage | None = None
-        self._failures, self._times = Failures(on_save_error, max_failures), SaveTimes()
+        self._failures, self._times = Failures.under(failures), SaveTimes()
         self._place = 0  # of the next async save
         self._memory, self._on_disk = None, None
-        stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         with (
             ExitStack() as undo
         ):  # also if another rank failed or is missing: the caller gets no object to close
             undo.callback(self._steps.close)
             self._channel = self._places.open(self._open, self._ranks())
-            self._stops = Stops(stopping, self._ranks())
+            self._stops = Stops(preemption, self._ranks())
             undo.callback(self._stops.close)
             if memory is not None:
                 self._memory = self._begin_memory(memory)
@@ -284,11 +271,22 @@ class Checkpointer(Stopping, Resuming):
         self._failures.succeed()
         return report
 
+    def should_save(self, step: int) -> bool:
+        """Whether ``step`` should be saved, by ``save_every``. True at the same call on every rank.
+
+        Call it once after each step, with the number of the step; every rank must make the same calls. False for a step that is saved already.
+        For a number of steps it is arithmetic on each rank. For a time rank 0's clock decides, which the ranks ask about ten times between
+        two saves. Raises :class:`ValueError` without ``save_every``; :class:`RankError` as :meth:`save`.
+        """
+        self._check_open()
+        newest = None if self._lineage is None else self._lineage.parent_step
+        return self._due.at(checked_step(step), newest, self._ranks())
+
     def save(self, state: TrainState, step: int) -> SaveReport:
         """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
 
-        ``"async"``: returns when the state is copied; the next call raises a failure of the background thread, or with
-        ``on_save_error="warn"`` has it in its report (``failure``, ``failed_step``).
+        ``"async"``: waits for the last save, and returns when the state is copied; the next call raises a failure of the background
+        thread, or with a :class:`FailurePolicy` has it in its report (``failure``, ``failed_step``).
 
         On failure earlier steps are untouched, and ``step`` is not published unless the failure came after the rename
         (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
@@ -296,8 +294,6 @@ class Checkpointer(Stopping, Resuming):
         """
         called = time.perf_counter()
         step, ranks = checked_step(step), self._ranks()
-        if self._refuses_when_busy:
-            self._refuse_if_busy(ranks)
         failed = self._settle()
         first, self._place = self._place, 0
         fallback = self._steps.fallback
@@ -307,6 +303,7 @@ class Checkpointer(Stopping, Resuming):
             for place in places
         }
         report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
+        self._due.restart()
         return report if failed is None else report.after_failure(*failed)
 
     def _settle(self) -> tuple[int, str] | None:
@@ -359,12 +356,6 @@ class Checkpointer(Stopping, Resuming):
             )
         self._pending = pending
         return pending.copy()
-
-    def _refuse_if_busy(self, ranks: Ranks) -> None:
-        if ranks.combine("ask for an async save", lambda: self.is_saving, any):
-            raise CheckpointError(
-                f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
-            )
 
     def _check_open(self) -> None:
         if self._closed:

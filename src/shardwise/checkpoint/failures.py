@@ -7,37 +7,51 @@ from __future__ import annotations
 
 import builtins
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from .. import errors
 from ..errors import CheckpointError, LockedError, RankError, SourceError
 from .save import SaveReport
 
-__all__ = ["Failures", "OnSaveError", "RefusalError", "may_pass"]
+__all__ = ["FailurePolicy", "Failures", "RefusalError", "may_pass"]
 
 _log = logging.getLogger(__name__)
-OnSaveError = Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePolicy:
+    """What happens when storage makes a save fail: ``failures=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and ``ShardwiseTrainer``.
+
+    Without a policy the first such save raises. With one it is logged, on whichever rank it happened and alike on all ranks, and
+    training continues: the report says why (``failure``), and the next save is tried as usual. Errors of the program itself always
+    raise. Rank-local, takes no memory. Raises :class:`ValueError` for ``max_failures`` below 1.
+    """
+
+    max_failures: int = 3
+    """The number of failed saves in a row at which a save raises. 1: the first one."""
+    fallback: str | os.PathLike[str] | None = None
+    """A second directory or URL, for a step that can't be saved in the first. A resume looks there, too. Give it again at each start,
+    and each run its own."""
+
+    def __post_init__(self) -> None:
+        if self.max_failures < 1:
+            raise ValueError(f"max_failures must be at least 1, got {self.max_failures}")
 
 
 @dataclass(slots=True)
 class Failures:
-    """The saves of a run that failed in a row. The same on every rank, because the ranks fail alike.
+    """The saves of a run that failed in a row. The same on every rank, because the ranks fail alike."""
 
-    Raises ``ValueError`` for an ``on_error`` that is not in :data:`OnSaveError`, and for ``most`` below 1.
-    """
-
-    on_error: OnSaveError
-    most: int
+    most: int = 1
     in_a_row: int = 0
     total: int = 0
 
-    def __post_init__(self) -> None:
-        if self.on_error not in get_args(OnSaveError):
-            raise ValueError(f"on_save_error must be one of {get_args(OnSaveError)}, got {self.on_error!r}")
-        if self.most < 1:
-            raise ValueError(f"max_failures must be at least 1, got {self.most}")
+    @classmethod
+    def under(cls, policy: FailurePolicy | None) -> Failures:
+        """None yet, of a run with this policy."""
+        return cls(1 if policy is None else policy.max_failures)
 
     def attempt(
         self, step: int, ways: Mapping[str, Callable[[], SaveReport]], *, is_first_rank: bool
@@ -67,12 +81,13 @@ class Failures:
 
     def note(self, error: Exception, step: int, *, is_first_rank: bool) -> None:
         """Count a failed save and warn. Raises ``error`` itself if it must not pass, and at the limit."""
-        if self.on_error == "raise" or not may_pass(error):
+        if not may_pass(error):
             raise error
         self.in_a_row += 1
         self.total += 1
         if self.in_a_row >= self.most:
-            error.add_note(f"{self.in_a_row} saves in a row have failed; max_failures={self.most}")
+            if self.most > 1:
+                error.add_note(f"{self.in_a_row} saves in a row have failed; max_failures={self.most}")
             raise error
         if is_first_rank:
             _log.warning(

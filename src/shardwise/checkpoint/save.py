@@ -70,8 +70,7 @@ class SaveReport(Printed):
     """Requests that this rank made to an object store, each part of a large object for one; 0 for a local path, and for an
     async save that is not published."""
     failure: str | None = None
-    """Why a step is not saved, where training goes on in spite of it: ``Checkpointer(on_save_error="warn")``. The same on
-    every rank."""
+    """Why a step is not saved, where a ``FailurePolicy`` lets training continue. The same on every rank."""
     failed_step: int | None = None
     """The step that ``failure`` is about. With ``mode="async"`` it is mostly the step before: a save in the background
     fails after its own report was returned, and the next call of ``save`` says so."""

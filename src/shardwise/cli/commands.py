@@ -327,7 +327,7 @@ def export(
     source: str | None,
     max_shard_bytes: int,
     overwrite: bool,
-    model: str | None,
+    model_name: str | None,
     config: str | None,
     trust_remote_code: bool,
     as_json: bool,
@@ -350,7 +350,7 @@ def export(
         report = export_hf(
             path,
             out,
-            model=model,
+            model_name=model_name,
             config=config,
             dtype=dtype,
             quantize=quantize,
@@ -379,7 +379,7 @@ def convert(
     path: str,
     out: str,
     to: str,
-    model: str | None,
+    model_name: str | None,
     config: str | None,
     trust_remote_code: bool,
     as_json: bool,
@@ -391,9 +391,9 @@ def convert(
     optimizer, scheduler and scaler, if they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in
     its directory. PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work.
     """
-    if model is not None and to != "hf":
+    if model_name is not None and to != "hf":
         raise click.BadParameter(
-            "a checkpoint takes all models; give it with --to hf", param_hint="'--model'"
+            "a checkpoint takes all models; give it with --to hf", param_hint="'--model-name'"
         )
     from ..export.hub import export_hf
     from ..runs.convert import convert as to_checkpoint
@@ -403,7 +403,7 @@ def convert(
         given: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
         report: Any
         if to == "hf":
-            report, show = export_hf(path, out, model=model, **given), show_export
+            report, show = export_hf(path, out, model_name=model_name, **given), show_export
         else:
             report, show = to_checkpoint(path, out, **given), show_convert
         if rank != 0:

@@ -121,7 +121,7 @@ def config(command: Callable[..., Any]) -> Callable[..., Any]:
 def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--model``, for commands that write one model of a checkpoint that may hold several."""
     help = "Name of the model, for a checkpoint with several."
-    return click.option("--model", default=None, metavar="NAME", help=help)(command)
+    return click.option("--model-name", default=None, metavar="NAME", help=help)(command)
 
 
 def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ def export_hf(
     model_or_path: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    model: str | None = None,
+    model_name: str | None = None,
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     adapters: str | Sequence[str] | None = None,
@@ -109,7 +109,7 @@ def export_hf(
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
         out: a directory or a URL; must not exist, or be empty, unless ``overwrite``. It appears complete or not at all. In a store
             each rank writes whole files, the config and the index come last, and a failure deletes what was written.
-        model: the name of the model, for a checkpoint with several models.
+        model_name: which model to export, for a checkpoint with several.
         config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
         dtype: floating-point tensors are written in it. Default: as they are.
@@ -147,8 +147,8 @@ def export_hf(
             raise ValueError(
                 f"overwrite= replaces a local directory, and a store can't exchange two prefixes at once; export {final} to another one"
             )
-        if isinstance(model_or_path, nn.Module) and (model, config) != (None, None):
-            raise ValueError("model= and config= apply to stored models, not to a live one")
+        if isinstance(model_or_path, nn.Module) and (model_name, config) != (None, None):
+            raise ValueError("model_name= and config= apply to stored models, not to a live one")
         if adapters is not None and not (
             isinstance(model_or_path, nn.Module) and has_adapters(model_or_path)
         ):
@@ -166,14 +166,14 @@ def export_hf(
             if isinstance(model_or_path, nn.Module):
                 job = _live_as_source(describe(model_or_path), source, ranks, io)
             else:
-                stored = StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
+                stored = StoredJob(model_or_path, model_name, config, trust_remote_code, ranks.tick, io)
                 job = _stored_as_source(stored, source, ranks, io)
         elif isinstance(model_or_path, nn.Module):
             job = _live_job(describe(model_or_path), adapters, merge, code)
         elif merge:
             raise ValueError("merge= needs a live PeftModel; this one is stored")
         else:
-            job = StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
+            job = StoredJob(model_or_path, model_name, config, trust_remote_code, ranks.tick, io)
     with closing(job):
         if isinstance(job, MergedJob):
             job.gather(ranks)

@@ -59,7 +59,7 @@ def save_state(
     """
     number = accelerator.save_iteration if step is None else step
     places = [folder_for(accelerator, output_dir)]
-    return save_to(accelerator, places, number, Failures("raise", 1), OneForAll())
+    return save_to(accelerator, places, number, Failures(), OneForAll())
 
 
 def save_to(

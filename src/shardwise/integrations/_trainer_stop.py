@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..checkpoint.last_save import LastSave
 from ..errors import CheckpointError
-from ..preemption.stops import StopOptions, Stops
+from ..preemption.stops import PreemptionPolicy, Stops
 from ..ranks.ranks import Ranks
 from ._trainer_folder import Run
 
@@ -58,7 +58,7 @@ class StopCallback(TrainerCallback):
 class Stopping(Trainer):
     """The stopping methods of :class:`.trainer.ShardwiseTrainer`, which documents the contract."""
 
-    _stop_options: StopOptions
+    _preemption: PreemptionPolicy | None
     _stopping: StopCallback
     _last_save: LastSave
     _run: Run
@@ -68,8 +68,8 @@ class Stopping(Trainer):
     def _stoppable(self) -> Iterator[None]:
         """Listen for signals in the block. Collective."""
         self._stopping.stops, self._last_save = None, LastSave()
-        if self._stop_options.stop_on:
-            self._stopping.stops = Stops(self._stop_options, Ranks.current())
+        if self._preemption is not None:
+            self._stopping.stops = Stops(self._preemption, Ranks.current())
             self._stopping.is_listening = True
         try:
             yield
@@ -81,12 +81,12 @@ class Stopping(Trainer):
     def request_stop(self) -> None:
         """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough; from a callback, say.
 
-        ``train`` looks whether to stop only with ``stop_on``: without it this raises :class:`CheckpointError`. Does nothing while ``train``
-        doesn't run.
+        ``train`` looks whether to stop only with a :class:`shardwise.PreemptionPolicy`: without one this raises
+        :class:`CheckpointError`. Does nothing while ``train`` doesn't run.
         """
-        if not self._stop_options.stop_on:
+        if self._preemption is None:
             raise CheckpointError(
-                'request_stop needs signals to listen for, or train() never looks whether to stop: give the trainer stop_on=("SIGTERM",)'
+                "request_stop: train() never looks whether to stop; give the trainer preemption=shardwise.PreemptionPolicy()"
             )
         if self._stopping.stops is not None and self._stopping.is_listening:
             self._stopping.stops.request()

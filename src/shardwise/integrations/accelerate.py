@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..checkpoint.failures import Failures, OnSaveError
+from ..checkpoint.failures import FailurePolicy, Failures
 from ..checkpoint.hosts import hosts_of
 from ..checkpoint.last_save import LastSave
 from ..checkpoint.resume_report import ResumeReport
@@ -43,7 +43,7 @@ from ..loading.report import LoadReport
 from ..models.arguments import FromPretrained, Pretrained
 from ..models.meta_init import meta_init
 from ..planning import IOOptions
-from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
+from ..preemption.stops import PreemptionPolicy, Stops
 from ..ranks.ranks import Ranks
 from ..state.gradients import watch_steps
 from ._accelerate_folders import folder_for, newest_of, place_at, places_of, refuse_unfit, steps_in
@@ -196,16 +196,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate's ``Accelerator``, but it loads models sharded, and saves and loads shardwise checkpoints.
 
     Args:
-        stop_on: names of signals that ask the run to stop: ``("SIGTERM", "SIGUSR1")``; see :meth:`should_stop`. Handlers that were
-            there before are called, too, and are back after ``end_training``.
-        deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`save_state` plans the last save with it. None: not known.
-        exit_status: :attr:`exit_code` of a run that has stopped.
-        on_save_error: ``"warn"``: a :meth:`save_state` that storage made fail, on whichever rank, is logged, alike on all ranks, and
-            training goes on. The report says why (``failure``), and the next one is tried as ever.
-        max_failures: for ``"warn"``, the number of failed saves in a row at which :meth:`save_state` raises.
-        fallback: a second directory or URL, for a folder that can't be saved in the first place: it goes there under its own name.
-            :meth:`load_state` and :meth:`newest_checkpoint` look there, too. Give it again at each start, and each run its own. The
-            constructor raises :class:`CheckpointError` or :class:`RankError` for one that could take nothing.
+        preemption: which signals ask the run to stop, and how much time it then has; see :class:`shardwise.PreemptionPolicy` and
+            :meth:`should_stop`. ``end_training`` gives the handlers of before back.
+        failures: what happens when storage makes a :meth:`save_state` fail; see :class:`shardwise.FailurePolicy`. A folder that goes to the
+            fallback keeps its name; :meth:`load_state` and :meth:`newest_checkpoint` look there, too. The constructor raises
+            :class:`CheckpointError` or :class:`RankError` for a fallback that can't be written.
         local: each host keeps the files of its ranks in a folder of its own: ``output_dir`` and the project's folders are on a local
             disk. :meth:`load_state` needs all hosts that saved, or their parts merged; other hosts and another number of
             ranks may take part. docs/howto/several-hosts.md.
@@ -216,23 +211,19 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        stop_on: tuple[str, ...] = (),
-        deadline_s: float | None = None,
-        exit_status: int = EXIT_STATUS,
-        on_save_error: OnSaveError = "raise",
-        max_failures: int = 3,
-        fallback: str | os.PathLike[str] | None = None,
+        preemption: PreemptionPolicy | None = None,
+        failures: FailurePolicy | None = None,
         local: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._failures = Failures(on_save_error, max_failures)
+        self._failures = Failures.under(failures)
+        fallback = None if failures is None else failures.fallback
         self._fallback = None if fallback is None else place_at(fallback)
         self._hosts = hosts_of(local=local, fallback=self._fallback)
-        options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         super().__init__(*args, **kwargs)
         if (fallback_of_all := self._fallback) is not None:
             Ranks.current().on_first("look at the fallback", lambda: refuse_unfit(fallback_of_all))
-        self._stops, self._last_save = Stops(options, Ranks.current()), LastSave()
+        self._stops, self._last_save = Stops(preemption, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 
     def should_stop(self, step: int) -> bool:
@@ -297,7 +288,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         After :meth:`should_stop` it is the last save: a folder just published is not saved again, and no save begins for which
         ``deadline_s`` or a second signal leaves no time. The report then has ``failure``; the checkpoint before is the newest.
-        ``failure`` also says why a save has failed that ``on_save_error="warn"`` lets pass.
+        ``failure`` also says why a save has failed that the :class:`shardwise.FailurePolicy` lets pass.
 
         Every rank must call it. Raises as :func:`save_state`.
         """

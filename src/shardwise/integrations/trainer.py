@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from ..checkpoint.failures import Failures, OnSaveError
+from ..checkpoint.failures import FailurePolicy, Failures
 from ..checkpoint.hosts import hosts_of
 from ..errors import CheckpointError, ShardError
 from ..gates import require
 from ..internals.trainer import fsdp_settings, leaves_out_fsdp_version
-from ..preemption.stops import EXIT_STATUS, StopOptions
+from ..preemption.stops import PreemptionPolicy
 from ..storage import is_url, real
 from . import accelerate as swa
 from ._accelerate_folders import place_at
@@ -108,15 +108,15 @@ class ShardwiseTrainer(Resuming):
     * ``train`` holds ``output_dir`` (by a lock that ends with the process) and deletes leftovers of killed saves.
     * ``checkpoint_root`` of the constructor, a directory or the URL of an object store with conditional writes, says where
       checkpoints lie; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
-    * ``stop_on=("SIGTERM", "SIGUSR1")`` of the constructor: while ``train`` runs, such a signal on any rank stops all ranks after
-      the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
-      ``sys.exit(trainer.exit_code)``: it is ``exit_status`` (75), and 0 for a run that came to its end. With ``deadline_s``, the seconds to the
-      scheduler's SIGKILL, and after a second signal, no last save begins that takes longer than saves took; the run then goes on from
+    * ``preemption=PreemptionPolicy()`` of the constructor: while ``train`` runs, a signal on any rank (SIGTERM, SIGUSR1) stops all ranks
+      after the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
+      ``sys.exit(trainer.exit_code)``: it is the policy's ``exit_status`` (75), and 0 for a run that came to its end. With the policy's
+      ``deadline_s``, and after a second signal, no last save begins that takes longer than saves took; the run then continues from
       the checkpoint before. ``request_stop()`` asks for the same without a signal.
-    * ``on_save_error="warn"`` of the constructor: a save that storage made fail, on whichever rank, is logged, alike on all ranks, and
-      training goes on. :attr:`save_report` says why, and the next save is tried as ever; at ``max_failures`` failed saves in a row
-      ``train`` raises. ``fallback``, a second directory or URL, takes a checkpoint that can't be saved in the first place;
-      ``resume_from_checkpoint=True`` takes the newest of both. Give it again at each start.
+    * ``failures=FailurePolicy()`` of the constructor: a save that storage made fail is logged, and training continues.
+      :attr:`save_report` says why, and the next save is tried as usual; at ``max_failures`` failed saves in a row ``train`` raises.
+      A checkpoint that can't be saved in the first place goes to the policy's ``fallback``; ``resume_from_checkpoint=True`` takes
+      the newest of both.
 
     * ``local=True`` of the constructor: each host keeps the files of its ranks of a ``checkpoint-N`` on its own disk, below ``output_dir`` or
       ``checkpoint_root`` there. A resume takes the newest that all hosts together hold, on any ranks and hosts, if all are there that
@@ -135,19 +135,16 @@ class ShardwiseTrainer(Resuming):
         self,
         *args: Any,
         checkpoint_root: str | os.PathLike[str] | None = None,
-        stop_on: tuple[str, ...] = (),
-        deadline_s: float | None = None,
-        exit_status: int = EXIT_STATUS,
-        on_save_error: OnSaveError = "raise",
-        max_failures: int = 3,
-        fallback: str | os.PathLike[str] | None = None,
+        preemption: PreemptionPolicy | None = None,
+        failures: FailurePolicy | None = None,
         local: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._failures = Failures(on_save_error, max_failures)
+        self._failures = Failures.under(failures)
+        fallback = None if failures is None else failures.fallback
         self._fallback = None if fallback is None else place_at(fallback)
         self._hosts = hosts_of(local=local, fallback=self._fallback)
-        self._stop_options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
+        self._preemption = preemption
         self._stopping, self._epoch_ends = StopCallback(), EpochEnds()
         if checkpoint_root is not None:
             self._checkpoint_root = place_at(checkpoint_root)

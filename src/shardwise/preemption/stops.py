@@ -14,20 +14,27 @@ from ..ranks.ranks import Ranks
 from .leases import StopPoint, Store
 from .signals import Received, StopSignals, numbers_of
 
-__all__ = ["EXIT_STATUS", "StopOptions", "Stops"]
+__all__ = ["PreemptionPolicy", "Stops"]
 
 _log = logging.getLogger(__name__)
-#: ``EX_TEMPFAIL`` of sysexits.h: "temporary failure, try again".
-EXIT_STATUS = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopOptions:
-    """What stops a run, and how it then ends. See :class:`shardwise.Checkpointer`."""
+class PreemptionPolicy:
+    """Which signals ask a run to stop, and how it then ends: ``preemption=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and
+    ``ShardwiseTrainer``.
 
-    stop_on: tuple[str, ...] = ()
+    Rank-local, takes no memory, installs nothing by itself. Raises :class:`ValueError` for names that are no signals and for
+    numbers out of range.
+    """
+
+    stop_on: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    """Names of the signals. Handlers that were there before are called, too, and are back once the run is closed. ``()`` listens for
+    none; ``request_stop`` still works. Signals belong to the main thread: make the run's object there."""
     deadline_s: float | None = None
-    exit_status: int = EXIT_STATUS
+    """Seconds from the first signal to the scheduler's SIGKILL. The last save is planned with it. None: not known."""
+    exit_status: int = 75
+    """``exit_code`` of a run that has stopped. 75 is ``EX_TEMPFAIL`` of sysexits.h: "temporary failure, try again"."""
 
     def __post_init__(self) -> None:
         numbers_of(self.stop_on)
@@ -40,14 +47,14 @@ class StopOptions:
 class Stops:
     """One run's stop. Every rank makes one and makes the same calls, in the main thread."""
 
-    def __init__(self, options: StopOptions, ranks: Ranks) -> None:
-        self._options = options
-        self._signals = StopSignals(numbers_of(options.stop_on))
+    def __init__(self, policy: PreemptionPolicy | None, ranks: Ranks) -> None:
+        self._policy = policy = policy or PreemptionPolicy(stop_on=())
+        self._signals = StopSignals(numbers_of(policy.stop_on))
         self._asked: Received | None = None
         self._point: StopPoint | None = None
         self._agreed_end_s: float | None = None
         self.has_stopped = False
-        if options.stop_on:
+        if policy.stop_on:
             try:
                 with ranks.agree("listen for signals"):
                     self._signals.listen()
@@ -88,7 +95,7 @@ class Stops:
     @property
     def exit_code(self) -> int:
         """The status with which the process should exit."""
-        return self._options.exit_status if self.has_stopped else 0
+        return self._policy.exit_status if self.has_stopped else 0
 
     def _agree(self, step: int, ranks: Ranks) -> None:
         """Learn from all ranks how long ago the first signal came: their clocks differ, these times don't."""
@@ -99,10 +106,10 @@ class Stops:
         ago_s, who = ranks.combine(
             "stop together", lambda: [step, calls, ago_s, number, first is not None], _first
         )
-        if self._options.deadline_s is not None:
-            end_s = time.monotonic() + self._options.deadline_s - ago_s
+        if self._policy.deadline_s is not None:
+            end_s = time.monotonic() + self._policy.deadline_s - ago_s
             # Ranks that came late have held up the agreement. The rank that was asked knows the time without it, and the least counts.
-            self._agreed_end_s = end_s if first is None else min(end_s, first.at_s + self._options.deadline_s)
+            self._agreed_end_s = end_s if first is None else min(end_s, first.at_s + self._policy.deadline_s)
         if ranks.rank == 0:
             _log.warning("stopping after step %d: %s was asked to, %.1f s ago", step, who, ago_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -15,11 +15,12 @@ from ..layout.model import fsdp1_problem
 from ..limits import is_word
 from .beyond_model import refuse_fsdp1
 from .gradients import bare_optimizer, watch_steps
+from .rounding import warn_of_rounded_updates
 
 __all__ = ["TrainState", "document_of"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class TrainState:
     """The live objects of a training run. Holds references only; nothing is copied.
 
@@ -42,6 +43,7 @@ class TrainState:
     ``get_extra_state`` of modules are stored. Non-persistent buffers are not: construction makes them again."""
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None
     """An optimizer over parameters of one model, or several by name. Its state is stored by parameter name."""
+    _: KW_ONLY
     scheduler: Any = None
     """Learning rate scheduler, or anything with ``state_dict`` and ``load_state_dict``; or several by name."""
     dataloader: Any = None
@@ -67,6 +69,7 @@ class TrainState:
         for model in self.models.values():
             refuse_fsdp1(fsdp1_problem(model.named_modules()))
         self.watch()
+        warn_of_rounded_updates(self.optimizers)
 
     def watch(self) -> None:
         """Note from now on which gradients each step of the optimizers uses; once per optimizer, however often it is called.
