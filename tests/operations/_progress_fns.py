@@ -51,6 +51,8 @@ def checked(call: Callable[[], Any], name: str, nbytes: Callable[[Any], int]) ->
     report, operations = recorded(call)
     (found,) = operations  # a resume is one, with the loads in it
     check(found, name, nbytes(report))
+    assert any(found[-1].report is one for one in (report if isinstance(report, tuple) else (report,)))
+    assert all(one.report is None for one in found[:-1])
     return report
 
 
@@ -204,6 +206,7 @@ def there_and_back(root: str, folder: str, endpoint: str | None = None) -> None:
     with sw.Checkpointer(f"{root}/run", mode="async") as checkpoints:
         saved, (found,) = recorded(lambda: (checkpoints.save(state, 1), checkpoints.wait())[1])
         check(found, "save", saved.bytes_written)
+        assert found[-1].report is saved
     checked(lambda: sw.export_hf(model, f"{root}/out"), "export", lambda r: r.bytes_written)
     checked(lambda: sw.export_hf(f"{root}/step", f"{root}/out2"), "export", lambda r: r.bytes_written)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -291,13 +292,15 @@ class Checkpointer(Stopping, Resuming):
         (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
         directory with steps of a run that this one did not resume.
         """
+        called = time.perf_counter()
         step, ranks = checked_step(step), self._ranks()
         failed = self._settle()
         first, self._place = self._place, 0
         fallback = self._steps.fallback
         places = [first] if first or fallback is None else [first, fallback]
         ways = {
-            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks) for place in places
+            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks, called)
+            for place in places
         }
         report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
         self._due.restart()
@@ -314,7 +317,7 @@ class Checkpointer(Stopping, Resuming):
             return pending.step, str(error)
         return None
 
-    def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
+    def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks, called: float) -> SaveReport:
         try:
             name = self._places.name_of_next(lambda: self._name_of_next(step, place), ranks)
         except CheckpointError as error:
@@ -323,7 +326,7 @@ class Checkpointer(Stopping, Resuming):
         if self._lineage is None:
             self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
-            return self._save_async(state, target, step, place, self._buffer)
+            return self._save_async(state, target, step, place, self._buffer, called)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage, self._on_disk = self._lineage.at(step), step
         self._places.after_save(step, place, ranks)
@@ -335,7 +338,7 @@ class Checkpointer(Stopping, Resuming):
 
     @announced("save", "step")
     def _save_async(
-        self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer
+        self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer, called: float
     ) -> SaveReport:
         ranks, lineage = self._ranks(), self._lineage
         assert lineage is not None
@@ -349,6 +352,7 @@ class Checkpointer(Stopping, Resuming):
                 buffer,
                 ranks_of_thread,
                 lambda: self._places.after_save(step, place, ranks_of_thread),
+                called,
             )
         self._pending = pending
         return pending.copy()

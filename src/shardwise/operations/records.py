@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 __all__ = ["OperationName", "Progress", "State", "size"]
 
@@ -36,6 +36,8 @@ class Progress:
     """Whether the caller goes on meanwhile: an async save, a copy to a mirror."""
     error: str = ""
     """Of a failed operation, type and text of the error."""
+    report: Any = None
+    """The report of a finished operation, as its call returns it: a :class:`SaveReport`, a :class:`ResumeReport`, … ``None`` until then."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -49,6 +51,27 @@ class Progress:
         if left == 0:
             return 0.0
         return left / rate if rate > 0 else None
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a metrics logger, once the operation has ended; empty until then.
+
+        Names begin with ``shardwise/`` and the operation: ``shardwise/save/seconds``, ``shardwise/save/bytes``, ``shardwise/save/failed``
+        (0 or 1), and each number and each yes or no of the report, such as ``shardwise/save/stall_seconds`` or ``shardwise/resume/exact``.
+        """
+        if self.state == "running":
+            return {}
+        found: dict[str, Any] = {
+            "seconds": self.seconds,
+            "bytes": self.done_bytes,
+            "failed": self.state == "failed",
+        }
+        if self.report is not None:
+            found |= {one.name: getattr(self.report, one.name) for one in fields(self.report)}
+        return {
+            f"shardwise/{self.operation}/{name}": float(value)
+            for name, value in found.items()
+            if isinstance(value, (int, float))
+        }
 
 
 def size(nbytes: int) -> str:
