@@ -22,7 +22,7 @@ import pytest
 import shardwise as sw
 from shardwise import errors
 from shardwise.cli import main
-from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
+from tests.docs.blocks import DOCS, ROOT, Block, after_diff, blocks, pages
 
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
 INTEGRATIONS = ("accelerate", pytest.param("trainer", marks=pytest.mark.needs("trainer")))
@@ -33,7 +33,7 @@ PYTHON = [
     pytest.param(
         block, marks=_NEEDS_TRAINER if "shardwise.integrations.trainer" in block.text else (), id=str(block)
     )
-    for block in ALL
+    for block in (*ALL, *(after_diff(block) for block in ALL if block.language == "diff"))
     if block.language == "python"
 ]
 
@@ -96,8 +96,9 @@ def is_public(module: ModuleType, name: str) -> bool:
 RUN = (
     "README.md",
     "docs/index.md",
-    *(f"docs/howto/{p}.md" for p in ("own-loop", "from-pretrained", "from-dcp")),
+    *(f"docs/howto/{p}.md" for p in ("own-loop", "from-pretrained")),
 )
+RUN += tuple(f"docs/migrate/{p}.md" for p in ("dcp", "deepspeed", "fsdp1"))
 RUN += tuple(f"docs/concepts/{p}.md" for p in ("proof", "digests", "exactness"))
 
 
