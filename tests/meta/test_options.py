@@ -141,7 +141,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
         "convert",
         {
             "to": "chooses between sw.convert and sw.export_hf",
-            "model": "of --to hf: an option of sw.export_hf",
+            "model_name": "of --to hf: an option of sw.export_hf",
         },
     ),
     "copy": ("copy_checkpoint", {}),
