@@ -96,9 +96,9 @@ def is_public(module: ModuleType, name: str) -> bool:
 RUN = (
     "README.md",
     "docs/troubleshooting.md",
-    *(f"docs/howto/{p}.md" for p in ("own-loop", "from-pretrained")),
+    *(f"docs/howto/{p}.md" for p in ("own-loop", "from-pretrained", "logging")),
 )
-RUN += tuple(f"docs/migrate/{p}.md" for p in ("dcp",))
+RUN += tuple(f"docs/migrate/{p}.md" for p in ("dcp", "deepspeed", "fsdp1"))
 RUN += tuple(f"docs/concepts/{p}.md" for p in ("proof", "digests", "exactness"))
 
 
