@@ -28,6 +28,9 @@ EXAMPLES = "project/examples.md"
 #: Pages that a search shows last: long, and for those who work on shardwise.
 RECORDS = ("notes/", "project/changelog.md")
 
+#: Pages whose tables need the room of the table of contents.
+WIDE = ("supported-models.md", "comparison.md")
+
 _FENCE = re.compile(r"^\s*```")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CLASS = re.compile(r"^::: class (\w+)$", re.MULTILINE)
@@ -54,6 +57,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to files of the repository into links of the site, and ``::: class X`` into where X lies."""
     page_uri = page.file.src_uri
+    if page_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     if page_uri.startswith(RECORDS):
         page.meta.setdefault("search", {"boost": 0.2})
     at = next((source for source, made in TEXTS.items() if made == page_uri), f"docs/{page_uri}")
