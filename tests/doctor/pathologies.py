@@ -457,5 +457,6 @@ PATHOLOGIES: tuple[Pathology, ...] = (
             HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a model in GGUF", instead="Take another."),)
         ),
     ),
+    Pathology("path.absent", "there is no such file or directory", replace(HEALTHY, absent=("/nope",))),
     Pathology("path.unknown", "Nothing was checked here", replace(HEALTHY, unknown=("/x/config.json",))),
 )

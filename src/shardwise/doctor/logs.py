@@ -13,7 +13,7 @@ from statistics import median
 from ..errors import SourceError
 from .facts import Log
 
-__all__ = ["KNOWN", "Known", "read_log"]
+__all__ = ["KNOWN", "Known", "log_of_losses", "read_log"]
 
 #: Of a longer log, its beginning and its end are read.
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
@@ -240,9 +240,24 @@ def read_log(path: str) -> Log:
         path=path,
         lines=lines,
         first_loss=finite[0][1] if finite else None,
+        losses=len(losses),
         jump=_jump(text, finite),
         not_a_number=None if bad is None else _line_at(text, bad),
         rise=_rise([loss for _, loss in finite]),
+    )
+
+
+def log_of_losses(path: str, losses: Sequence[float]) -> Log:
+    """The facts of losses that a file of the Trainer's lists in the order of their steps. Pure."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    bad = next((loss for loss in losses if not math.isfinite(loss)), None)
+    return Log(
+        path=path,
+        lines={},
+        first_loss=finite[0] if finite else None,
+        losses=len(losses),
+        not_a_number=None if bad is None else f"loss {bad}",
+        rise=_rise(finite),
     )
 
 
