@@ -43,7 +43,7 @@ def problems_of(
         (
             "w4-group-zeros",
             "weight_scale",
-            "has no {UP}.weight_scale beside it, which config_groups.group_0 (pack-quantized, ",
+            "has no {UP}.weight_scale next to it, which config_groups.group_0 (pack-quantized, ",
         ),
         ("w4-group-zeros", "weight_zero_point", "has no {UP}.weight_zero_point beside it"),
         ("w4-group-zeros", "weight_shape", "has no {UP}.weight_shape beside it"),

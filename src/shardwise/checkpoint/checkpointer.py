@@ -78,7 +78,7 @@ class Checkpointer(Stopping, Resuming):
             and of this run, and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted
             bytes. A step that lacks a file does not count, and is deleted when enough newer ones are valid. A directory without such a
             manifest, or a link, neither counts nor is deleted.
-        keep_every: keep steps divisible by this for good.
+        keep_every: keep steps divisible by this permanently.
         mirror: a second directory or URL. A thread of rank 0 copies each published step there and compares the copy with the
             manifest, the newest step first; ``keep_last`` and ``keep_every`` hold there, too. A resume takes a step from the mirror if
             the first place has lost it, or if it is damaged there. A failure to copy is logged, and tried again after the next save.
@@ -95,7 +95,7 @@ class Checkpointer(Stopping, Resuming):
             :meth:`should_stop`. None: no signal does; :meth:`request_stop` works without it.
         memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
         local: each host keeps the files of its ranks in a directory of its own: ``root`` on a local disk, which may have another path on each
-            rank. The manifest lies on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
+            rank. The manifest is on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
             merged into one directory; other hosts and another number of ranks may take part. docs/howto/several-hosts.md.
         io: staging of a resume, and time limits.
 
@@ -194,7 +194,7 @@ class Checkpointer(Stopping, Resuming):
         """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.
 
         Every rank must call it, before ``destroy_process_group``; rank 0 alone waits for the mirror. A process that ends without it may leave
-        the mirror without its last step. Raises the pending save's error alike on every rank
+        the mirror without its last step. Raises the pending save's error on every rank
         (:class:`CheckpointError` if the process group is gone); the directory is released then, too. After Ctrl-C a save may
         still run: the directory is held until a second call.
         """
@@ -227,7 +227,7 @@ class Checkpointer(Stopping, Resuming):
 
     @property
     def stored(self) -> Stored | None:
-        """What lay below the URL after the retention of the last save, by rank 0's listing; None on other ranks, for a directory, and
+        """Contents of the URL after the retention of the last save, by rank 0's listing; None on other ranks, for a directory, and
         without ``keep_last``. Also logged."""
         return self._steps.stored
 
@@ -252,7 +252,7 @@ class Checkpointer(Stopping, Resuming):
     def wait(self) -> SaveReport | None:
         """Block until a pending async save is published. Returns its report, or None if there is none.
 
-        Raises its error once, alike on every rank; earlier steps are untouched.
+        Raises its error once, on every rank; earlier steps are untouched.
         """
         pending = self._pending
         if pending is None:

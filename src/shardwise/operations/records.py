@@ -18,9 +18,9 @@ class Progress:
     """How far one operation is on this rank: bytes done, of the bytes to do."""
 
     operation: OperationName
-    """What is done. A resume is one operation, with the loads in it, and with the steps that it skips because they are damaged."""
+    """Kind of the operation. A resume is one operation, with the loads in it, and with the steps that it skips because they are damaged."""
     path: str
-    """Path or URL that is read or, by a save, a conversion, a copy and an export, written. Of a resume the step's."""
+    """Path or URL that is read or, by a save, a conversion, a copy and an export, written. For a resume, those of the step."""
     state: Literal["running", "done", "failed"]
     """``done`` and ``failed`` come once, last."""
     done_bytes: int
@@ -33,9 +33,9 @@ class Progress:
     number: int
     """Counts the operations of this process: operations at the same time have different ones."""
     is_background: bool
-    """Whether the caller goes on meanwhile: an async save, a copy to a mirror."""
+    """Whether the caller continues meanwhile: an async save, a copy to a mirror."""
     error: str = ""
-    """Of a failed operation, type and text of the error."""
+    """Type and text of the error, if the operation failed."""
     report: Any = None
     """The report of a finished operation, as its call returns it: a :class:`SaveReport`, a :class:`ResumeReport`, … ``None`` until then."""
 
