@@ -16,7 +16,7 @@
     │   ├── NoCheckpointError  steps exist and none is valid
     │   ├── LowSpaceError      the file system has less room than the save takes
     │   └── LockedError        another run holds the directory
-    └── RankError              some rank failed; raised alike on every living rank
+    └── RankError              some rank failed; raised on every living rank
 
 docs/errors.md has a section for each, with causes and fixes, which ``shardwise explain TYPE`` prints; a note below each
 error's text says so.
@@ -174,7 +174,7 @@ def is_damage(error: ShardwiseError) -> bool:
     """Whether an error means that stored bytes are lost or wrong, on any rank.
 
     Not damage: a file that can't be read for another reason (too many open files, permissions, an unreachable
-    server), a later format version, or a valid state that the live objects do not fit. No step may be set aside for
+    server), a later format version, or a valid state that the live objects do not fit. No step may be moved aside for
     these.
     """
     return _is_all(error, IntegrityError, FormatError)

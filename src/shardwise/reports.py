@@ -1,4 +1,4 @@
-"""What calls return and progress hooks get: one class for each, ``to_json()`` for a file, ``print`` for a table."""
+"""The reports that calls return, and the records that progress hooks get: one class for each, ``to_json()`` for a file, ``print`` for a table."""
 
 from .checkpoint.resume_report import ResumeReport
 from .checkpoint.save import SaveReport

@@ -407,7 +407,7 @@ def test_files_of_torch_are_named(tmp_path: Path, name: str) -> None:
 
 def test_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    refused(tmp_path, "whose slices lie in model/", kind=SourceError)
+    refused(tmp_path, "whose slices are in model/", kind=SourceError)
 
 
 def test_things_that_are_no_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +61,8 @@ class Mixed(nn.Module):
 
 def eagerly(work: Callable[[], Any]) -> Any:
     """torchao compiles its steps, which takes longer than all the rest."""
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.compile with fullgraph=True found no compiled", UserWarning)
         return work()
 
 

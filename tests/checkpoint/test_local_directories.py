@@ -231,7 +231,7 @@ def test_hosts_agree_on_the_steps_that_stay(ranks, tmp_path):
 def test_what_local_does_not_go_with(tmp_path):
     for options in (
         {"mirror": tmp_path / "m"},
-        {"fallback": tmp_path / "f"},
+        {"failures": sw.FailurePolicy(fallback=tmp_path / "f")},
         {"memory": sw.InMemoryCheckpoints(every=1)},
     ):
         with pytest.raises(ValueError, match="local=True"):

@@ -150,7 +150,7 @@ def test_a_scheduler_of_no_class_is_not_exact(tmp_path: Path) -> None:
     assert sw.restore(scheduled(), tmp_path / "step").exact
     edit_documents(tmp_path / "step", lambda documents: documents.pop("classes"))
     report = sw.restore(scheduled(), tmp_path / "step")
-    assert report.differences == ("scheduler: the checkpoint does not say of which class it was",)
+    assert report.differences == ("scheduler: the checkpoint does not name its class",)
     assert not report.exact
 
 

@@ -148,7 +148,8 @@ def test_a_file_system(options: str, tmp_path: Path, here: set[str]) -> None:
         said = with_own_mounts(lambda: _in_tmpfs(folder, options), tmp_path / "result")
     except CanNotMount as error:
         pytest.skip(str(error))
-    check([Finding(**one) for one in said], here - WHERE, *rules, words=words)
+    slow = {"storage.slow-write", "storage.slow-fsync", "storage.slow-read"}  # of a busy machine
+    check([Finding(**one) for one in said], (here - WHERE) | slow, *rules, words=words)
 
 
 def _small_shm(folder: Path) -> list[Finding]:

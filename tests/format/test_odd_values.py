@@ -76,5 +76,5 @@ def test_a_conversion_names_the_files_that_it_leaves(tmp_path: Path) -> None:
     state = run()
     sw.save(sw.TrainState(model=state.model, files={"notes/run.txt": b"x"}), tmp_path / "step")
     skipped = sw.convert(tmp_path / "step", tmp_path / "out").skipped
-    assert [line for line in skipped if "notes" in line] == ["notes/run.txt: a file beside the state"]
+    assert [line for line in skipped if "notes" in line] == ["notes/run.txt: a file next to the state"]
     assert not any("model/" in line or "state." in line for line in skipped)

@@ -36,7 +36,7 @@ SAYS_WHY = {
     "weighted, workers": "may differ",
     "theirs, workers": "not in the checkpoint",
     "theirs, seeded before, workers": "not in the checkpoint",
-    "streamed": "it may go on elsewhere",
+    "streamed": "it may continue elsewhere",
     "plain shuffled": "exact only if the loop skips",
     "plain weighted": "exact only if the loop skips",
     "plain noisy": "exact only if the loop skips",

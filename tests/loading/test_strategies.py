@@ -168,7 +168,7 @@ def test_short_runs_are_read_once_per_host(tmp_path: Path) -> None:
         model = nn.Linear(2048, 4200, bias=False, dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda p: Shard(1))
     report = sw.load(model, tmp_path)
-    assert report.strategy == "node: shards lie in short runs"
+    assert report.strategy == "node: shards are stored in short runs"
     assert totals(report) == (state["weight"].nbytes, 0)
     assert isinstance(model.weight, DTensor)
     assert torch.equal(model.weight.full_tensor(), state["weight"])
@@ -423,7 +423,7 @@ def facts(**changed: Any) -> dict[str, Any]:
             [facts(network=True, read_bytes=100, host=host) for host in "ab"],
             "once: ranks of 2 hosts would read the source 2.0 times from a network file system",
         ),
-        ([facts(short_bytes=9 * MIB)] * 2, "node: shards lie in short runs"),
+        ([facts(short_bytes=9 * MIB)] * 2, "node: shards are stored in short runs"),
         ([facts(short_bytes=9 * MIB, host=host) for host in "ab"], "own: the files are on local disks"),
         ([facts(short_bytes=7 * MIB)] * 2, "own: the files are on local disks"),
         ([facts(), facts(files=None)], "once: 1 of 2 ranks do not see the files"),

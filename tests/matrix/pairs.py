@@ -32,7 +32,7 @@ class Pair:
 PAIRS = (
     Pair(
         "2.9-5.0",
-        "founding cases: torch 2.9.1, transformers 5.0, Accelerate 1.12",
+        "founding cases: torch 2.9.1, transformers 5.0, Accelerate 1.12; all other packages at their lowest, too",
         {
             "torch": "2.9.1",
             "transformers": "5.0.0",
@@ -45,6 +45,12 @@ PAIRS = (
             "trl": "0.29.0",
             "datasets": "4.7.0",
             "torchao": "0.15.0",
+            "safetensors": "0.4.3",
+            "numpy": "1.26.0",
+            "xxhash": "3.2.0",
+            "click": "8.1.0",
+            "rich": "13.0.0",
+            "commonmark": "0.9.1",
         },
     ),
     Pair(

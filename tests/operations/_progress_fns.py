@@ -51,6 +51,8 @@ def checked(call: Callable[[], Any], name: str, nbytes: Callable[[Any], int]) ->
     report, operations = recorded(call)
     (found,) = operations  # a resume is one, with the loads in it
     check(found, name, nbytes(report))
+    assert any(found[-1].report is one for one in (report if isinstance(report, tuple) else (report,)))
+    assert all(one.report is None for one in found[:-1])
     return report
 
 
@@ -174,12 +176,12 @@ def converted_and_dequantised(no_map: str, fp8: str) -> list[str]:
         with _fallback_fns.registered():
             many = replace(io, staging_bytes=2**25)
             _, report = checked(
-                lambda many=many: sw.load_pretrained(no_map, mesh, io=many),  # type: ignore[misc]
+                lambda many=many: sw.load_pretrained(no_map, mesh, io=many, return_report=True),  # type: ignore[misc]
                 "load",
                 lambda r: r[1].bytes_read,
             )
         _, other = checked(
-            lambda io=io: sw.load_pretrained(fp8, mesh, io=io),  # type: ignore[misc]
+            lambda io=io: sw.load_pretrained(fp8, mesh, io=io, return_report=True),  # type: ignore[misc]
             "load",
             lambda r: r[1].bytes_read,
         )
@@ -204,6 +206,7 @@ def there_and_back(root: str, folder: str, endpoint: str | None = None) -> None:
     with sw.Checkpointer(f"{root}/run", mode="async") as checkpoints:
         saved, (found,) = recorded(lambda: (checkpoints.save(state, 1), checkpoints.wait())[1])
         check(found, "save", saved.bytes_written)
+        assert found[-1].report is saved
     checked(lambda: sw.export_hf(model, f"{root}/out"), "export", lambda r: r.bytes_written)
     checked(lambda: sw.export_hf(f"{root}/step", f"{root}/out2"), "export", lambda r: r.bytes_written)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -51,10 +51,7 @@ def test_a_failure_comes_last(step: Path, tmp_path: Path) -> None:
     """As a failure, after what was read; nothing comes after it."""
     damaged = tmp_path / step.name
     sw.copy_checkpoint(step, damaged)
-    file = max(damaged.glob("model/*.safetensors"), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
+    damage(str(damaged))
     model, _ = fns.trained()
     heard: fns.Found = []
     with sw.progress(heard.append), pytest.raises(sw.errors.IntegrityError):
@@ -97,12 +94,65 @@ def test_a_hook_that_fails_is_logged_once(step: Path, caplog: pytest.LogCaptureF
         assert sw.verify(step).ok
     assert calls == ["running"]
     (record,) = caplog.records
-    assert "the progress hook failed, and is not called again; the verify goes on" in record.getMessage()
+    assert "the progress hook failed, and is not called again; the verify continues" in record.getMessage()
     assert record.exc_info is not None
     assert "of the hook" in str(record.exc_info[1])
     with sw.progress(hook):
         sw.verify(step)
     assert calls == ["running"] * 2, "another block calls it again"
+
+
+def test_metrics_are_the_numbers_of_the_report(tmp_path: Path) -> None:
+    """Of each operation once, when it has ended."""
+    model, optimizer = fns.trained()
+    state = sw.TrainState(model=model, optimizer=optimizer)
+    found: list[dict[str, float]] = []
+    with sw.progress(lambda one: found.append(one.metrics()) if one.metrics() else None):
+        with sw.Checkpointer(tmp_path / "run") as checkpoints:
+            saved = checkpoints.save(state, 7)
+            resumed = checkpoints.resume(state)
+        damage(saved.path)
+        with pytest.raises(sw.errors.IntegrityError):
+            sw.load(model, saved.path)
+    save, resume, load = found
+    assert save["shardwise/save/step"] == 7
+    assert save["shardwise/save/bytes"] == saved.bytes_written
+    assert save["shardwise/save/seconds"] == save["shardwise/save/stall_seconds"] == saved.seconds
+    assert save["shardwise/save/failed"] == 0
+    assert resumed is not None
+    assert resume["shardwise/resume/exact"] == 1
+    assert resume["shardwise/resume/tensors"] == resumed.tensors
+    assert load.keys() == {f"shardwise/load/{name}" for name in ("seconds", "bytes", "failed")}
+    assert load["shardwise/load/failed"] == 1
+
+
+def damage(step: str) -> None:
+    """Flip a bit of the largest file of a step's model."""
+    file = max(Path(step).glob("model/*.safetensors"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_stall_of_a_save_in_the_background_counts_the_wait_for_the_one_before(tmp_path: Path) -> None:
+    """The report of the published step has the stall, and the time until it was published."""
+    model, optimizer = fns.trained()
+    state = sw.TrainState(model=model, optimizer=optimizer)
+    reports: list[sw.reports.SaveReport] = []
+
+    def hook(found: sw.Progress) -> None:
+        if found.state == "running" and found.done_bytes == 0:
+            time.sleep(0.5)
+        elif found.report is not None:
+            reports.append(found.report)
+
+    with sw.progress(hook), sw.Checkpointer(tmp_path / "run", mode="async") as checkpoints:
+        copied = [checkpoints.save(state, 1), checkpoints.save(state, 2)]
+        checkpoints.wait()
+    assert [one.step for one in reports] == [1, 2]
+    assert all(one.is_published for one in reports)
+    assert [one.stall_seconds for one in reports] == [one.stall_seconds for one in copied]
+    assert reports[1].stall_seconds > 0.1, "it waits for the first"
 
 
 def test_ctrl_c_in_a_hook_is_ctrl_c(step: Path) -> None:

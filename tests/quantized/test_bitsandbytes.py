@@ -357,7 +357,7 @@ _PROBLEMS: dict[str, tuple[str, Change, str]] = {
     "int8 codes of another dtype": (
         "int8",
         lambda s, _: s.update({_Q: s[_Q].half()}),
-        f"{_Q}: expected I8 in two dims beside {_Q[:-6]}SCB, found F16 [128, 64]",
+        f"{_Q}: expected I8 in two dims next to {_Q[:-6]}SCB, found F16 [128, 64]",
     ),
     "int8 in tiles": (
         "int8",

@@ -198,7 +198,7 @@ def trainer(place: Path, mesh: DeviceMesh) -> None:
         with arguments(
             str(place / "trainer"), save_steps=1, max_steps=steps, lr_scheduler_type="constant"
         ) as args:
-            model, _ = load_for(args, place / "hub")
+            model = load_for(args, place / "hub")
             made = ShardwiseTrainer(model, args, train_dataset=Rows())
             made.train(resume_from_checkpoint=resume)
             return [row["loss"] for row in made.state.log_history if "loss" in row]

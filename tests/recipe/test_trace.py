@@ -6,6 +6,7 @@ Every element of the data is unique, so that equal arrays mean that every elemen
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -596,6 +597,10 @@ class Case:
     extra: dict[str, Any]
     is_bijective: bool = True
     """Whether the reverse operation gives the stored tensors back."""
+    is_reversible: bool = True
+    """Whether the reverse operation is known, and makes its tensors of stored ones."""
+    most_tiles: int = 1
+    """For each stored tensor that takes part in a made one."""
 
     def convert(self) -> dict[str, Pair]:
         return converted(self.operation, self.inputs, list(self.inputs), self.targets, self.extra)
@@ -642,7 +647,9 @@ def sizes_of(draw: Draw, ndim: int) -> list[int]:
 
 
 def case_of_identity(draw: Draw) -> Case:
-    return Case(OPERATIONS["_IdentityOp"](), several(["a"], sizes_of(draw, 2)), ["a"], {})
+    return Case(
+        OPERATIONS["_IdentityOp"](), several(["a"], sizes_of(draw, 2)), ["a"], {}, is_reversible=False
+    )
 
 
 def case_of_chunk(draw: Draw) -> Case:
@@ -763,6 +770,32 @@ def case_of_ernie_split(draw: Draw) -> Case:
     return Case(operation, inputs, targets, {"config": None})
 
 
+def case_of_dequantized_experts(draw: Draw) -> Case:
+    """Of a plain tensor, which it passes on."""
+    inputs = several(["experts.w"], sizes_of(draw, 3))
+    return Case(OPERATIONS["Inkling2LoopDequantizeExperts"](), inputs, ["experts.v"], {}, is_bijective=False)
+
+
+def case_of_message_queries(draw: Draw) -> Case:
+    """The reverse picks rows by a list, which has no tiles."""
+    layers, size = sizes_of(draw, 2)
+    inputs = several(["queries", "kv_queries"], [2 * layers, size])
+    operation = OPERATIONS["Inkling2LoopMergeMessageQueries"]()
+    return Case(operation, inputs, ["merged"], {}, is_reversible=False, most_tiles=2)
+
+
+def case_of_unpad(draw: Draw) -> Case:
+    """The reverse pads with zeros, which no stored tensor holds."""
+    padded, size = sizes_of(draw, 2)
+    config = transformers.PreTrainedConfig()
+    config.vocab_size, config.unpadded_vocab_size = padded, draw(st.integers(1, padded))
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
+    extra = {"config": config, "model": model, "full_layer_name": "weight"}
+    inputs = several(["w"], [padded, size])
+    return Case(OPERATIONS["Inkling2UnpadVocab"](), inputs, ["v"], extra, is_reversible=False)
+
+
 CASES: dict[str, Callable[[Draw], Case]] = {
     "_IdentityOp": case_of_identity,
     "Chunk": case_of_chunk,
@@ -780,6 +813,9 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "ErnieFuseAndSplitTextVisionExperts": case_of_ernie_fuse,
     "ErnieSplitAndDecoupleTextVisionExperts": case_of_ernie_split,
     "Force16BytesAlignment": case_of_alignment,
+    "Inkling2LoopDequantizeExperts": case_of_dequantized_experts,
+    "Inkling2LoopMergeMessageQueries": case_of_message_queries,
+    "Inkling2UnpadVocab": case_of_unpad,
 }
 
 
@@ -796,7 +832,14 @@ def test_every_operation_has_a_case() -> None:
     assert used <= set(OPERATIONS.values())
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+#: In 5.12 and before these of transformers itself refuse one tensor, don't undo themselves, or have no inverse.
+_NARROWER = {"Transpose", "Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "PermuteForRope"}
+_SINCE = pytest.mark.needs("transformers>=5.20", "its own operation takes fewer shapes")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_SINCE if name in _NARROWER else ()) for name in OPERATIONS]
+)
 @examples(40)
 @given(data=st.data())
 def test_operations_of_transformers(name: str, data: st.DataObject) -> None:
@@ -805,18 +848,18 @@ def test_operations_of_transformers(name: str, data: st.DataObject) -> None:
     originals = [pair for pairs in case.inputs.values() for pair in pairs]
     sources = {tile.source: pair.data.numpy() for pair in originals for tile in pair.symbol.tiles}
     made = case.convert()
-    assert_exact_and_few(made, sources)
-    if name == "_IdentityOp":
-        return  # has no reverse
+    assert_exact_and_few(made, sources, case.most_tiles)
+    if not case.is_reversible:
+        return
     saved = {n: Pair(pair.data, stored_tensor(n, pair.shape, pair.data.dtype)) for n, pair in made.items()}
     reverted = case.revert(saved)
-    assert_exact_and_few(reverted, {n: pair.data.numpy() for n, pair in saved.items()})
+    assert_exact_and_few(reverted, {n: pair.data.numpy() for n, pair in saved.items()}, case.most_tiles)
     if case.is_bijective:
         for pair, original in zip(reverted.values(), originals, strict=True):
             assert np.array_equal(pair.data, original.data)
 
 
-def assert_exact_and_few(made: dict[str, Pair], sources: dict[str, Array]) -> None:
+def assert_exact_and_few(made: dict[str, Pair], sources: dict[str, Array], most: int = 1) -> None:
     for pair in made.values():
         Traces(sources, []).assert_exact(pair)
-        assert len({tile.source for tile in pair.symbol.tiles}) == len(pair.symbol.tiles)
+        assert max(Counter(tile.source for tile in pair.symbol.tiles).values(), default=0) <= most

@@ -46,11 +46,11 @@ REPLIES = {
             ),
             _REGION,
         ),
-        "the bucket lies in region eu-west-1: set AWS_REGION=eu-west-1, or",
+        "the bucket is in region eu-west-1: set AWS_REGION=eu-west-1, or",
     ),
     "region, no header": (
         Reply(301, error("PermanentRedirect", "The bucket you are attempting to access ...")),
-        "the bucket lies in another region: set its own by AWS_REGION",
+        "the bucket is in another region: set its own by AWS_REGION",
     ),
     "region, signed for another": (
         Reply(
@@ -62,7 +62,7 @@ REPLIES = {
             ),
             _REGION,
         ),
-        "the bucket lies in region eu-west-1: set AWS_REGION=eu-west-1, or",
+        "the bucket is in region eu-west-1: set AWS_REGION=eu-west-1, or",
     ),
     "expired": (
         Reply(

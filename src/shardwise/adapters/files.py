@@ -80,7 +80,7 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
     if not os.path.isdir(root):
         raise SourceError("no such directory; give the local directory of an adapter", path=root)
     if not os.path.isfile(file):
-        raise SourceError(f"no {CONFIG_NAME}; PEFT writes one beside an adapter's tensors", path=root)
+        raise SourceError(f"no {CONFIG_NAME}; PEFT writes one next to an adapter's tensors", path=root)
     if os.path.isfile(weights):
         catalog = catalog_of_safetensors(weights)
     elif os.path.isfile(pickled := os.path.join(root, TORCH_WEIGHTS_NAME)):

@@ -235,7 +235,7 @@ def refuse_referred(catalog: Catalog, what: str) -> None:
     if catalog.referred:
         raise CheckpointError(
             f"{catalog.root}: holds only digests of {len(catalog.referred)} frozen tensors, {min(catalog.referred)} among them, and "
-            f"{what} needs their content: load the base, sw.restore the checkpoint, and go on from the live model"
+            f"{what} needs their content: load the base, sw.restore the checkpoint, and continue with the live model"
         )
 
 

@@ -79,7 +79,7 @@ def _every(root: str) -> tuple[str, ...]:
         raise SourceError(steps, path=root)
     hint = ""
     if exists(os.path.join(root, "manifest.json")):
-        hint = "; it is a shardwise checkpoint whose slices lie in model/"
+        hint = "; it is a shardwise checkpoint whose slices are in model/"
     elif any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         hint = "; it has files of torch.save under unknown names: give the path of the one to load"
     raise SourceError(f"no .safetensors file in this directory{hint}", path=root)

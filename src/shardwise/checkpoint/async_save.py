@@ -60,6 +60,7 @@ class AsyncSave:
         buffer: StagingBuffer,
         ranks: Ranks,
         after: Callable[[], None],
+        called: float,
     ) -> None:
         self.step = collected.step
         pieces = list(pieces_of(collected))
@@ -75,6 +76,8 @@ class AsyncSave:
         self._buffer = buffer
         self._ranks = ranks
         self._after = after
+        self._called = called
+        self._stall_seconds = 0.0
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._started = time.perf_counter()
@@ -107,6 +110,7 @@ class AsyncSave:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._stall_seconds = time.perf_counter() - self._called
             if not self._in_waves:
                 self._start()
         return self._report_of(self._nbytes, 0, is_published=False)
@@ -117,6 +121,7 @@ class AsyncSave:
             path=self._target.final,
             bytes_written=bytes_written,
             started=self._started,
+            stall_seconds=self._stall_seconds,
             staging_bytes=self._buffer.nbytes,
             is_published=is_published,
             requests=requests,
@@ -152,9 +157,10 @@ class AsyncSave:
             if threading.current_thread() is self._thread:
                 _lower_priority()
             contents = StagedContents(self._staging, self._buffer)
-            with operation("save", step=self.step), counting() as asked:
+            with operation("save", step=self.step) as heard, counting() as asked:
                 written = publish_collected(self._collected, self._target, self._ranks, contents)
-            self._report = self._report_of(written, asked.total, is_published=True)
+                self._report = self._report_of(written, asked.total, is_published=True)
+                heard.returns(self._report)
             note("save", self._report.to_json())
             self._after()
         except BaseException as error:

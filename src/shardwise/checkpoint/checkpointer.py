@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -77,7 +78,7 @@ class Checkpointer(Stopping, Resuming):
             and of this run, and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted
             bytes. A step that lacks a file does not count, and is deleted when enough newer ones are valid. A directory without such a
             manifest, or a link, neither counts nor is deleted.
-        keep_every: keep steps divisible by this for good.
+        keep_every: keep steps divisible by this permanently.
         mirror: a second directory or URL. A thread of rank 0 copies each published step there and compares the copy with the
             manifest, the newest step first; ``keep_last`` and ``keep_every`` hold there, too. A resume takes a step from the mirror if
             the first place has lost it, or if it is damaged there. A failure to copy is logged, and tried again after the next save.
@@ -94,7 +95,7 @@ class Checkpointer(Stopping, Resuming):
             :meth:`should_stop`. None: no signal does; :meth:`request_stop` works without it.
         memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
         local: each host keeps the files of its ranks in a directory of its own: ``root`` on a local disk, which may have another path on each
-            rank. The manifest lies on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
+            rank. The manifest is on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
             merged into one directory; other hosts and another number of ranks may take part. docs/howto/several-hosts.md.
         io: staging of a resume, and time limits.
 
@@ -193,7 +194,7 @@ class Checkpointer(Stopping, Resuming):
         """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.
 
         Every rank must call it, before ``destroy_process_group``; rank 0 alone waits for the mirror. A process that ends without it may leave
-        the mirror without its last step. Raises the pending save's error alike on every rank
+        the mirror without its last step. Raises the pending save's error on every rank
         (:class:`CheckpointError` if the process group is gone); the directory is released then, too. After Ctrl-C a save may
         still run: the directory is held until a second call.
         """
@@ -226,7 +227,7 @@ class Checkpointer(Stopping, Resuming):
 
     @property
     def stored(self) -> Stored | None:
-        """What lay below the URL after the retention of the last save, by rank 0's listing; None on other ranks, for a directory, and
+        """Contents of the URL after the retention of the last save, by rank 0's listing; None on other ranks, for a directory, and
         without ``keep_last``. Also logged."""
         return self._steps.stored
 
@@ -251,7 +252,7 @@ class Checkpointer(Stopping, Resuming):
     def wait(self) -> SaveReport | None:
         """Block until a pending async save is published. Returns its report, or None if there is none.
 
-        Raises its error once, alike on every rank; earlier steps are untouched.
+        Raises its error once, on every rank; earlier steps are untouched.
         """
         pending = self._pending
         if pending is None:
@@ -291,13 +292,15 @@ class Checkpointer(Stopping, Resuming):
         (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
         directory with steps of a run that this one did not resume.
         """
+        called = time.perf_counter()
         step, ranks = checked_step(step), self._ranks()
         failed = self._settle()
         first, self._place = self._place, 0
         fallback = self._steps.fallback
         places = [first] if first or fallback is None else [first, fallback]
         ways = {
-            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks) for place in places
+            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks, called)
+            for place in places
         }
         report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
         self._due.restart()
@@ -314,7 +317,7 @@ class Checkpointer(Stopping, Resuming):
             return pending.step, str(error)
         return None
 
-    def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
+    def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks, called: float) -> SaveReport:
         try:
             name = self._places.name_of_next(lambda: self._name_of_next(step, place), ranks)
         except CheckpointError as error:
@@ -323,7 +326,7 @@ class Checkpointer(Stopping, Resuming):
         if self._lineage is None:
             self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
-            return self._save_async(state, target, step, place, self._buffer)
+            return self._save_async(state, target, step, place, self._buffer, called)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage, self._on_disk = self._lineage.at(step), step
         self._places.after_save(step, place, ranks)
@@ -335,7 +338,7 @@ class Checkpointer(Stopping, Resuming):
 
     @announced("save", "step")
     def _save_async(
-        self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer
+        self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer, called: float
     ) -> SaveReport:
         ranks, lineage = self._ranks(), self._lineage
         assert lineage is not None
@@ -349,6 +352,7 @@ class Checkpointer(Stopping, Resuming):
                 buffer,
                 ranks_of_thread,
                 lambda: self._places.after_save(step, place, ranks_of_thread),
+                called,
             )
         self._pending = pending
         return pending.copy()

@@ -226,7 +226,7 @@ def _refuse_other_layouts(snapshot: Snapshot, differing: Sequence[str]) -> None:
         raise StateError(
             "ranks do not describe the same tensors: their names, shapes, dtypes, meshes or optimizer states "
             "differ between ranks"
-            + (f"; on meshes of some of the ranks lie {', '.join(parts[:10])}" if parts else "")
+            + (f"; on meshes of only some ranks: {', '.join(parts[:10])}" if parts else "")
             + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
             "(say Replicate() on its further axes instead of slicing the mesh). Pipeline parallelism, where each rank has "
             "its own stage, is not supported"

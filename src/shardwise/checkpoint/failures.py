@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """What happens when storage makes a save fail: ``failures=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and ``ShardwiseTrainer``.
+    """How a run deals with saves that fail because of storage: ``failures=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and ``ShardwiseTrainer``.
 
-    Without a policy the first such save raises. With one it is logged, on whichever rank it happened and alike on all ranks, and
+    Without a policy the first such save raises. With one it is logged, whichever rank it happened on, and
     training continues: the report says why (``failure``), and the next save is tried as usual. Errors of the program itself always
     raise. Rank-local, takes no memory. Raises :class:`ValueError` for ``max_failures`` below 1.
     """

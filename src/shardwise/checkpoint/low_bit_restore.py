@@ -107,7 +107,7 @@ def _refuse_cuts(part: TrainedBy, stored: StoredCheckpoint, bad: list[tuple[str,
     fitting = ", ".join(map(str, fitting_ranks(pairs)))
     raise StateError(
         f"{stored.path}: the optimizer state {name}.{state} is {form.text} elements, and this run's cuts of {name} "
-        f"(shape {list(grid.shape)}, {mesh_text([live[name]])}) lie inside blocks: expected cuts of dim {grid.dim} at multiples "
+        f"(shape {list(grid.shape)}, {mesh_text([live[name]])}) fall inside blocks: expected cuts of dim {grid.dim} at multiples "
         f"of {grid.rows}, and none of later dims. So it is with {len(bad) - 1} other states. Resume on the saved mesh "
         f"({mesh_text(stored.manifest.geometries)})"
         + (f", or cut these dims over one of these numbers of ranks: {fitting}" if fitting else "")

@@ -92,7 +92,7 @@ class _OfCheckpoint(Receiver):
         if kind := manifest.software.get(CONVERTED):
             raise StateError(
                 f"{path}: holds no {self.name}: it was converted from {kind}, and the conversion said under 'skipped' what it left out. "
-                f"Restore the source itself (sw.restore(state, SOURCE)); without its {self.name} a run goes on otherwise than it would have"
+                f"Restore the source itself (sw.restore(state, SOURCE)); without its {self.name} a run continues differently than it would have"
             )
         raise StateError(
             f"{path}: holds no {self.name}; leave it out of the state, or give the step that has it"

@@ -271,7 +271,7 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
         f"{k}: {v} when saved, {now[k]} now" for k, v in manifest.software.items() if now.get(k, v) != v
     ]
     if "scheduler" in stored.documents and "classes" not in stored.documents:
-        found.append("scheduler: the checkpoint does not say of which class it was")
+        found.append("scheduler: the checkpoint does not name its class")
     moved = False
     for name, live in filled.lives.items():
         entries = manifest.models[name]

@@ -77,7 +77,7 @@ class ResumeReport(Printed):
     damaged: Mapping[int, str]
     """Newer steps that were skipped, with their damage."""
     superseded: tuple[int, ...]
-    """Newer steps that were set aside, because the run goes on from this one."""
+    """Newer steps that were moved aside, because the run continues from this one."""
     functions: tuple[str, ...] = ()
     """Functions of schedulers. No checkpoint holds them: the program gave its own. ``exact`` assumes that they are
     those of the saved run, like all other code."""
@@ -151,7 +151,7 @@ class ResumeReport(Printed):
             "also restored": ", ".join(self.documents),
             "random generators": self.rng,
             "settings replaced": "; ".join(self.replaced),
-            "newer steps set aside": ", ".join(map(str, self.superseded)),
+            "newer steps moved aside": ", ".join(map(str, self.superseded)),
             "damaged steps skipped": "; ".join(f"{step}: {found}" for step, found in self.damaged.items()),
             "read by this rank": f"{size(self.bytes_read)} in {self.seconds:.2f} s",
         }

@@ -54,6 +54,8 @@ class SaveReport(Printed):
     """Payload and headers that this rank wrote; for an async save, the bytes that it copied."""
     seconds: float
     """From the call to the published step; for an async save, to the return of ``save``."""
+    stall_seconds: float
+    """Time that training waited for ``save``. For an async save, the wait for the save before it counts, too."""
     skipped: tuple[str, ...]
     """State that can't be stored: functions, by path; gradients whose use no hook saw; own state of a model or an
     optimizer that a document can't hold. The restore reports the last, too."""
@@ -81,16 +83,20 @@ class SaveReport(Printed):
         path: str,
         bytes_written: int,
         started: float,
+        stall_seconds: float | None = None,
         staging_bytes: int = 0,
         is_published: bool = True,
         requests: int = 0,
     ) -> SaveReport:
-        """The report of a save that began at ``started``, by ``time.perf_counter()``, and has ended now."""
+        """The report of a save that began at ``started``, by ``time.perf_counter()``, and has ended now. Without ``stall_seconds``
+        training waited for all of it."""
+        seconds = time.perf_counter() - started
         return cls(
             path=path,
             step=collected.step,
             bytes_written=bytes_written,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
+            stall_seconds=seconds if stall_seconds is None else stall_seconds,
             skipped=collected.snapshot.not_stored,
             staging_bytes=staging_bytes,
             is_published=is_published,
@@ -101,7 +107,7 @@ class SaveReport(Printed):
     @classmethod
     def of_failure(cls, path: str, step: int, failure: str) -> SaveReport:
         """The report of a save that failed, while training goes on."""
-        return cls(path, step, 0, 0.0, (), is_published=False, failure=failure, failed_step=step)
+        return cls(path, step, 0, 0.0, 0.0, (), is_published=False, failure=failure, failed_step=step)
 
     def after_failure(self, step: int, failure: str) -> SaveReport:
         """This report, which also says that the save of ``step`` before it failed in the background."""

@@ -55,10 +55,10 @@ class VerifyReport(Printed):
     bytes_read: int
     seconds: float
     referred: int = 0
-    """Tensors of which the checkpoint holds only digests: a restore compares them with the live ones."""
+    """Tensors that the checkpoint holds only digests of: a restore compares them with the live ones."""
 
     part: str | None = None
-    """Of one host's part of a step (``Checkpointer(local=True)``): which part, and where the others are. What is here was checked."""
+    """For one host\'s part of a step (``Checkpointer(local=True)``): which part, and where the others are. The files here were checked."""
 
     @property
     def ok(self) -> bool:
@@ -78,7 +78,7 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     checksum of every header, small file and 16 MiB block; that headers agree with the manifest; that slices cover every
     tensor exactly once; that this release knows the names and forms of documents (with at most 16 MiB of tensors);
     every tensor's digest, recomputed from the stored bytes; and that a directory named after a step holds that step.
-    Hard links of one file are read once. Of one host's part of a step it checks the files that are here; ``part`` of the report says
+    Hard links of one file are read once. For one host's part of a step it checks the files that are here; ``part`` of the report says
     where the others are.
 
     ``threads``: default all cores of the process, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only if there is no

@@ -159,7 +159,7 @@ def tensor_digest(t: torch.Tensor) -> int:
 def format_digest(digest: int) -> str:
     """``digest`` as 16 lowercase hex digits, as manifests and reports write it."""
     if not 0 <= digest <= _MASK:
-        raise ValueError(f"a digest lies in [0, 2^64), got {digest}")
+        raise ValueError(f"a digest must be in [0, 2^64), got {digest}")
     return f"{digest:016x}"
 
 

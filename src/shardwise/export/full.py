@@ -54,11 +54,11 @@ def iter_full_tensors(
 
     Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus the tensors of the last
     bucket that the caller still holds (one tensor in a plain ``for`` loop). If the process group can't add on the
-    model's device (a CPU model under NCCL alone), the bucket lies on the group's device and each tensor is copied.
+    model's device (a CPU model under NCCL alone), the bucket is on the group's device and each tensor is copied.
     Traffic: one all-reduce of each tensor.
 
     Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
-    can't be inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
+    can't be inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError` on every rank.
     """
     ranks = Ranks.current(timeout_s=timeout_s)
     with ranks.agree("plan full tensors") as claim:

@@ -101,9 +101,9 @@ def export_hf(
 ) -> ExportReport:
     """Write a model in hub format: hub names, index, config, tokenizer and own code if known; ties once.
 
-    Of a live ``PeftModel`` the adapters are written, as ``PeftModel.save_pretrained`` does (names, config, folders), and
-    ``PeftModel.from_pretrained(base, out)`` opens them: ``default`` lies in ``out`` itself, every other one in a
-    folder of its name, one file each. Base embeddings lie beside them where they are adapted or resized.
+    A live ``PeftModel`` is written as its adapters, as ``PeftModel.save_pretrained`` does (names, config, folders), and
+    ``PeftModel.from_pretrained(base, out)`` opens them: ``default`` is in ``out`` itself, every other one in a
+    folder of its name, one file each. Base embeddings are next to them where they are adapted or resized.
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
@@ -133,7 +133,7 @@ def export_hf(
     final files. Into a store the ranks bring a live model's tensors together, by the default process group. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
     files of a checkpoint are opened at the start, so a run that deletes it meanwhile does no harm (if the process may
     not open that many files: :class:`CheckpointError`). Memory: staging only; into a store, two windows of 32 MiB and four parts of 8 MiB besides. Raises :class:`CheckpointError`,
-    :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` alike on every rank.
+    :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()

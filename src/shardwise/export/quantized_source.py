@@ -48,7 +48,7 @@ class QuantizedSource:
             if loaded is not None and versions_of(self.stored) != loaded:
                 raise CheckpointError(
                     f"{self.root}: was changed since the model was loaded from it: files, their sizes or their times are others. "
-                    f"Give source= to write the format of what is there now"
+                    f"Give source= to write the format of the files that are there now"
                 )
             if not self.meant.coded:
                 raise CheckpointError(

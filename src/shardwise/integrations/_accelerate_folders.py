@@ -56,7 +56,7 @@ def refuse_unfit(fallback: str) -> None:
     try:
         patiently(make_directories, fallback)
     except OSError as error:
-        raise CheckpointError(f"{fallback}: this fall-back can't be made: {error.strerror}") from error
+        raise CheckpointError(f"{fallback}: this fallback can't be created: {error.strerror}") from error
 
 
 def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
@@ -84,7 +84,7 @@ def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
         raise CheckpointError(
             f"{folder}: holds something already, and a published checkpoint is never overwritten; "
             + (
-                "resume with load_state(accelerator) first, which goes on counting, or set project_configuration.iteration"
+                "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
                 if automatic
                 else "give each save a folder of its own (f'step-{step}'), or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
@@ -115,7 +115,7 @@ def _set_aside(folder: str) -> None:
     try:
         patiently(os.rename, folder, aside)
     except OSError as error:
-        raise CheckpointError(f"{folder}: can't be set aside: {error.strerror}") from error
+        raise CheckpointError(f"{folder}: can't be moved aside: {error.strerror}") from error
     _log.warning("%s: only some hosts hold it, of a save that was killed; it is now %s", folder, aside)
 
 

@@ -31,7 +31,7 @@ from ._accelerate_samplers import (
 
 __all__ = ["LoaderPositions"]
 
-_HOW = "DataLoaderConfiguration(use_stateful_dataloader=True) goes on exactly"
+_HOW = "DataLoaderConfiguration(use_stateful_dataloader=True) resumes exactly"
 _RECORD = "prepare the loader with shardwise.integrations.accelerate.prepare or its ShardwiseAccelerator, which note them"
 
 #: By loader, the position that was loaded last.
@@ -209,12 +209,12 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             f"the random states that it was drawn from are not in the checkpoint; {_RECORD}"
             if known
             else f"it is not known when a {type(unknown).__name__} draws. "
-            "DataLoaderConfiguration(use_seedable_sampler=True) goes on exactly, with shuffle=True"
+            "DataLoaderConfiguration(use_seedable_sampler=True) resumes exactly, with shuffle=True"
         )
     if inside and known and order and order["dataset_draws"] and not loader.num_workers:
         yield (
             "the dataset draws from the global generators of the training process: the batch that was fetched ahead is drawn "
-            "anew, so it may differ, and so may random draws after it; draw from a generator seeded by the index instead"
+            "again, so it may differ, and so may random draws after it; draw from a generator seeded by the index instead"
         )
     if inside and "state" in position and not equal(position["batch"], _global_batch(loader)):
         yield (
@@ -223,7 +223,7 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
         )
     kinds = {str(getattr(kind, "value", kind)) for kind in getattr(loader, "rng_types", None) or ()}
     if inside and kinds - ({"generator", "torch"} if order else {"generator"}):
-        yield "rng_types: random generators are made alike on all ranks when the epoch is taken up in its middle, so draws may differ"
+        yield "rng_types: random generators are synchronised on all ranks when the epoch is taken up in its middle, so draws may differ"
     if inside and "state" in position and loader.num_workers:
         yield (
             f"num_workers={loader.num_workers}: workers start with new generators when an epoch is taken up in its "
@@ -236,7 +236,7 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
     if not loader.num_workers and isinstance(loader.dataset, IterableDataset):
         yield (
             "the iterable dataset is read in the training process: if it chooses samples by generators of its own, or "
-            "keeps a position between epochs, it may go on elsewhere"
+            "keeps a position between epochs, it may continue elsewhere"
         )
 
 

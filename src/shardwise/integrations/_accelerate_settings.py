@@ -36,7 +36,7 @@ __all__ = [
 #: Kinds of accelerators whose models shardwise can neither fill nor save.
 _OTHER_WAYS = {
     "FSDP1": "FSDP1 (fsdp_version: 1), whose flat parameters nothing here can fill or save",
-    "DEEPSPEED": "DeepSpeed, which shards and saves models by itself",
+    "DEEPSPEED": "DeepSpeed, which shards and saves models in its own way",
     "MEGATRON_LM": "Megatron-LM, which builds, shards and saves its own models",
 }
 
@@ -161,7 +161,7 @@ def check_supported(accelerator: Accelerator) -> None:
             problem = f"{name}_size > 1 in parallelism_config"
     if parallelism is not None and parallelism.tp_enabled and accelerator.is_fsdp2:
         # Accelerate 1.15: prepare() imports a name that transformers 5 has removed.
-        problem = "tp_size > 1 beside FSDP, which its prepare() can't do (ReplicateParallel went with transformers 5.1)"
+        problem = "tp_size > 1 together with FSDP, which its prepare() can't do (ReplicateParallel went with transformers 5.1)"
     if problem:
         raise ShardError(
             f"the accelerator is set to {problem}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or one "

@@ -46,7 +46,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
 
     Returns the names of the parameters in the plugin's ignored modules: they stay plain, and the caller reduces their
     gradients, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for FSDP1, DeepSpeed, Megatron,
-    context or sequence parallelism, tensor parallelism beside FSDP or without a plan, 4-bit parameters, and for
+    context or sequence parallelism, tensor parallelism together with FSDP or without a plan, 4-bit parameters, and for
     models that ``fully_shard`` refuses.
     """
     check_supported(accelerator)

@@ -192,6 +192,6 @@ class _Counters:
 def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> None:
     if has_state_hooks(accelerator, when):
         raise StateError(
-            f"hooks of register_{when}_state_pre_hook write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
+            f"hooks of register_{when}_state_pre_hook write and read files of their own next to Accelerate's state; a shardwise checkpoint holds "
             "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
         )

@@ -205,7 +205,7 @@ class DataPlace:
             batches = iter(without_first_batches(loader, consumed - 1))
             batch = next(batches, _END)
         else:
-            _log.info("reading %d batches of epoch %d again, to go on after them", consumed, epoch.number)
+            _log.info("reading %d batches of epoch %d again, to continue after them", consumed, epoch.number)
             batches = iter(loader)
             for k in range(consumed):
                 if (before := k - consumed + len(asked)) >= 0:

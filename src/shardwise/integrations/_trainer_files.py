@@ -84,7 +84,7 @@ def read_all(folder: str) -> dict[str, bytes]:
     total = sum(map(os.path.getsize, paths))
     if total > MAX_FILES_BYTES:
         raise CheckpointError(
-            f"{folder}: save_model or _save wrote {total} bytes beside the weights, the limit is {MAX_FILES_BYTES}: write "
+            f"{folder}: save_model or _save wrote {total} bytes next to the weights, the limit is {MAX_FILES_BYTES}: write "
             f"large files in a callback's on_save, elsewhere"
         )
     for path in paths:
@@ -97,7 +97,7 @@ def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of all ranks on rank 0 (for equal names the lowest rank's); none on other ranks. Collective."""
     found = dict(files) if ranks.rank == 0 else {}
     own = None if ranks.rank == 0 else dict(files)  # rank 0 has its own already
-    for of_rank in ranks.gather("files beside the weights", own) or ():
+    for of_rank in ranks.gather("files next to the weights", own) or ():
         for name, content in (of_rank or {}).items():
             found.setdefault(name, content)
     return found
@@ -118,7 +118,7 @@ def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, by
         refused = refused or "no directory is seen by all hosts (local=True); export them by save_model"
     if refused is not None or run_dir is None:
         if ranks.rank == 0:
-            _log.warning("no copy of the adapters for PEFT lies in the checkpoint: %s", refused)
+            _log.warning("the checkpoint has no copy of the adapters for PEFT: %s", refused)
         return {}
 
     unfinished = ranks.on_first(
@@ -130,7 +130,7 @@ def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, by
         with ranks.agree("read adapter"):
             if ranks.rank == 0 and report.total_bytes > MAX_FILES_BYTES:
                 _log.warning(
-                    "adapters have %d bytes: no copy for PEFT lies in the checkpoint", report.total_bytes
+                    "adapters have %d bytes: the checkpoint has no copy for PEFT", report.total_bytes
                 )
             elif ranks.rank == 0:
                 return read_all(folder)

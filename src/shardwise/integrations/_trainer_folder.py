@@ -191,7 +191,7 @@ def _newest_of_hosts(line: Line, damaged: dict[str, tuple[int, str]], hosts: Hos
 
 def _none_valid(line: Line, damaged: Mapping[str, tuple[int, str]]) -> str:
     why = "; ".join(why for _, why in damaged.values())
-    return f"{line.root}: no checkpoint is valid ({why}). Move them away to start anew"
+    return f"{line.root}: no checkpoint is valid ({why}). Move them away to start again"
 
 
 def path_in(line: Line, step: int) -> str | None:
@@ -217,7 +217,7 @@ def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
         if fates:
             line.take(own, {step: fate for step, fate in fates.items() if fate == "damaged"})
             words = [f"{os.path.basename(paths[step])} ({_WORDS[fate]})" for step, fate in fates.items()]
-            _log.warning("%s: set aside: %s", line.root, ", ".join(words))
+            _log.warning("%s: moved aside: %s", line.root, ", ".join(words))
 
 
 def _fate(path: str, run: Run) -> Fate:

@@ -170,7 +170,7 @@ class Resuming(Stopping, Saving):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:
             found.append(
-                "the checkpoint holds the model only (save_only_model): optimizer and learning rate begin anew"
+                "the checkpoint holds the model only (save_only_model): optimizer and learning rate start again"
             )
         if saved != now:
             found.append(
@@ -179,7 +179,7 @@ class Resuming(Stopping, Saving):
                 f"{'skipped' if now > saved else 'seen again'}; keep the product to avoid that"
             )
         if self.args.ignore_data_skip:
-            found.append("ignore_data_skip: the epoch's data begin anew")
+            found.append("ignore_data_skip: the epoch's data starts again")
         report = report.with_history(dict(run.damaged.values()), ())
         differences = report.differences + tuple(found)
         self.resume_report = replace(report, exact=report.exact and not found, differences=differences)
@@ -233,7 +233,7 @@ class Resuming(Stopping, Saving):
         if all(there):
             self.state.best_model_checkpoint = path
         else:
-            _log.warning("the best checkpoint %s is not there any more; this run goes on without it", best)
+            _log.warning("the best checkpoint %s is not there any more; this run continues without it", best)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None

@@ -124,7 +124,7 @@ def _check(args: Any, model: nn.Module) -> None:
     whole = [name for name in ("modules_to_save", "trainable_token_indices") if getattr(config, name, None)]
     if whole:
         raise ShardError(
-            f"TRL's reference adapter would need copies of whole modules beside the sharded ones ({whole[0]} in the LoraConfig). "
+            f"TRL's reference adapter would need copies of whole modules in addition to the sharded ones ({whole[0]} in the LoraConfig). "
             f"Leave that out, or train without a reference (GRPO and RLOO: beta=0)"
         )
 

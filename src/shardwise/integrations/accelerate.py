@@ -14,8 +14,8 @@ A script keeps its YAML and its calls; the import changes, and the line that loa
 Each method is a function here, too, for an accelerator that the script does not make: ``load_pretrained(accelerator,
 path)``, ``prepare(accelerator, …)``, ``save_state(accelerator, folder)``, ``load_state(accelerator, folder)``.
 
-No class, module or function of Accelerate is changed: ``prepare`` takes a model that is sharded already as it is. What is
-changed in objects of the run (the plugin, samplers of prepared loaders): docs/concepts/patching.md.
+No class, module or function of Accelerate is changed: ``prepare`` takes a model that is sharded already as it is. The
+objects of the run that it changes (the plugin, samplers of prepared loaders): docs/concepts/patching.md.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def load_pretrained(
     no effect: no rank holds more than its shards. Without FSDP every rank loads the whole model onto the accelerator's
     device; rank 0 of several warns of that.
 
-    Applies activation checkpointing, which must precede sharding, and switches it off in the accelerator's plugin for
-    good, because ``prepare`` would add it again. Later calls of this function still apply it; for a model loaded in
+    Applies activation checkpointing, which must precede sharding, and switches it off in the accelerator's plugin
+    permanently, because ``prepare`` would add it again. Later calls of this function still apply it; for a model loaded in
     another way, set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before its ``prepare``.
 
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
@@ -306,14 +306,14 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return report
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-        """:func:`load_state` of this accelerator. A folder that only the fall-back holds is taken from there, and the newest of
+        """:func:`load_state` of this accelerator. A folder that only the fallback holds is taken from there, and the newest of
         ``automatic_checkpoint_naming`` is that of both. Every rank must call it. Raises as :func:`load_state`."""
         report = load_from(self, input_dir, self._fallback, self._hosts)
         self._last_save.resumed()
         return report
 
     def newest_checkpoint(self, root: str | os.PathLike[str]) -> str | None:
-        """The checkpoint of the newest step directly below ``root`` or in the fall-back, for :meth:`load_state`; None if there is none.
+        """The checkpoint of the newest step directly below ``root`` or in the fallback, for :meth:`load_state`; None if there is none.
 
         For folders that the script names. Reads manifests; one that can't be read does not count, with a warning. With ``local=True`` the
         newest that all hosts together hold. Every rank must call it.

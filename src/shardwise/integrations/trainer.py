@@ -8,10 +8,10 @@ The changes in a script, here with TRL::
 
     model = load_pretrained(args, "path/to/model")            # 3: for AutoModelForCausalLM.from_pretrained
     trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: for SFTTrainer
-    trainer.train(resume_from_checkpoint=True)                # as ever, and so are save_model and the arguments
+    trainer.train(resume_from_checkpoint=True)                # as usual, and so are save_model and the arguments
 
 With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are overridden; no class, module or function
-of another package is changed. What is changed in objects of the run: docs/concepts/patching.md.
+of another package is changed. Changes to objects of the run: docs/concepts/patching.md.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class ShardwiseTrainer(Resuming):
     """The Trainer with ``checkpoint-N`` as shardwise checkpoints. It is also a mixin, before another trainer class.
 
     * ``checkpoint-N`` is one directory with everything, published whole or not at all, and proved by digests when it is
-      read, at any world size. Its manifest lists the files that Trainer and its subclasses write beside
+      read, at any world size. Its manifest lists the files that Trainer and its subclasses write as well
       (``trainer_state.json``, the tokenizer). ``save_total_limit`` applies after publishing and keeps the newest and
       the best.
     * ``resume_from_checkpoint=True`` takes the newest undamaged checkpoint, also if damage shows only when tensors are
       read. Plain Trainer reads its own checkpoints. ``resume_report`` lists the restored state. The first save renames
       checkpoints newer than the resumed one to ``_superseded-checkpoint-N-…``, or ``_damaged-…``.
-    * A resume goes on in the data exactly at the place of the save, in any epoch, with any sampler and loader: the
+    * A resume continues exactly at the data position of the save, in any epoch, with any sampler and loader: the
       epoch begins again under its own random states. The report's ``differences`` name exceptions. With another
       global batch size than the saved one samples are skipped or seen again, and the report says so.
     * ``checkpoint-N`` holds the files of ``_save`` and ``save_model`` of other classes. This class writes the weights,
@@ -107,7 +107,7 @@ class ShardwiseTrainer(Resuming):
     * Reference models of TRL's trainers are clones of the sharded ``model``: nothing is read, and none is whole.
     * ``train`` holds ``output_dir`` (by a lock that ends with the process) and deletes leftovers of killed saves.
     * ``checkpoint_root`` of the constructor, a directory or the URL of an object store with conditional writes, says where
-      checkpoints lie; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
+      checkpoints are saved; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
     * ``preemption=PreemptionPolicy()`` of the constructor: while ``train`` runs, a signal on any rank (SIGTERM, SIGUSR1) stops all ranks
       after the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
       ``sys.exit(trainer.exit_code)``: it is the policy's ``exit_status`` (75), and 0 for a run that came to its end. With the policy's
@@ -124,7 +124,7 @@ class ShardwiseTrainer(Resuming):
       all ranks see.
 
     Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
-    :func:`shardwise.restore` and :func:`shardwise.export_hf`, alike on every rank; its constructor raises
+    :func:`shardwise.restore` and :func:`shardwise.export_hf`, the same on every rank; its constructor raises
     :class:`ShardError` or :class:`CheckpointError` for unsupported settings: DeepSpeed, FSDP version 1, tensor or
     context parallelism, checkpoints pushed to the hub while training, ``save_on_each_node``, ``enable_jit_checkpoint``.
     """

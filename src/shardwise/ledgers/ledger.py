@@ -110,7 +110,7 @@ def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | N
 
     Any process may open one, alone; ranks may share ``path``. Each writes a file of its own into that directory, with rank and
     host in its name: JSON lines, whole ones also if the process is killed. ``load``, ``save``, ``resume``, ``restore``,
-    ``clone``, ``export_hf``, ``verify``, ``diff``, ``copy`` and ``convert`` add their phases and reports by themselves; ``phase`` of the returned object adds yours, at about 0.3 ms each.
+    ``clone``, ``export_hf``, ``verify``, ``diff``, ``copy`` and ``convert`` add their phases and reports automatically; ``phase`` of the returned object adds yours, at about 0.3 ms each.
     ``shardwise report`` draws it.
 
     Recorded, in bytes: anonymous, file-backed, shared and swapped memory of the process, and ``VmHWM``; charge and page cache of

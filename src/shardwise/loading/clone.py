@@ -29,7 +29,7 @@ __all__ = ["clone"]
 
 
 def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, timeout_s: float = 300.0) -> Any:
-    """Copy the present values of ``model`` into a second model, sharded alike, frozen and in eval mode.
+    """Copy the present values of ``model`` into a second model, sharded the same way, frozen and in eval mode.
 
     For a reference model, for example. Copies parameters and all buffers, including non-persistent ones, on their own
     device; ties are kept. ``export_hf`` and ``iter_full_tensors`` treat the clone as they treat ``model``.
@@ -42,7 +42,7 @@ def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, tim
 
     Every rank of the default process group must call it; ranks agree through the store, without a collective. Memory:
     this rank's shards once more; no full tensor, no staging. Raises :class:`StateError` (the model can't be built
-    again, or the second one differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every
+    again, or the second one differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` on every
     rank.
     """
     with phase("clone"), Ranks.current(timeout_s=timeout_s).agree("clone model"):
@@ -101,8 +101,8 @@ def _built_again(live: LiveModel) -> Any:
             t.tensor.requires_grad_(given[t.name].requires_grad)  # shard() groups by it; frozen afterwards
     if not shard_alike(second, inner) and any(isinstance(p, DTensor) for p in given.values()):
         raise ShardError(
-            "the model was not sharded by shardwise.shard(), load_pretrained() or shardwise.integrations.accelerate, so how "
-            "to shard a second one alike is not known. Give build=, a function that builds it in shardwise.meta_init() and "
+            "the model was not sharded by shardwise.shard(), load_pretrained() or shardwise.integrations.accelerate, so "
+            "shardwise can't tell how to shard the copy. Give build=, a function that builds it in shardwise.meta_init() and "
             "shards it as the first"
         )
     if hasattr(inner, "generation_config"):

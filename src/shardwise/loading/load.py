@@ -89,7 +89,7 @@ def load(
         source: a safetensors file or directory, or a shardwise checkpoint; local, or the URL of one in an object store.
         names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
             transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
-            base's. Not beside ``key_mapping``.
+            base's. Not together with ``key_mapping``.
         key_mapping: renames before those of the model's class, regex → replacement, as for ``from_pretrained``. No
             effect on a checkpoint, which holds the names of the module.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
@@ -105,7 +105,7 @@ def load(
         verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
             records one, unless the load changes its dtype. None: ``"digest"`` if the source records digests (a
             checkpoint does), else ``"cover"``.
-        allow_plain: ``fnmatch`` patterns of trainable parameters that may be plain tensors beside sharded ones. FSDP2
+        allow_plain: ``fnmatch`` patterns of trainable parameters that may be plain tensors among sharded ones. FSDP2
             does not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
             pattern.
 
@@ -113,7 +113,7 @@ def load(
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
     form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
     the model's), :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are
-    not in ``allow_plain``), or :class:`RankError` alike on every living rank; :class:`TypeError` for a string or a mapping
+    not in ``allow_plain``), or :class:`RankError` on every living rank; :class:`TypeError` for a string or a mapping
     in place of a tuple of patterns.
     """
     io = io or IOOptions()
@@ -316,7 +316,7 @@ def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
     ]
     if plain:
         raise ShardError(
-            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, and their gradients are not "
+            f"{len(plain)} trainable parameters are plain tensors among sharded ones, and their gradients are not "
             f"reduced: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
             f"parameters plain), freeze them, or name them in allow_plain=(…) and reduce their gradients yourself"
         )

@@ -87,7 +87,7 @@ def load_pretrained(
     Args:
         path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
             hub, read from the local cache. Missing files are downloaded once per host (see ``options``). Or the URL of a
-            directory in an object store. Of several candidates for the weights, the one that ``from_pretrained`` takes;
+            directory in an object store. If there are several candidates for the weights, the one that ``from_pretrained`` would take;
             the report and a warning name the others.
         mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
         policy: how to wrap; see :class:`ShardPolicy`.
@@ -97,7 +97,7 @@ def load_pretrained(
         trust_remote_code: run the directory's Python files for its classes (``auto_map``). Ranks that share
             transformers' cache of modules import them in turn.
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
-        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, beside what the model class declares
+        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to what the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;

@@ -167,7 +167,7 @@ def _chosen(
             "node" if hosts == 1 else "once"
         ), "a request to a store costs as much as the bytes of many shards"
     if short and len(facts) > hosts:
-        return "node", "shards lie in short runs"
+        return "node", "shards are stored in short runs"
     if not any(one.network for one in facts):
         return "own", "the files are on local disks"
     if times < _TWICE:

@@ -141,7 +141,7 @@ def _check_config(file: str, home: str) -> None:
         other = inside(home, name)
         if "/" in name:
             raise FormatError(
-                f"its configuration_files name {brief(name)}, which is not a file beside it", path=file
+                f"its configuration_files name {brief(name)}, which is not a file next to it", path=file
             )
         if os.path.isfile(other):
             refuse_foreign_config(home, other, _checked_document(other))
@@ -221,7 +221,7 @@ def _unknown(config: Any, directory: str, code: Mapping[str, str]) -> FormatErro
 
     hint = f" (the directory's own code is for {', '.join(code)})" if code else ""
     return FormatError(
-        f"config names architectures {brief(getattr(config, 'architectures', None))}, none of which transformers "
+        f"config names architectures {brief(getattr(config, 'architectures', None))}, and none of them is in transformers "
         f"{transformers.__version__} has; give auto_class={hint}",
         path=os.path.join(home_of(directory), "config.json"),
     )

@@ -253,7 +253,7 @@ def _tell(folder: str, left: tuple[str, ...]) -> None:
     """Once for each directory and list: a run saves often."""
     if left:
         _log.warning(
-            "%s: left out of what is written for this model: %s. If the model needs them, put the files themselves into the "
+            "%s: not written for this model: %s. If the model needs them, put the files themselves into the "
             "directory, at most %d MiB each, under names that aren't those of keys",
             folder,
             ", ".join(left[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else ""),

@@ -132,7 +132,7 @@ def _documents_below(url: str, prefix: str, with_code: bool) -> dict[str, Stat]:
 def _refuse_large(nbytes: int, where: str) -> None:
     if nbytes > _MAX_BYTES:
         raise SourceError(
-            f"its documents are {nbytes} bytes, of which at most {_MAX_BYTES} are sent to ranks that do not have the directory; "
+            f"its documents are {nbytes} bytes, and at most {_MAX_BYTES} are sent to ranks that do not have the directory; "
             f"copy it to every host",
             path=where,
         )

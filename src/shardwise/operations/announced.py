@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from .operation import operation
+from .operation import Operation, operation
 from .recorder import current
 from .records import OperationName
 
@@ -31,16 +31,16 @@ def announced(name: OperationName, *arguments: str) -> Callable[[Callable[P, T]]
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             recorder = current()
             if recorder is None:
-                with operation(name):
-                    return function(*args, **kwargs)
+                with operation(name) as heard:
+                    return _heard(heard, function(*args, **kwargs))
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:  # the function itself says what is wrong with its arguments
                 given = {}
-            with operation(name, **{n: given[n] for n in arguments if n in given}):
-                result = function(*args, **kwargs)
+            with operation(name, **{n: given[n] for n in arguments if n in given}) as heard:
+                result = _heard(heard, function(*args, **kwargs))
             for report in _reports_in(result):
-                recorder.note(name, report)
+                recorder.note(name, report.to_json())
             return result
 
         return call
@@ -48,8 +48,13 @@ def announced(name: OperationName, *arguments: str) -> Callable[[Callable[P, T]]
     return decorate
 
 
-def _reports_in(result: object) -> Iterable[Mapping[str, Any]]:
+def _heard(heard: Operation, result: T) -> T:
+    for report in _reports_in(result):
+        heard.returns(report)
+    return result
+
+
+def _reports_in(result: object) -> Iterable[Any]:
     for one in result if isinstance(result, tuple) else (result,):
-        to_json = getattr(one, "to_json", None)
-        if to_json is not None and type(one).__name__.endswith("Report"):
-            yield to_json()
+        if hasattr(one, "to_json") and type(one).__name__.endswith("Report"):
+            yield one

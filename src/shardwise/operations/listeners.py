@@ -119,7 +119,7 @@ class _Called:
         except Exception:
             self._is_closed = True
             _log.warning(
-                "the progress hook failed, and is not called again; the %s goes on",
+                "the progress hook failed, and is not called again; the %s continues",
                 found.operation,
                 exc_info=True,
             )

@@ -50,6 +50,9 @@ class Operation:
         """``tick``, which also counts its bytes here."""
         return tick
 
+    def returns(self, report: object) -> None:
+        """Give listeners this report at the end. The last one counts: a resume returns its own after those of its loads."""
+
 
 class _Heard(Operation):
     """An operation with listeners."""
@@ -64,6 +67,7 @@ class _Heard(Operation):
         self._has_begun = self._has_ended = False
         self._lock = Lock()
         self._telling = Lock()
+        self._report: object = None
 
     def lies_at(self, path: str) -> None:
         self._path = self._path or path
@@ -99,6 +103,9 @@ class _Heard(Operation):
 
         return both
 
+    def returns(self, report: object) -> None:
+        self._report = report
+
     def _tell(self) -> None:
         """Unless another thread does: it must not wait for the listeners."""
         if self._telling.acquire(blocking=False):
@@ -130,6 +137,7 @@ class _Heard(Operation):
             number=self._number,
             is_background=self._is_background,
             error=error,
+            report=self._report if state == "done" else None,
         )
         within = _within.set(None)  # what a hook itself reads is no part of this
         try:

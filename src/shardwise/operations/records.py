@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 __all__ = ["OperationName", "Progress", "State", "size"]
 
@@ -18,9 +18,9 @@ class Progress:
     """How far one operation is on this rank: bytes done, of the bytes to do."""
 
     operation: OperationName
-    """What is done. A resume is one operation, with the loads in it, and with the steps that it skips because they are damaged."""
+    """Kind of the operation. A resume is one operation, with the loads in it, and with the steps that it skips because they are damaged."""
     path: str
-    """Path or URL that is read or, by a save, a conversion, a copy and an export, written. Of a resume the step's."""
+    """Path or URL that is read or, by a save, a conversion, a copy and an export, written. For a resume, those of the step."""
     state: Literal["running", "done", "failed"]
     """``done`` and ``failed`` come once, last."""
     done_bytes: int
@@ -33,9 +33,11 @@ class Progress:
     number: int
     """Counts the operations of this process: operations at the same time have different ones."""
     is_background: bool
-    """Whether the caller goes on meanwhile: an async save, a copy to a mirror."""
+    """Whether the caller continues meanwhile: an async save, a copy to a mirror."""
     error: str = ""
-    """Of a failed operation, type and text of the error."""
+    """Type and text of the error, if the operation failed."""
+    report: Any = None
+    """The report of a finished operation, as its call returns it: a :class:`SaveReport`, a :class:`ResumeReport`, … ``None`` until then."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -49,6 +51,27 @@ class Progress:
         if left == 0:
             return 0.0
         return left / rate if rate > 0 else None
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a metrics logger, once the operation has ended; empty until then.
+
+        Names begin with ``shardwise/`` and the operation: ``shardwise/save/seconds``, ``shardwise/save/bytes``, ``shardwise/save/failed``
+        (0 or 1), and each number and each yes or no of the report, such as ``shardwise/save/stall_seconds`` or ``shardwise/resume/exact``.
+        """
+        if self.state == "running":
+            return {}
+        found: dict[str, Any] = {
+            "seconds": self.seconds,
+            "bytes": self.done_bytes,
+            "failed": self.state == "failed",
+        }
+        if self.report is not None:
+            found |= {one.name: getattr(self.report, one.name) for one in fields(self.report)}
+        return {
+            f"shardwise/{self.operation}/{name}": float(value)
+            for name, value in found.items()
+            if isinstance(value, (int, float))
+        }
 
 
 def size(nbytes: int) -> str:

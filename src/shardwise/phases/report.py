@@ -158,7 +158,7 @@ class PlanReport(Printed):
     def host_bytes(self, ranks: int, *, shards: bool) -> int:
         """Host memory that ``ranks`` ranks of one host need at the peak of a load: staging, and ``shards`` on the CPU.
 
-        For the ranks that need most. What their processes take without a model comes on top.
+        For the ranks that need most. Memory that their processes take without a model comes on top.
         """
         needs = sorted((c.staging_bytes + shards * c.shard_bytes for c in self.per_rank), reverse=True)
         return sum(needs[:ranks]) if self.is_every_rank else ranks * needs[0]

@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, tuple[int, float | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """What a run does with the model, for :func:`shardwise.plan`. Dtypes and offload are those of ``policy=`` and ``dtype=``."""
+    """How a run trains the model, for :func:`shardwise.plan`. Dtypes and offload are those of ``policy=`` and ``dtype=``."""
 
     batch_size: int = 1
     """Samples of a rank in one forward."""
@@ -33,11 +33,11 @@ class TrainingSpec:
     checkpointing: bool = False
     """Activation checkpointing of each block, as ``gradient_checkpointing_enable`` does it."""
     device: Device = "cuda"
-    """Where the shards lie. ``unified``: a device that shares the host's memory (GB10, Grace); ``cpu``: no device."""
+    """Where the shards are. ``unified``: a device that shares the host's memory (GB10, Grace); ``cpu``: no device."""
     max_staging_bytes: int | None = None
-    """Of an async ``Checkpointer``; None: the whole state of the rank."""
+    """The staging limit of an async ``Checkpointer``; None: the whole state of the rank."""
     bytes_per_s: float = 1e9
-    """What the storage of checkpoints takes from all ranks together."""
+    """Bytes a second that the storage of checkpoints accepts from all ranks together."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "bytes_per_s"):

@@ -51,7 +51,7 @@ class IOOptions:
     reads: Reads = "auto"
     """How files are read. ``"plain"``: one range after the other. ``"ahead"``: while one range is read, the kernel is asked for
     the next ones, at most 32 MiB ahead (Linux). ``"auto"``: plain as long as the bytes are in the page cache; from the first
-    that are not, both are timed, and the quicker goes on. The report of a load says which, and why."""
+    that are not, both are timed, and the faster one is used from then on. The report of a load says which, and why."""
 
     read_threads: int | None = None
     """Threads of this rank that read. With ``reads="auto"``, bytes in the page cache that go as they are into CPU memory are read
@@ -62,8 +62,8 @@ class IOOptions:
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per
     host, and the ranks of the host share it in memory. ``"once"``: each range is read once, and each rank is sent its
     shards through the process group's backend. ``"auto"``: ``"once"`` if some ranks do not see the files, or if they
-    lie on a network file system and several hosts need the same bytes; ``"node"`` if shards lie in runs of less than 16 KiB
-    (shards of dim 1), or on a network file system of which ranks of one host need the same bytes; else ``"own"``. Of object stores
+    are on a network file system and several hosts need the same bytes; ``"node"`` if shards are stored in runs of less than 16 KiB
+    (shards of dim 1), or on a network file system where ranks of one host need the same bytes; else ``"own"``. Of object stores
     ``"node"`` on one host, ``"once"`` on several. The report says which, and why."""
 
     @property

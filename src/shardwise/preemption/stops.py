@@ -24,7 +24,7 @@ class PreemptionPolicy:
     """Which signals ask a run to stop, and how it then ends: ``preemption=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and
     ``ShardwiseTrainer``.
 
-    Rank-local, takes no memory, installs nothing by itself. Raises :class:`ValueError` for names that are no signals and for
+    Rank-local, takes no memory, installs nothing on its own. Raises :class:`ValueError` for names that are no signals and for
     numbers out of range.
     """
 

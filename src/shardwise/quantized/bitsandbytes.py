@@ -197,7 +197,7 @@ def _eight_bit(source: Source, stem: str) -> Coded:
         raise FormatError("config.json says load_in_4bit, but the tensor is stored in INT8", path=name)
     if codes.dtype != "I8" or len(codes.shape) != 2:
         raise FormatError(
-            f"expected I8 in two dims beside {scales.name}, found {codes.dtype} {list(codes.shape)}",
+            f"expected I8 in two dims next to {scales.name}, found {codes.dtype} {list(codes.shape)}",
             path=name,
         )
     check(scales, "F32", codes.shape[:1], f"the {codes.shape[0]} rows of {name}")

@@ -94,7 +94,7 @@ class StoredModule:
         )
         for end in self._wanted():
             if end not in self.stored:
-                yield f"{held} has no {self.name}.{end} beside it, which {self._says()} asks for"
+                yield f"{held} has no {self.name}.{end} next to it, which {self._says()} asks for"
 
     def _surplus(self) -> Iterator[str]:
         wanted = {*self._wanted(), *(["weight_g_idx"] if self.scheme.format == PACKED else [])}

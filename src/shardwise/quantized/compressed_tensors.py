@@ -80,11 +80,11 @@ def _take(
     schemes = settings.of_module(module)
     if settings.ignored(module):
         found.problems.append(
-            f"{first} is stored as codes or beside them, and quantization_config.ignore names {module}"
+            f"{first} is part of a quantised weight, and quantization_config.ignore names {module}"
         )
     elif not schemes:
         found.problems.append(
-            f"{first} is stored as codes or beside them, and no target of quantization_config.config_groups names {module}"
+            f"{first} is part of a quantised weight, and no target of quantization_config.config_groups names {module}"
         )
     else:
         read = [_read(module, stored, scheme, content) for scheme in schemes]

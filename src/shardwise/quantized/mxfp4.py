@@ -42,10 +42,10 @@ def find(source: Source) -> Found:
     for name in sorted(pairs):
         blocks, scales = source.tensors.get(name + _BLOCKS), source.tensors.get(name + _SCALES)
         if blocks is None:
-            found.problems.append(f"{name}{_SCALES} has no {name}{_BLOCKS} beside it")
+            found.problems.append(f"{name}{_SCALES} has no {name}{_BLOCKS} next to it")
         elif scales is None:
             found.problems.append(
-                f"{name}{_BLOCKS} has no {name}{_SCALES} beside it: codes without scales are not weights"
+                f"{name}{_BLOCKS} has no {name}{_SCALES} next to it: codes without scales are not weights"
             )
         elif name in source.tensors:
             found.problems.append(f"{name} is stored twice: as {name} and as {name}{_BLOCKS}; remove one")

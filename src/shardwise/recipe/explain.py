@@ -97,7 +97,7 @@ def _unused(
         them = "they" if len(names) > 1 else "it"
         advice = f"; give allow_unused=({pattern!r},) if {them} may be left" if caller_declares else ""
         if any(is_part(name, catalog.tensors) for name in names):
-            advice = "; quantised codes, or tensors beside them"
+            advice = "; quantised codes, or their scales"
         stored = catalog.tensors[names[0]]
         where = stored.chunks[0].path if stored.chunks else catalog.root
         if len(names) > 1:

@@ -219,7 +219,7 @@ def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
                 node = node.setdefault(part, _Node())
                 if type(node) is not _Node:
                     raise FormatError(
-                        f"{brief(name)} lies inside another item: damaged", path=found.catalog.root
+                        f"{brief(name)} is inside another item: damaged", path=found.catalog.root
                     )
             if path[-1] in node:
                 raise FormatError(f"{brief(name)} is stored twice: damaged", path=found.catalog.root)

@@ -52,7 +52,7 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     ``path`` may be a URL of an object store. Works under any mesh and world size. The directory may have any name; the report's ``step`` is the manifest's.
     Every rank of the default process group must call it. RNG is restored last. Memory: staging only, besides the state
     itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
-    :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
+    :class:`RankError` on every living rank; the state is then undefined until a restore succeeds.
     """
     io = io or IOOptions()
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)

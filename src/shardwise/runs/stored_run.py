@@ -390,7 +390,7 @@ def _of_checkpoint(root: str) -> StoredRun:
         software=manifest.software,
         skipped=(
             *(f"{n}: stored per rank" for n in manifest.local_documents),
-            *(f"{n}: a file beside the state" for n in _further_files(manifest, models)),
+            *(f"{n}: a file next to the state" for n in _further_files(manifest, models)),
         ),
     )
 

@@ -43,8 +43,8 @@ class ResumableLoader:
     new epoch, as with the loader itself; until then the position stays in the old epoch. The first request for a
     batch makes the iterator.
 
-    To resume, call :meth:`load_state_dict`, restore the global random states, and iterate: the first iteration goes
-    on after the last batch that the loop got. After the last batch of an epoch it goes on with the next epoch. With an
+    To resume, call :meth:`load_state_dict`, restore the global random states, and iterate: the first iteration continues
+    after the last batch that the loop got. After the last batch of an epoch it continues with the next epoch. With an
     iterable dataset, whose end is not known beforehand, it first ends the old epoch with a loop of zero batches.
     Going on draws nothing from global generators. A loop over epochs begins with :attr:`epoch`::
 
@@ -102,7 +102,7 @@ class ResumableLoader:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Why this loader may not go on exactly, one sentence per reason; empty if it goes on exactly."""
+        """Why this loader may not resume exactly, one sentence per reason; empty if it does."""
         return self._position.caveats
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ def _caveats_of_torchdata(loader: Any) -> Iterator[str]:
         yield (
             "the save came after an epoch's last batch, and torchdata's loader ends that epoch first: the next loop over it gets no "
             "batch. Count steps, or epochs whose loop has ended: a loop that begins with epoch step // len(loader) loses one. "
-            "shardwise.ResumableLoader goes on with the next epoch"
+            "shardwise.ResumableLoader continues with the next epoch"
         )
     if loader.num_workers:
         yield (

@@ -152,7 +152,7 @@ def _put_numpy(generator: Any, state: Any) -> None:
         0 <= state["state"].get("pos", 0) <= _TWISTER_WORDS
         and 0 <= state.get("buffer_pos", 0) <= _PHILOX_WORDS
     ):
-        raise ValueError("the position lies outside of the words")
+        raise ValueError("the position is outside of the state")
     if is_new:
         generator.bit_generator.state = state
     else:

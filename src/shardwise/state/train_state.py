@@ -29,7 +29,7 @@ class TrainState:
     accumulation) are part of the state. Gradients that were there before the first ``TrainState``, and that no step has
     used since, are not: both reports say so.
 
-    Further state that a model or an optimizer saves by itself (by its own ``state_dict``, its modules'
+    Further state that a model or an optimizer saves on its own (by its own ``state_dict``, its modules'
     ``_save_to_state_dict``, or hooks) is stored too, and restored through its own ``load_state_dict``. The reports name
     the parts that can't be stored or do not arrive. See docs/state.md.
 

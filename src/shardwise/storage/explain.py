@@ -176,9 +176,9 @@ def _status(text: str) -> str | None:
 
 def _wrong_region(region: str | None) -> str:
     if region is None:
-        return "the bucket lies in another region: set its own by AWS_REGION or shardwise.configure_storage(url, region=...)"
+        return "the bucket is in another region: set its own by AWS_REGION or shardwise.configure_storage(url, region=...)"
     return (
-        f"the bucket lies in region {region}: set AWS_REGION={region}, or "
+        f"the bucket is in region {region}: set AWS_REGION={region}, or "
         f"shardwise.configure_storage(url, region={region!r}); an endpoint that names another region has to go"
     )
 

@@ -75,7 +75,7 @@ def place_of(url: str) -> Place:
     if {"", ".", ".."} & set(parts) or any(unicodedata.category(c) in ("Cc", "Cs") for c in key):
         raise SourceError(
             "has a part that is empty, '.' or '..', or a control character; expected names as they "
-            "stand in the store",
+            "are in the store",
             path=repr(url)[1:-1],
         )
     return Place(f"{scheme}://{authority}", key)

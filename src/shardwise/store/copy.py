@@ -61,13 +61,13 @@ _MOST_NAME_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class CopyReport(Printed):
-    """What a copy did."""
+    """The outcome of a copy."""
 
     path: str
     source: str
     files: int
     nbytes: int
-    """Of all files."""
+    """Bytes of all files."""
     files_sent: int
     """Those that were not there already."""
     bytes_sent: int
@@ -82,9 +82,9 @@ class CopyReport(Printed):
 def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyReport:
     """Copy a checkpoint, or a directory of a model, to ``out``; either may be a URL.
 
-    Of a checkpoint, exactly the files of its manifest are copied, and each is compared with the manifest's checksums while it is
+    A checkpoint is copied with exactly the files of its manifest, and each is compared with the manifest's checksums while it is
     read. Every file is read back from ``out`` and compared. A local ``out``, which must not exist, appears whole, by a rename; in a
-    store the manifest (else the index and the config) is written last. A copy that was stopped goes on: files that are there are
+    store the manifest (else the index and the config) is written last. A copy that was stopped continues: files that are there are
     compared, and sent if they differ; a place in a store that holds anything else is refused. Until then a local copy is at
     ``out.copying-<nonce>``, with a note that says whose it is. Two copies to one place at a time are
     an error of the caller, which the comparison finds if they differ. Links to files are followed.
@@ -98,7 +98,7 @@ def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str])
     started = time.perf_counter()
     origin, final = absolute(source), absolute(out)
     if f"{final}/".startswith(f"{origin}/") or f"{origin}/".startswith(f"{final}/"):
-        raise CheckpointError(f"{final}: lies in the source, or the source in it: {origin}")
+        raise CheckpointError(f"{final}: is inside the source, or the source inside it: {origin}")
     if not is_url(final) and os.path.lexists(final):
         raise CheckpointError(f"{final}: exists already; give a path that does not")
     with looking_once(origin):

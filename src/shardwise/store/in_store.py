@@ -97,7 +97,7 @@ def claim(url: str) -> None:
     if not patiently(store.create, place.key, own):
         raise LockedError(
             f"{url}: another save has claimed it ({_claimed(place.url)}), or was killed; if none is under way, delete {place.url} "
-            f"and what lies below {url}, or save to another URL"
+            f"and everything below {url}, or save to another URL"
         )
     try:
         # A store that does not know the condition takes every write.

@@ -1,0 +1,134 @@
+"""Words and shapes of sentences that readers stumbled over, each with what to write instead; and where texts for users are."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["WORDS", "Found", "found_in", "texts_of_messages", "texts_of_pages", "texts_of_the_interface"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What isn't written, and what is written instead.
+WORDS: dict[str, str] = {
+    r"\bbeside\b": "next to, in addition to, compared with",
+    r"\b(?:go|goes|going|went) on\b": "continue, resume",
+    r"\bby (?:itself|themselves)\b": "automatically, on its own",
+    r"\banew\b": "again",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\blies?\b": "is, is stored",
+    r"\bset(?:s|ting)? aside\b": "quarantine, move away",
+    r"\bof which\b": "name the thing",
+    r"\bas ever\b": "as usual",
+    r"\balike\b": "the same, equally",
+    r"\bfor good\b": "permanently",
+    r"\bbites?\b": "goes wrong",
+    r"\bstrange\b": "foreign, unknown",
+    r"\bcures?\b": "fix",
+    r"\bfall-back\b": "fallback",
+    r"\bbegins? anew\b": "starts again",
+    r"\bmakes? (?:no )?way\b": "make progress",
+    r"\bhands? on\b": "pass on",
+    r"(?:^|[.:;] )What (?=[^?]*\.(?: |$))(?![^.?]*\?)": "name the subject",
+    r"(?:^|\. )Of (?:a|an|the|each|all|both|one|two|what|these|those|several)\b": "put the subject first",
+    r"\bstands? (?:in|at|on|below|above)\b": "is, is written",
+    r"\bby turns\b": "alternately, in turn",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A place where a text has such a word."""
+
+    where: str
+    match: str
+    instead: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.match!r} (write: {self.instead}): {self.sentence}"
+
+
+def found_in(where: str, text: str) -> Iterator[Found]:
+    """Each such place of a text. Code in backticks isn't looked at."""
+    plain = re.sub(r"``.*?``|`[^`\n]*`", "`x`", text, flags=re.DOTALL)
+    plain = re.sub(r"\s+", " ", plain).strip()
+    for pattern, instead in WORDS.items():
+        for match in re.finditer(pattern, plain):
+            around = plain[max(0, match.start() - 60) : match.end() + 60]
+            yield Found(where, match.group().strip(" .:;"), instead, around)
+
+
+def texts_of_pages(paths: list[Path]) -> Iterator[tuple[str, str]]:
+    """The paragraphs, rows and list items of Markdown files, without code."""
+    for path in paths:
+        text = re.sub(
+            r"^ *```.*?^ *```", "\n", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
+        text = re.sub(r"^    .*\n", "\n", text, flags=re.MULTILINE)
+        text = re.sub(r"\]\([^)]*\)", "]", text)
+        line = 1
+        for block in re.split(r"\n(?=\s*\n|\s*[*-] |\||\d+\. |#)", text):
+            yield f"{path.relative_to(ROOT)}", block.strip("\n #*-|")
+            line += block.count("\n") + 1
+
+
+def texts_of_the_interface() -> Iterator[tuple[str, str]]:
+    """Docstrings of what users import: names of ``sw`` and of the integrations, their methods and fields."""
+    import shardwise as sw
+    from shardwise.integrations import accelerate, trainer
+
+    for module in (sw, sw.errors, sw.reports, accelerate, trainer):
+        yield module.__name__, inspect.getdoc(module) or ""
+        for name in module.__all__:
+            yield from _of(f"{module.__name__}.{name}", getattr(module, name))
+
+
+def _of(name: str, thing: Any) -> Iterator[tuple[str, str]]:
+    yield name, inspect.getdoc(thing) or ""
+    if not inspect.isclass(thing):
+        return
+    for method, found in vars(thing).items():
+        if not method.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
+            yield f"{name}.{method}", inspect.getdoc(found) or ""
+    if dataclasses.is_dataclass(thing):
+        yield from _of_fields(name, thing)
+
+
+def _of_fields(name: str, thing: type) -> Iterator[tuple[str, str]]:
+    """The strings below the fields of a dataclass."""
+    module = importlib.import_module(thing.__module__)
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == thing.__name__:
+            for one in node.body:
+                if (
+                    isinstance(one, ast.Expr)
+                    and isinstance(one.value, ast.Constant)
+                    and isinstance(one.value.value, str)
+                ):
+                    yield f"{name} (line {one.lineno})", one.value.value
+
+
+def texts_of_messages() -> Iterator[tuple[str, str]]:
+    """What the package prints, logs and raises: string literals of a sentence's length outside of docstrings."""
+    for path in sorted((ROOT / "src" / "shardwise").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        inside: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                inside.add(node.value)
+            if isinstance(node, ast.JoinedStr):
+                inside.update(node.values)
+                text = "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
