@@ -51,6 +51,9 @@ PAIRS = (
             "click": "8.1.0",
             "rich": "13.0.0",
             "commonmark": "0.9.1",
+            "pandas": "2.2.3",
+            "pytz": "2025.2",
+            "tzdata": "2025.2",
         },
     ),
     Pair(
