@@ -217,5 +217,5 @@ def test_every_error_has_its_section() -> None:
     types = {n for n in errors.__all__ if inspect.isclass(getattr(errors, n))}
     assert set(found) == types
     for name in types - {"ShardwiseError"}:
-        assert "cure" in found[name].lower(), f"{name}: what to do is not said"
+        assert "fix" in found[name].lower(), f"{name}: what to do is not said"
         assert name in sections[0] or name in page.split("## ")[0], f"{name} is not in the tree"
