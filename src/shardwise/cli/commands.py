@@ -246,7 +246,8 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
             )
     if not steps:
         raise NoCheckpointError(
-            line.strangers() or f"{root}: steps were published, but all were set aside; name one to verify it"
+            line.strangers()
+            or f"{root}: steps were published, but all were moved aside; name one to verify it"
         )
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():
@@ -427,7 +428,7 @@ def convert(
     "--plan",
     default=None,
     metavar="FILE",
-    help="What `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
+    help="Output of `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
 )
 @common
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:
