@@ -1,4 +1,4 @@
-"""What the rows of ``benchmarks/phases.py`` come to: which promises hold, and the table of docs/figures.md."""
+"""What the rows of ``benchmarks/phases.py`` come to: which promises hold, and the table of docs/notes/measurements.md."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--allow", type=float, default=1.0, help="so much of what a plan says at most")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--table", action="store_true", help="the table of docs/figures.md, too")
+    parser.add_argument("--table", action="store_true", help="the table of docs/notes/measurements.md, too")
     parser.add_argument(
         "--stored",
         nargs="+",

@@ -52,7 +52,9 @@ def make_reference(architecture: Architecture, directory: Path, dtype: torch.dty
     built = kinds_of(model)
     thawed = [n for n, kind in built.items() if reference.kinds.get(n) != kind]
     if thawed:
-        row.notes.append(f"frozen by the class, which from_pretrained undoes: {len(thawed)} parameters")
+        row.notes.append(
+            f"{len(thawed)} parameter{'s' * (len(thawed) > 1)} that the class freezes and from_pretrained does not"
+        )
     reference.kinds = built
     if reference.missing:
         row.notes.append(f"not saved by the library: {', '.join(reference.missing[:3])}")

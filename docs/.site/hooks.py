@@ -25,12 +25,25 @@ TEXTS = {
 }
 EXAMPLES = "project/examples.md"
 
-#: A page whose table needs the room of the side bars.
-WIDE = "supported-models.md"
+#: Pages that a search shows last: long, and for those who work on shardwise.
+RECORDS = ("notes/", "project/changelog.md")
+
+#: Pages whose tables need the room of the table of contents.
+WIDE = ("supported-models.md", "comparison.md")
 
 _FENCE = re.compile(r"^\s*```")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CLASS = re.compile(r"^::: class (\w+)$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """The header shows the version next to the link to the repository."""
+    text = (ROOT / "src" / "shardwise" / "__init__.py").read_text()
+    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    if found is None:
+        raise PluginError("src/shardwise/__init__.py has no __version__")
+    config.repo_name = f"shardwise {found[1]}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -44,8 +57,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to files of the repository into links of the site, and ``::: class X`` into where X lies."""
     page_uri = page.file.src_uri
-    if page_uri == WIDE:
-        page.meta["hide"] = ["navigation", "toc"]
+    if page_uri in WIDE:
+        page.meta["hide"] = ["toc"]
+    if page_uri.startswith(RECORDS):
+        page.meta.setdefault("search", {"boost": 0.2})
     at = next((source for source, made in TEXTS.items() if made == page_uri), f"docs/{page_uri}")
     lines, in_code = [], False
     for line in _CLASS.sub(lambda found: f"::: {_home_of(found[1])}", markdown).split("\n"):

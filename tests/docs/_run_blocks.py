@@ -17,26 +17,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from tests.docs.blocks import ROOT, Block, blocks
+from tests.docs.blocks import ROOT, Block, after_diff, blocks
 
 INSTEAD = {
     '"cuda:nccl,cpu:gloo"': '"gloo"',
     '"cuda"': '"cpu"',
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
     '"Qwen/Qwen3-0.6B"': "path",
+    "ModelParallelStrategy()": 'ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), accelerator="cpu", devices=1',
+    "max_steps=1000": "max_steps=101, logger=False, enable_model_summary=False, enable_progress_bar=False",
 }
 #: Blocks of other pages' objects: what they need is not made here.
 LEFT_OUT = ("Accelerator", "…", "while step < total_steps")  # the last ones: test_programs.py
 
 #: Pages of blocks that have nothing to do with each other.
-ALONE = ("docs/index.md", "docs/concepts/")
+ALONE = ("docs/troubleshooting.md", "docs/concepts/")
 
 
 class MyModel(nn.Module):
@@ -66,6 +69,35 @@ def write_base() -> None:
     sw.export_hf(MyModel(8), "path/to/weights")
 
 
+def write_old(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """What other programs have saved: one file of FSDP1, one of DeepSpeed's script, and checkpoints of a Lightning Trainer."""
+    options = StateDictOptions(full_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    torch.save(weights, "old/full.pt")
+    whole = {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict()}
+    torch.save(whole, "old/all.pt")
+    Path("old-run/weights").mkdir(parents=True)
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, "old-run/weights/model.safetensors")
+    Path("old-run/global_step2").mkdir()
+    torch.save({"module": weights}, "old-run/global_step2/mp_rank_00_model_states.pt")
+    module = nn.Module()
+    module.model = model
+    prefixed, theirs = get_state_dict(module, optimizer)
+    dcp.save({"state_dict": prefixed, "optimizer_0": theirs}, checkpoint_id="old/lightning/step-4")
+    torch.save({"global_step": 4, "lr_schedulers": []}, "old/lightning/step-4/meta.pt")
+    torch.save({"state_dict": {f"model.{n}": t for n, t in weights.items()}}, "old/lightning.ckpt")
+
+
+def fabric() -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(lambda model, mesh: model, data_parallel_size=1, tensor_parallel_size=1)
+    found = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    found.launch()
+    return found
+
+
 def names() -> dict[str, Any]:
     """What a page takes for granted."""
     from transformers import AutoModelForSequenceClassification
@@ -85,6 +117,7 @@ def names() -> dict[str, Any]:
     whole = get_state_dict(model, optimizer)
     theirs = {"model": whole[0], "optimizer": whole[1], "scheduler": scheduler.state_dict()}
     dcp.save(theirs, checkpoint_id="old/step-1200")
+    write_old(model, optimizer, scheduler)
     found: dict[str, Any] = {"MyModel": MyModel, "config": 8, "path": "base", "epochs": 1}
     found |= {"my_dataloader": DataLoader(samples), "dataset": samples, "train_one_step": train_one_step}
     found |= {"shard_my_way": lambda model, mesh: fully_shard(model, mesh=mesh)}
@@ -123,7 +156,10 @@ def main(pages: list[str]) -> None:
             torch.manual_seed(number)
             write_base()
             namespace = names()
+            if page.endswith("lightning.md"):
+                namespace["fabric"] = fabric()
             for block in blocks(ROOT / page):
+                block = after_diff(block) if block.language == "diff" else block
                 code = re.sub(r"#.*", "", block.text)
                 if block.language == "python" and not any(word in code for word in LEFT_OUT):
                     run(block, dict(namespace) if page.startswith(ALONE) else namespace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,12 @@ class Block:
 def pages() -> list[Path]:
     """Every Markdown file that a user reads."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def after_diff(block: Block) -> Block:
+    """The program that a block of a diff leads to."""
+    kept = [line[2:] for line in block.text.split("\n") if not line.startswith("-")]
+    return replace(block, language="python", text="\n".join(kept))
 
 
 def blocks(page: Path) -> Iterator[Block]:

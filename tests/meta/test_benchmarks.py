@@ -58,6 +58,26 @@ def test_short_form_runs(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.nightly
+def test_host_memory_is_measured_as_its_chart_says(tmp_path: Path) -> None:
+    """The form of the committed data, and with more ranks less memory for each."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.host_memory", "--short", "--ranks", "1", "8"],
+        env=worker_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    committed = json.loads((ROOT / "benchmarks/charts/host_memory.json").read_text())
+    assert found.keys() == committed.keys()
+    peaks = found["peak of a rank, MiB"]
+    assert peaks.keys() == committed["peak of a rank, MiB"].keys()
+    assert peaks["shardwise"]["8"] < peaks["from_pretrained"]["8"]
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_loads_beside_peers(tmp_path: Path) -> None:
     """Every peer loads what it says it can, with the bits that we load; our bytes and memory are in bounds."""

@@ -24,7 +24,7 @@ from shardwise.models.arguments import FromPretrained
 from shardwise.phases import plan as planning
 from tests.harness import models
 
-API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
+API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api" / "index.md"
 
 #: Every public function and class that takes options, but for records and what follows the protocol of another package.
 CALLS: dict[str, Callable[..., Any]] = {
@@ -188,7 +188,7 @@ def test_every_call_is_looked_at() -> None:
 
 
 def test_the_page_lists_the_options_that_several_calls_take() -> None:
-    """Table of docs/reference/api.md: complete, and each option with exactly the calls that take it."""
+    """Table of docs/reference/api/index.md: complete, and each option with exactly the calls that take it."""
     table = (
         API.read_text(encoding="utf-8")
         .partition("## Options that several calls take")[2]
