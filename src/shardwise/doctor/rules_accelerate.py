@@ -285,7 +285,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.refused-by-fsdp2",
-        "a setting that FSDP2 has not",
+        "a setting that FSDP2 does not have",
         "FullyShardedDataParallelPlugin of accelerate 1.15",
         _refused,
     ),
@@ -331,7 +331,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.parallelism",
-        "tp_size beside FSDP; cp_size or sp_size",
+        "tp_size together with FSDP; cp_size or sp_size",
         "docs/howto/accelerate.md",
         _parallelism,
     ),

@@ -171,7 +171,7 @@ MODELS = (
         _models,
         (
             "model.two-formats",
-            "a model of which a part is pickled, and a part is not",
+            "a model that is only partly pickled",
             "from_pretrained of transformers 5.23",
         ),
         when=lambda m: m.only_pickled,

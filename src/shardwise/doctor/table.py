@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
     *LOGS,
     *RANKS,
     Rule("path.foreign", "another program's files that can't be read", "docs/howto/sources.md", _foreign),
-    Rule("path.unknown", "a given file of no known kind", "docs/howto/doctor.md", _unknown),
+    Rule("path.unknown", "a given file of unknown kind", "docs/howto/doctor.md", _unknown),
 )
 
 
