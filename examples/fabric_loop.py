@@ -1,6 +1,6 @@
 """Lightning Fabric: its strategy, precision and launcher around a model that shardwise has sharded and filled.
 
-    pip install lightning-fabric
+    pip install lightning
     torchrun --nproc-per-node 2 examples/fabric_loop.py --out fabric-out --steps 4
     torchrun --nproc-per-node 3 examples/fabric_loop.py --out fabric-out --steps 8   # goes on at step 5, on 3 ranks
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.strategies import ModelParallelStrategy
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 import shardwise as sw

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import tomllib
 import traceback
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tests.harness.command import runner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 HEADINGS = {h.lower(): h for h in re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)}
-NOTE = re.compile(r"Causes and cures: shardwise explain (\w+), or docs/errors\.md#(\w+)")
+NOTE = re.compile(r"Causes and fixes: shardwise explain (\w+)$", re.MULTILINE)
 
 by_name = pytest.mark.parametrize("name", ERRORS)
 
@@ -46,17 +47,29 @@ def traced(error: ShardwiseError) -> str:
 
 
 def sections(text: str) -> list[str]:
-    """The sections to which a text leads. Command and page are the same one."""
-    assert all(HEADINGS[anchor] == name for name, anchor in NOTE.findall(text))
-    return [name for name, _ in NOTE.findall(text)]
+    """The sections to which a text leads."""
+    assert {*NOTE.findall(text)} <= {*HEADINGS.values()}
+    return NOTE.findall(text)
 
 
 @by_name
 def test_a_traceback_leads_to_the_section_once(name: str) -> None:
     error = make(name)
     assert sections(traced(error)) == [name]
-    assert traced(error).rstrip().endswith(f"docs/errors.md#{name.lower()}")
-    assert "errors.md" not in str(error)
+    assert traced(error).rstrip().endswith(f"shardwise explain {name}")
+    assert "docs/" not in traced(error), "people who installed the package have no such directory"
+    assert "explain" not in str(error)
+
+
+def test_the_note_has_the_address_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there is one; the site's configuration and the package's metadata have the same."""
+    root = PAGE.parents[1]
+    configured = re.search(r"^site_url: *(\S+)$", (root / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert ("" if configured is None else configured[1].rstrip("/")) == errors.DOCS_URL
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"].get("urls", {})
+    assert urls.get("Documentation", "").rstrip("/") == errors.DOCS_URL
+    monkeypatch.setattr(errors, "DOCS_URL", "https://example.org/docs")
+    assert traced(StateError("no")).rstrip().endswith(", or https://example.org/docs/errors/#stateerror")
 
 
 @by_name
@@ -117,12 +130,33 @@ def test_ranks_that_fail_alike_lead_to_their_cause(
 
 def test_the_command_line_shows_it_once(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
-    for words in (("verify", nowhere), ("inspect", nowhere, "--json")):
+    for words in (("diff", nowhere, nowhere), ("diff", nowhere, nowhere, "--json")):
         result = runner().invoke(main, words)
         assert result.exit_code == 1
         assert sections(result.stderr) == ["SourceError"]
         assert sections(result.stdout) == []
-        assert result.stderr.rstrip().endswith("docs/errors.md#sourceerror")
+        assert result.stderr.rstrip().endswith("shardwise explain SourceError")
+
+
+@pytest.mark.parametrize(
+    ("error", "has_row"),
+    [
+        (SourceError("no such file or directory", path="a"), True),
+        (SourceError("something else", path="a"), False),
+        (PlanError("not complete", ("missing: parameter 'a.weight' [4] is not stored",)), True),
+        (PlanError("not complete", ("prefix: 12 of 13 missing tensors are stored under 'x.'",)), True),
+        (PlanError("something else"), False),
+        (errors.VersionError("of a later release"), True),  # its section has no table
+        (RankError("load", {1: "IntegrityError: f"}), True),
+    ],
+)
+def test_the_command_line_leads_to_a_section_only_if_that_has_a_row(
+    error: ShardwiseError, has_row: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwise.cli.program import _report
+
+    _report(error, as_json=False, debug=False)
+    assert bool(sections(capsys.readouterr().err)) == has_row
 
 
 def test_tracebacks_of_the_command_line_have_it_and_the_text_below_has_not(tmp_path: Path) -> None:
@@ -148,6 +182,17 @@ def test_explain_prints_the_section(name: str) -> None:
 
 def test_the_page_of_the_package_is_that_of_the_documents() -> None:
     assert Path(errors.__file__).with_name("errors.md").read_text() == PAGE.read_text()
+
+
+def test_explain_takes_a_part_of_an_error_s_text() -> None:
+    for text in ("missing: parameter", "runs/a: no such file or directory; did you mean runs/b?"):
+        shown = runner().invoke(main, ["explain", text])
+        assert shown.exit_code == 0, shown.stderr
+        told = json.loads(runner().invoke(main, ["explain", text, "--json"]).stdout)
+        name = "PlanError" if text.startswith("missing") else "SourceError"
+        assert name in shown.stdout
+        assert told["page"] == f"docs/errors.md#{name.lower()}"
+        assert "## " not in told["text"]
 
 
 def test_explain_knows_no_other_name() -> None:

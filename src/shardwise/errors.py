@@ -48,17 +48,22 @@ __all__ = [
 ]
 
 
+#: Address of the documentation; ``site_url`` of mkdocs.yml is the same. Empty while there is none.
+DOCS_URL = ""
+
+
 class ShardwiseError(Exception):
     """Base of every error that shardwise raises on purpose.
 
-    A note (``__notes__``), which tracebacks and the command line print below the text, says where to read about causes and fixes.
+    A note (``__notes__``), which tracebacks print below the text, says how to see causes and fixes.
     ``str(error)`` is the text alone: ranks compare it, and errors quote each other.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         section = self._section()
-        self.add_note(f"Causes and cures: shardwise explain {section}, or docs/errors.md#{section.lower()}")
+        page = f", or {DOCS_URL}/errors/#{section.lower()}" if DOCS_URL else ""
+        self.add_note(f"Causes and fixes: shardwise explain {section}{page}")
 
     def _section(self) -> str:
         """The heading of docs/errors.md that tells of this error; a subclass of a user has that of its base."""

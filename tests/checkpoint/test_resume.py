@@ -54,7 +54,7 @@ def test_stale_state_is_overwritten_or_cleared(tmp_path: Path) -> None:
 
 
 def mesh_of(world_size: int) -> str:
-    return f"axis0 {world_size}"
+    return f"mesh of {world_size}"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", *nightly("adagrad", "master")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -339,12 +340,30 @@ def test_plan_of_a_training(model: Path) -> None:
     shown = run(*asked, "--fit", "80GiB", "--explain")
     assert shown.exit_code == 0
     assert "save, async" in shown.stdout
-    assert "fits, at the upper ends" in shown.stdout
+    assert shown.stdout.startswith("Fits: each device needs at most "), shown.stdout
     assert "trained elements of the rank" in shown.stdout
     small = run(*asked, "--fit", "1MiB", "--host", "1MiB")
     assert small.exit_code == 1
-    assert "does not fit" in small.stdout
+    assert small.stdout.startswith("Does not fit: ")
+    assert "None of the changes that were tried makes it fit." in small.stdout.splitlines()[0]
+    large = (*asked[:5], 256, "--sequence-length", 256)
+    needed = run_json(*large)["run"]["device_bytes"]
+    changed = run(*large, "--fit", f"{needed * 9 // 10}B")
+    assert changed.exit_code == 1, changed.output
+    first, second, third, *_ = changed.stdout.splitlines()
+    assert first.startswith("Does not fit: ")
+    assert second == "It would fit with one of these changes:"
+    assert re.fullmatch(r"  .+: .+ per device, .+ per host", third)
     assert run_json("plan", model, "--ranks", 4)["run"] is None
+
+
+def test_plan_shows_ranks_that_are_alike_as_one_row(model: Path) -> None:
+    shown = run("plan", model, "--ranks", 8).stdout
+    per_rank = run_json("plan", model, "--ranks", 8)["per_rank"]
+    numbers = [(r["shard_bytes"], r["bytes_read"], r["staging_bytes"]) for r in per_rank]
+    rows = re.findall(r"^ *(\d)(?:-(\d))?  .*B *$", shown, re.MULTILINE)
+    assert len(rows) == len({*numbers}) < 8
+    assert sorted(k for a, b in rows for k in range(int(a), int(b or a) + 1)) == list(range(8))
 
 
 def test_plan_says_what_the_host_has(model: Path) -> None:
@@ -408,9 +427,11 @@ def test_verify(saved: Path) -> None:
     assert (document["ok"], document["step"], document["problems"]) == (True, 10, [])
     document = run_json("verify", saved)
     assert [(s["step"], s["ok"]) for s in document["steps"]] == [(20, True), (10, True)]
+    assert document["resumes_from"] == 20
     shown = run("verify", saved)
     assert shown.exit_code == 0
     assert shown.stdout.count("\nok\n") == 2
+    assert shown.stdout.endswith("\na resume takes step 20\n")
     assert shown.stderr == ""
 
 
@@ -445,6 +466,14 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
     shown = run("verify", steps)
     assert shown.exit_code == 1
     assert "problem: " in shown.stdout
+    assert shown.stdout.endswith("\na resume takes step 10, not 20\n")
+    assert every["resumes_from"] == 10
+
+
+def test_the_word_error_is_red_on_a_terminal() -> None:
+    for color, head in ((True, "\x1b[31m\x1b[1merror:\x1b[0m "), (False, "error: ")):
+        result = runner().invoke(main, ["explain", "KeyError"], color=color)
+        assert result.stderr.startswith(head)
 
 
 @pytest.mark.parametrize(

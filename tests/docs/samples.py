@@ -22,6 +22,8 @@ class Sample:
     words: tuple[str, ...]
     first: str
     """The block begins with the line of the output that begins so: what stands before depends on the machine."""
+    until: str | None = None
+    """The line before which it ends; None: the end of the output."""
 
     def printed(self) -> str:
         """What the command prints, from there on."""
@@ -30,7 +32,8 @@ class Sample:
         result = CliRunner().invoke(main, list(self.words), env={"COLUMNS": "120"})
         lines = [line.rstrip() for line in result.stdout.splitlines()]
         start = next(k for k, line in enumerate(lines) if line.startswith(self.first))
-        return "\n".join(lines[start:]).rstrip("\n")
+        stop = len(lines) if self.until is None else lines.index(self.until, start)
+        return "\n".join(lines[start:stop]).rstrip("\n")
 
     def block(self) -> tuple[str, int, int]:
         """The page, and where the block's content begins and ends in it."""
@@ -41,16 +44,13 @@ class Sample:
 
 
 CONFIGS = ROOT / "tests" / "phases" / "configs"
+LLAMA = (
+    *("plan", str(CONFIGS / "llama-3-8b.json"), "--ranks", "8", "--batch-size", "4"),
+    *("--sequence-length", "4096", "--fit", "80GiB", "--host", "512GiB"),
+)
 SAMPLES = (
-    Sample(
-        "docs/howto/does-it-fit.md",
-        "Output, after that of the load",
-        (
-            *("plan", str(CONFIGS / "llama-3-8b.json"), "--ranks", "8", "--batch-size", "4"),
-            *("--sequence-length", "4096", "--fit", "80GiB", "--host", "512GiB"),
-        ),
-        " phase",
-    ),
+    Sample("docs/howto/does-it-fit.md", "Output: the verdict first", LLAMA, "Does not fit", LLAMA[1]),
+    Sample("docs/howto/does-it-fit.md", "Output, after that of the load", LLAMA, " phase"),
     Sample(
         "docs/howto/does-it-fit.md",
         "Qwen3-30B-A3B, expert parallelism on each of two nodes",

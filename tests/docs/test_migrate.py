@@ -41,7 +41,6 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_lightning() -> None:
     """All its blocks, with a Trainer and with Fabric, and checkpoints as a Trainer writes them."""
-    pytest.importorskip("lightning")
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
     done = subprocess.run(
         [sys.executable, "-m", "tests.docs._run_blocks", "docs/migrate/lightning.md"],

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WHERE = {"storage.overlay", "storage.memory"}
 
 
-def found(*paths: Path, ranks: int = 1) -> list[Finding]:
-    return findings_of(collect([str(p) for p in paths], ranks=ranks))
+def found(*paths: Path, outputs: Iterable[Path] = (), ranks: int = 1) -> list[Finding]:
+    return findings_of(collect([str(p) for p in paths], outputs=map(str, outputs), ranks=ranks))
 
 
 FSDP2 = {

@@ -437,6 +437,11 @@ def test_a_path_of_no_known_kind(tmp_path: Path, here: set[str]) -> None:
     check(found(tmp_path / "config.json"), here, "path.unknown")
 
 
+def test_a_path_that_does_not_exist(tmp_path: Path, here: set[str]) -> None:
+    for name in ("nope", "fdsp.yaml"):
+        check(found(tmp_path / name), here, "path.absent")
+
+
 def huge(folder: Path, nbytes: int) -> Path:
     """A model of that size, which takes no room on the disk."""
     folder.mkdir()

@@ -48,9 +48,9 @@ def test_healthy_files_have_no_finding(model: Path, steps: Path, tmp_path: Path,
             check(found(path, ranks=ranks), here)
         check(found(*files, ranks=ranks), here)
     for path in places:
-        check(found(path), here)
+        check(found(outputs=[path]), here)
     assert not (tmp_path / "not").exists()
-    check(found(*files, *places, ranks=2), here)
+    check(found(*files, outputs=places, ranks=2), here)
 
 
 def test_the_command(tmp_path: Path, here: set[str]) -> None:
@@ -59,7 +59,7 @@ def test_the_command(tmp_path: Path, here: set[str]) -> None:
     shown = runner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1"])
     assert shown.exit_code == 1
     assert "accelerate.device-mesh" in shown.stdout
-    assert "2 findings, 1 note" in shown.stdout or here > WHERE
+    assert "2 problems found, 1 note (" in shown.stdout or here > WHERE
     said = runner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1", "--json"])
     document = json.loads(said.stdout)
     assert not document["ok"]
@@ -73,12 +73,41 @@ def test_the_command(tmp_path: Path, here: set[str]) -> None:
     assert "note: accelerate.sharded-fp32" in noted.stdout
     if here == WHERE:
         assert noted.exit_code == 0, "a note is no failure"
-        assert "no finding, 1 note" in noted.stdout
-    lost = runner().invoke(main, ["doctor", str(tmp_path / "no.yaml")])
-    assert lost.exit_code == 1
-    assert "no such file" in lost.stderr
+        assert "No problems found, 1 note (" in noted.stdout
     if here == WHERE:
         assert runner().invoke(main, ["doctor", "--ranks", "1"]).exit_code == 0
+
+
+def test_the_command_says_what_it_took_each_path_for(
+    model: Path, steps: Path, tmp_path: Path, here: set[str]
+) -> None:
+    """And a path that does not exist is a problem; the directory of a run that will be made has an option."""
+    log = tmp_path / "run.log"
+    log.write_text("{'loss': 2.1}\n{'loss': 2.0}\nresuming from step 100\n{'loss': 9.8}\n{'loss': 9.1}\n")
+    trainer = tmp_path / "out"
+    for step in (2, 4):
+        (trainer / f"checkpoint-{step}").mkdir(parents=True)
+        history = [{"step": k, "loss": 2.0} for k in range(1, step + 1)]
+        (trainer / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps({"log_history": history}))
+    new, lost = tmp_path / "runs/a", tmp_path / "nope"
+    words = {
+        model: "a model directory",
+        steps: "a directory of checkpoints, steps 1, 2",
+        steps / "step-00000001": "a checkpoint",
+        log: "a log, 4 losses, 0 known lines",
+        trainer: "a run of the HF Trainer or Accelerate, steps 2, 4; 4 losses in checkpoint-4/trainer_state.json",
+        lost: "nothing: it does not exist",
+        tmp_path: "a directory to write to; wrote test files to it, and deleted them",
+        new: f"a directory that the run will make; wrote test files to {tmp_path}",
+    }
+    given = [str(path) for path in words if path != new]
+    shown = runner().invoke(main, ["doctor", *given, "--run", str(new), "--ranks", "1"])
+    assert shown.exit_code == 1
+    assert shown.stdout.splitlines()[: len(words)] == [f"{path}: {said}" for path, said in words.items()]
+    assert f"path.absent  {lost}" in shown.stdout
+    assert "log.loss-jump" in shown.stdout
+    assert ", 1 rank on this host)." in shown.stdout
+    assert not new.parent.exists()
 
 
 def test_hostile_text_does_not_move_the_cursor(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def shown_on() -> dict[str, str]:
         (
             *test_files.INSTALLED,
             *test_files.LOSSES,
+            "path.absent",
             "path.unknown",
             "model.too-large",
             "accelerate.wrap-class",

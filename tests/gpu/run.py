@@ -88,7 +88,7 @@ def summary(outcomes: list[Outcome]) -> tuple[str, str]:
                 lines = [
                     line
                     for line in str(detail).strip().splitlines()
-                    if not line.startswith("Causes and cures")
+                    if not line.startswith("Causes and fixes")
                 ]
                 last = lines[-1] if lines else "no message"
                 return status, f"rank {rank}: {last}" if status == "failed" else last

@@ -71,11 +71,11 @@ def test_there_is_time_to_save() -> None:
 
 
 def test_a_stop_restarts_all_without_a_count() -> None:
-    from shardwise.preemption.stops import EXIT_STATUS
+    from shardwise import PreemptionPolicy
 
     spec = JOB["template"]["spec"]
     codes, disrupted = spec["podFailurePolicy"]["rules"]
-    assert codes["onExitCodes"]["values"] == [EXIT_STATUS]
+    assert codes["onExitCodes"]["values"] == [PreemptionPolicy().exit_status]
     assert codes["onExitCodes"]["containerName"] == CONTAINER["name"]
     assert disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
     assert POD["restartPolicy"] == "Never"

@@ -50,6 +50,7 @@ PAIRS = (
             "xxhash": "3.2.0",
             "click": "8.1.0",
             "rich": "13.0.0",
+            "commonmark": "0.9.1",
         },
     ),
     Pair(

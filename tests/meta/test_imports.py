@@ -61,6 +61,7 @@ ORDER = (
         "doctor",
         "export",
         "phases",
+        "reports",
         "api",
         "",
         "integrations",
@@ -70,7 +71,7 @@ ORDER = (
         "__main__",
     ),
 )
-MOST_LOOSE = 9
+MOST_LOOSE = 10
 
 #: Directories of tests that have another subject than one room.
 BESIDE_ROOMS = {

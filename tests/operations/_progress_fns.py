@@ -176,12 +176,12 @@ def converted_and_dequantised(no_map: str, fp8: str) -> list[str]:
         with _fallback_fns.registered():
             many = replace(io, staging_bytes=2**25)
             _, report = checked(
-                lambda many=many: sw.load_pretrained(no_map, mesh, io=many),  # type: ignore[misc]
+                lambda many=many: sw.load_pretrained(no_map, mesh, io=many, return_report=True),  # type: ignore[misc]
                 "load",
                 lambda r: r[1].bytes_read,
             )
         _, other = checked(
-            lambda io=io: sw.load_pretrained(fp8, mesh, io=io),  # type: ignore[misc]
+            lambda io=io: sw.load_pretrained(fp8, mesh, io=io, return_report=True),  # type: ignore[misc]
             "load",
             lambda r: r[1].bytes_read,
         )

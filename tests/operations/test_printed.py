@@ -20,7 +20,7 @@ def state(**more: object) -> sw.TrainState:
 
 
 def test_every_report_of_the_package_prints_as_a_table() -> None:
-    reports = [getattr(sw, name) for name in dir(sw) if name.endswith("Report")]
+    reports = [getattr(sw.reports, name) for name in sw.reports.__all__ if name.endswith("Report")]
     assert len(reports) >= 8
     assert all(issubclass(report, Printed) for report in reports)
 

@@ -94,7 +94,7 @@ def test_a_hook_that_fails_is_logged_once(step: Path, caplog: pytest.LogCaptureF
         assert sw.verify(step).ok
     assert calls == ["running"]
     (record,) = caplog.records
-    assert "the progress hook failed, and is not called again; the verify goes on" in record.getMessage()
+    assert "the progress hook failed, and is not called again; the verify continues" in record.getMessage()
     assert record.exc_info is not None
     assert "of the hook" in str(record.exc_info[1])
     with sw.progress(hook):

@@ -357,3 +357,59 @@ def test_the_smallest_number_of_ranks(floor: int, shards: int, expected: int | N
         assert found.below.ranks == _SIZES[_SIZES.index(expected) - 1], (
             "and the one below is known not to fit"
         )
+
+
+def test_padded_experts_do_not_end_the_search() -> None:
+    """256 experts over 192 ranks are padded to 384, so that it takes more there than a + b / ranks says."""
+    from types import SimpleNamespace
+
+    from shardwise.phases.fit import Limits, smallest_ranks
+
+    def needed(ranks: int) -> int:
+        return 10 + 6_000 // ranks + -(-256 // ranks) * ranks * 40 // 256
+
+    def plan(ranks: int) -> Any:
+        phase = SimpleNamespace(
+            name="steady step", amounts=[SimpleNamespace(where="device", upper_bytes=1, what="x")]
+        )
+        return SimpleNamespace(
+            phases=[phase], device_bytes=needed(ranks), is_unified=False, needed=lambda _: (needed(ranks), 0)
+        )
+
+    assert needed(192) > 80 >= needed(256) > 70
+    found = smallest_ranks(plan, Limits(80, None), unit=1)
+    assert found.ranks == 256, [(one.ranks, one.device_bytes) for one in found.tried]
+
+
+def test_a_step_is_measured_once_for_all_numbers_of_ranks(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for an optimizer: every rank computes the same. And the load of every rank is planned once, at the end."""
+    from shardwise.phases import activations
+    from shardwise.phases import plan as of_plan
+
+    measured, planned = [], []
+
+    def measure(model: Any, groups: Any, training: sw.Training, *rest: Any, **options: Any) -> Any:
+        measured.append((training.batch_size, training.checkpointing))
+        return own_measure(model, groups, training, *rest, **options)
+
+    def plan_load(*args: Any, **options: Any) -> Any:
+        planned.append(options["rank"])
+        return own_plan_load(*args, **options)
+
+    own_measure, own_plan_load = activations.measure, of_plan.plan_load
+    monkeypatch.setattr(activations, "measure", measure)
+    monkeypatch.setattr(of_plan, "plan_load", plan_load)
+    training = sw.Training(sequence_length=64)
+    (limit,) = (
+        run.device_bytes for run in [sw.plan(config, ranks=2, training=training).run] if run is not None
+    )
+    measured.clear()
+    planned.clear()
+    report = sw.plan(config, device_limit_bytes=limit, training=training)
+    assert report.search is not None
+    assert report.search.ranks == 2
+    assert len(report.search.tried) > 1
+    assert measured == [(1, False)]
+    assert len(planned) <= 2 * len(report.search.tried) + report.ranks

@@ -45,13 +45,13 @@ def problems_of(
             "weight_scale",
             "has no {UP}.weight_scale next to it, which config_groups.group_0 (pack-quantized, ",
         ),
-        ("w4-group-zeros", "weight_zero_point", "has no {UP}.weight_zero_point beside it"),
-        ("w4-group-zeros", "weight_shape", "has no {UP}.weight_shape beside it"),
-        ("w4-group-zeros", "weight_packed", "{UP}.weight_scale has no {UP}.weight_packed beside it"),
-        ("fp8-channel", "weight_scale", "{UP}.weight has no {UP}.weight_scale beside it"),
-        ("fp8-channel", "weight", "{UP}.weight_scale has no {UP}.weight beside it"),
-        ("int8-channel", "weight_scale", "{UP}.weight has no {UP}.weight_scale beside it"),
-        ("nvfp4", "weight_global_scale", "has no {UP}.weight_global_scale beside it"),
+        ("w4-group-zeros", "weight_zero_point", "has no {UP}.weight_zero_point next to it"),
+        ("w4-group-zeros", "weight_shape", "has no {UP}.weight_shape next to it"),
+        ("w4-group-zeros", "weight_packed", "{UP}.weight_scale has no {UP}.weight_packed next to it"),
+        ("fp8-channel", "weight_scale", "{UP}.weight has no {UP}.weight_scale next to it"),
+        ("fp8-channel", "weight", "{UP}.weight_scale has no {UP}.weight next to it"),
+        ("int8-channel", "weight_scale", "{UP}.weight has no {UP}.weight_scale next to it"),
+        ("nvfp4", "weight_global_scale", "has no {UP}.weight_global_scale next to it"),
     ],
 )
 def test_missing_part(written: Written, case: str, part: str, sentence: str) -> None:
@@ -173,7 +173,7 @@ def test_groups_of_wrong_sizes(written: Written) -> None:
     [
         ("w4-group", {"num_bits": 8}, "{UP}.weight_packed has shape (160, 12); expected (160, 24)"),
         ("w4-group", {"group_size": 16}, "{UP}.weight_packed has shape (160, 12); expected (160, 6)"),
-        ("w4-group", {"symmetric": False}, "{UP}.weight_packed has no {UP}.weight_zero_point beside it"),
+        ("w4-group", {"symmetric": False}, "{UP}.weight_packed has no {UP}.weight_zero_point next to it"),
         (
             "w4-group",
             {"strategy": "channel", "group_size": None},
@@ -229,7 +229,7 @@ def test_settings_that_contradict(
             {"format": "dense"},
             f"{UP}.weight_packed is stored as codes (I32); config_groups.group_0 has format 'dense'",
         ),
-        ({"format": "int-quantized"}, f"{UP}.weight_packed has no {UP}.weight beside it"),
+        ({"format": "int-quantized"}, f"{UP}.weight_packed has no {UP}.weight next to it"),
         (
             {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparsity_config has format 'sparse-24-bitmask'",

@@ -257,7 +257,7 @@ def test_sources_that_no_layer_can_hold_are_named(
             (fp8, "stored as BF16", {f"{stem}.weight": plain, f"{stem}.weight_scale_inv": None}),
             (fp8, "mis-shaped", {f"{stem}.weight_scale_inv": torch.ones(3, 3)}),
             (fp8, "both scale the codes", {f"{stem}.weight_scale": torch.ones(1)}),
-            (ints, "has no .*weight_scale beside it", {f"{stem}.weight_scale": None}),
+            (ints, "has no .*weight_scale next to it", {f"{stem}.weight_scale": None}),
         )
     ):
         with pytest.raises(PlanError, match=text):

@@ -136,9 +136,9 @@ def test_wrong_part(
 
 def test_missing_and_surplus_parts(source: Source) -> None:
     (problem,) = mxfp4(without(source, f"{UP}_scales")).problems
-    assert problem == f"{UP}_blocks has no {UP}_scales beside it: codes without scales are not weights"
+    assert problem == f"{UP}_blocks has no {UP}_scales next to it: codes without scales are not weights"
     (problem,) = mxfp4(without(source, f"{UP}_blocks")).problems
-    assert problem == f"{UP}_scales has no {UP}_blocks beside it"
+    assert problem == f"{UP}_scales has no {UP}_blocks next to it"
     (problem,) = mxfp4(with_part(source, UP, "BF16", (3, 96, 40))).problems
     assert problem == f"{UP} is stored twice: as {UP} and as {UP}_blocks; remove one"
 

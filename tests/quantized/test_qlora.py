@@ -96,7 +96,7 @@ def test_saved_at_two_and_resumed_at_three(root: Path, tmp_path: Path, ranks: Ra
 
 @pytest.mark.needs("integers")
 def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: RankPool) -> None:
-    """It holds adapters and optimizer; the base, quantised alike, is compared by its digests, at any number of ranks."""
+    """It holds adapters and optimizer; the base, quantised the same way, is compared by its digests, at any number of ranks."""
     source = asked(root, KINDS[0])
     straight = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "straight"), 0, 4)[0]
     first = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run"), 0, 2, frozen="refer")[0]
@@ -110,7 +110,7 @@ def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: Rank
     assert sw.diff(tmp_path / "run/step-00000004", tmp_path / "straight/step-00000004").ok
     with fns.known_warnings():
         other = sw.load_pretrained(root / "nested", quantized="keep", adapter=fns.lora())
-    with pytest.raises(StateError, match=r"which is not the one of this run.*quantised alike"):
+    with pytest.raises(StateError, match=r"which is not the one of this run.*quantised the same way"):
         sw.restore(sw.TrainState(model=other), tmp_path / "run" / "step-00000005")
 
 

@@ -10,7 +10,7 @@ from shardwise.errors import IntegrityError, RankError, StateError
 from shardwise.ranks.ranks import Ranks
 from tests.harness.pool import RankPool
 
-NOTE = "Causes and cures: "
+NOTE = "Causes and fixes: "
 
 
 def _raised(failing: dict[int, type[Exception]]) -> tuple[str, str, str]:
@@ -37,4 +37,4 @@ def test_every_rank_shows_the_note_once(
         assert "it is damaged" in causes
         assert NOTE not in text + causes
         assert traced.count(NOTE) == 1
-        assert traced.rstrip().endswith(f"explain {section}, or docs/errors.md#{section.lower()}")
+        assert traced.rstrip().endswith(f"explain {section}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.strategies.model_parallel import _save_checkpoint
+from lightning.fabric.strategies.model_parallel import _save_checkpoint
 from torch import nn
 
 import shardwise as sw

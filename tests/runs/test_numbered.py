@@ -76,30 +76,85 @@ def test_a_plain_trainers_checkpoint_is_restored_with_its_optimizer(
         sw.restore(sw.TrainState(model=again, optimizer=one_group), root)
 
 
-def test_a_conversion_names_every_file_that_it_leaves_out(
+def as_lines(*words: object) -> tuple[str, dict[str, Any]]:
+    """What a conversion prints, and its document."""
+    runner = CliRunner()
+    given = [str(word) for word in words]
+    shown = runner.invoke(main, ["convert", *given, "--to", "checkpoint"], prog_name="shardwise")
+    assert shown.exit_code == 0, shown.output
+    given[1] += "-json"
+    told = runner.invoke(main, ["convert", *given, "--to", "checkpoint", "--json"], prog_name="shardwise")
+    return " ".join(shown.stdout.split()), json.loads(told.stdout)
+
+
+def test_a_conversion_gives_the_trainers_numbers_their_names(
     trained: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
-    root, *_ = trained
-    runner = CliRunner()
-    arguments = ["convert", str(root), str(tmp_path / "out"), "--to", "checkpoint"]
-    result = runner.invoke(main, arguments, prog_name="shardwise")
-    assert result.exit_code == 0
-    text = " ".join(result.output.split())
-    assert "optimizer.pt: the optimizer's state, by parameter number" in text
-    assert "To keep it: sw.restore(sw.TrainState(model=model, optimizer=optimizer)" in text
-    arguments[2] = str(tmp_path / "again")
-    skipped = json.loads(runner.invoke(main, [*arguments, "--json"], prog_name="shardwise").stdout)["skipped"]
-    named = {line.partition(":")[0] for line in skipped}
+    """By the Trainer's own rule of weight decay; every other file that is left out is named."""
+    root, model, optimizer = trained
+    text, report = as_lines(root, tmp_path / "out")
+    assert report["optimizer_tensors"] == 3 * len(list(model.parameters()))
+    assert (
+        "assumed optimizer.pt numbers its parameters; their names were taken from the HF Trainer's groups"
+        in text
+    )
+    assert "by this rank" not in text, "there is one"
+    named = {line.partition(":")[0] for line in report["skipped"]}
     stored = {file.name for file in root.iterdir()}
     read = {
         "model.safetensors",
         "config.json",
         "generation_config.json",
+        "optimizer.pt",
         "scheduler.pt",
         "trainer_state.json",
     }
     assert stored - read <= named
+    assert "optimizer.pt" not in named
     again = qwen()
+    made = trainer(tmp_path, again).create_optimizer()
+    sw.restore(sw.TrainState(model=again, optimizer=made), tmp_path / "out")
+    expected, found = states(model, optimizer), states(again, made)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("groups", ["one", "reversed", "three"])
+def test_numbers_are_given_names_only_where_the_model_s_order_fits(
+    trained: tuple[Path, Any, Any], tmp_path: Path, groups: str
+) -> None:
+    """An Accelerate directory with a config: its shapes fit the model's order, or the optimizer is named as left out."""
+    root, *_ = trained
+    accelerator = Accelerator(cpu=True)
+    model = qwen()
+    parameters = list(model.parameters())
+    asked: Any = {
+        "one": parameters,
+        "reversed": parameters[::-1],
+        "three": [{"params": parameters[k::3]} for k in range(3)],
+    }[groups]
+    optimizer = torch.optim.AdamW(asked)
+    model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    optimizer.step()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.save_state(str(tmp_path / "state"))
+    text, report = as_lines(tmp_path / "state", tmp_path / "out", "--config", root)
+    if groups == "one":
+        assert report["optimizer_tensors"] == 3 * len(parameters)
+        assert "the order of model.parameters()" in report["caveats"][0]
+        again = qwen()
+        taken = torch.optim.AdamW(again.parameters())
+        sw.restore(sw.TrainState(model=again, optimizer=taken), tmp_path / "out")
+        expected, found = states(model, optimizer.optimizer), states(again, taken)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        return
+    assert (report["optimizer_tensors"], report["caveats"]) == (0, [])
+    assert "optimizer.bin: the optimizer's state, by parameter number" in text
+    assert "To keep it: sw.restore(sw.TrainState(model=model, optimizer=optimizer)" in text
+    again = qwen()
+    sw.restore(sw.TrainState(model=again), tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     with pytest.raises(StateError, match=r"converted from safetensors.*Restore the source itself"):
         sw.restore(
             sw.TrainState(model=again, optimizer=torch.optim.AdamW(again.parameters())), tmp_path / "out"

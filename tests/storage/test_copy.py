@@ -134,7 +134,7 @@ def test_a_place_that_holds_something_else(
 
 def test_within_itself(step: Path, proxy: Proxy) -> None:
     for source, out in ((step, step / "x"), (step, step.parent), (f"{ROOT}/n", f"{ROOT}/n/x")):
-        with pytest.raises(CheckpointError, match="lies in the source"):
+        with pytest.raises(CheckpointError, match="is inside the source"):
             sw.copy_checkpoint(source, out)
 
 

@@ -56,7 +56,12 @@ def test_opening_leaves_what_other_programs_made(tmp_path: Path, place: str) -> 
     files = [f".tmp-latest-{NONCE}", f".tmp-place-{NONCE}", f".tmp-probe-{NONCE}-0", ".tmp-notes"]
     for name in files:
         (root / name).write_text("precious")
-    with sw.Checkpointer(tmp_path / "run", **({place: root} if place != "run" else {})) as checkpoints:
+    given = {
+        "run": {},
+        "mirror": {"mirror": root},
+        "fallback": {"failures": sw.FailurePolicy(fallback=root)},
+    }
+    with sw.Checkpointer(tmp_path / "run", **given[place]) as checkpoints:  # type: ignore[arg-type]
         checkpoints.save(state(), 1)
     assert {*folders, *links, *files} <= set(names(root))
     assert all(is_alive(root / name) for name in folders)

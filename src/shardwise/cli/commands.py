@@ -11,7 +11,7 @@ import click
 
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
-from .manual import ERRORS, anchor_of, section_of
+from .manual import ERRORS, anchor_of, rows_of, section_of
 from .options import (
     DTYPES,
     as_load_pretrained,
@@ -73,7 +73,7 @@ def _is_sound(contents: Inspection) -> bool:
     return not (isinstance(contents, CheckpointContents) and contents.problems)
 
 
-@main.command(short_help="Show whether a model fits, and what each rank reads.")
+@main.command(short_help="Show how many GPUs a model needs, or whether it fits.")
 @source_path
 @click.option(
     "--ranks",
@@ -172,7 +172,7 @@ def plan(
     else:
         show_plan(console(), report, host if on_this_host else None)
         if report.run is not None:
-            show_phases(console(), report.run, report.verdict, explain=asked.explain, size=size)
+            show_phases(console(), report.run, explain=asked.explain, size=size)
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
@@ -246,7 +246,8 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
             )
     if not steps:
         raise NoCheckpointError(
-            line.strangers() or f"{root}: steps were published, but all were set aside; name one to verify it"
+            line.strangers()
+            or f"{root}: steps were published, but all were moved aside; name one to verify it"
         )
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():
@@ -262,8 +263,14 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
             if not as_json:
                 show_problems(console(), [str(error)])
     ok = all(document["ok"] for document in documents)
+    sound = [step for step, document in zip(steps, documents, strict=True) if document["ok"]]
+    newest = max(sound) if sound else None
     if as_json:
-        print_json({"path": root, "ok": ok, "steps": documents})
+        print_json({"path": root, "ok": ok, "resumes_from": newest, "steps": documents})
+    elif newest is None:
+        click.echo("no step is sound: a resume raises NoCheckpointError")
+    elif not any(document["part"] for document in documents):  # of parts, all hosts' together decide
+        click.echo(f"a resume takes step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
     return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
 
 
@@ -421,7 +428,7 @@ def convert(
     "--plan",
     default=None,
     metavar="FILE",
-    help="What `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
+    help="Output of `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
 )
 @common
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:
@@ -441,19 +448,28 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
         click.echo(f"{written}: {nbytes / 1024:.0f} KiB, one file to open or to send")
 
 
-@main.command(short_help="Show the causes and cures of an error.")
-@click.argument("error", type=click.Choice(ERRORS), metavar="ERROR")
+@main.command(short_help="Show the causes of an error, and how to fix it.")
+@click.argument("error", metavar="ERROR")
 @common
 def explain(error: str, as_json: bool) -> None:
-    """Say what causes an error, and what to do about it.
+    """Show the causes of an error, and how to fix it.
 
-    ERROR is its type, for example PlanError.
+    ERROR is its type, for example PlanError, or a part of its text, for example "missing: parameter".
     """
     from .terminal import console, show_markdown
 
-    text = section_of(error)
+    if error in ERRORS:
+        text, page = section_of(error), anchor_of(error)
+    elif rows := rows_of(error):
+        text = "\n\n".join(f"**{name}**: {cause}\n\n{fix}" for name, cause, fix in rows)
+        page = anchor_of(rows[0][0])
+    else:
+        raise click.BadParameter(
+            f"no error is known by {error!r}; give a part of its text, or its type, one of {', '.join(ERRORS)}",
+            param_hint="'ERROR'",
+        )
     if as_json:
-        print_json({"name": error, "page": anchor_of(error), "text": text})
+        print_json({"name": error, "page": page, "text": text})
     else:
         show_markdown(console(), text)
 

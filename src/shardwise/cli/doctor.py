@@ -32,12 +32,21 @@ __all__: list[str] = []
     metavar="N",
     help="Ranks on this host. Default: as the launcher, a given YAML or the devices say.",
 )
+@click.option(
+    "--run",
+    "outputs",
+    multiple=True,
+    type=AnyPath(path_type=str),
+    metavar="PATH",
+    help="Directory or URL that the run will write to; it need not exist yet. May be repeated.",
+)
 @common
-def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
-    """Say what will bite on this machine and with these files, why, and what to do.
+def doctor(path: tuple[str, ...], outputs: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
+    """Check this machine and these files for known problems; explain each and how to fix it.
 
-    Each PATH may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them, a
-    log, or a directory or URL in which the run will write: that one is probed with a few files, which are deleted. Under
+    Each PATH may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them
+    (also the HF Trainer's output_dir or an Accelerate project), a log, or a directory or URL in which the run will write:
+    that one is tried with a few files, which are deleted. It says first what each PATH was taken for. Under
     torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if something will
     fail, or cost time, memory or data; a note, which is worth knowing, leaves it 0.
     """
@@ -45,7 +54,7 @@ def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
     from .terminal import console
 
     with _terminated_as_interrupted():
-        diagnosis = examine(path, ranks=ranks)
+        diagnosis = examine(path, outputs=outputs, ranks=ranks)
     if not diagnosis.speaks:
         return FINE  # a launcher ends all ranks when one fails: rank 0 must speak first
     if as_json:
@@ -76,9 +85,15 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ..doctor.rule import count
     from ..doctor.table import RULES
     from .render import plain
 
+    facts = diagnosis.facts
+    for path, words in facts.taken_for.items():
+        out.print(Text.assemble(plain(path), (": " + plain(words), "dim")), soft_wrap=True)
+    if facts.taken_for:
+        out.print()
     for finding in diagnosis.findings:
         head = (finding.rule, "bold red") if finding.kind == "bites" else (f"note: {finding.rule}", "bold")
         out.print(Text.assemble(head, "  ", plain(finding.where)))
@@ -87,14 +102,11 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
             lines.add_row(Text(label, style="dim"), Text(plain(text)))
         lines.add_row(Text("see", style="dim"), Text(finding.source, style="dim"))
         out.print(Padding(lines, (0, 0, 1, 2)))
-    facts = diagnosis.facts
     notes = sum(finding.kind == "note" for finding in diagnosis.findings)
-    count = len(diagnosis.findings) - notes
-    met = (
-        ""
-        if facts.meeting is None
-        else f", {len(facts.meeting.ranks)} of {facts.meeting.world_size} ranks met"
-    )
-    verdict = "no finding" if not count else f"{count} finding{'s' if count > 1 else ''}"
-    verdict += f", {notes} note{'s' if notes > 1 else ''}" if notes else ""
-    out.print(Text(f"{verdict}: {len(RULES)} rules, {facts.ranks} ranks on this host{met}"))
+    bites = len(diagnosis.findings) - notes
+    verdict = f"{count(bites, 'problem')} found" if bites else "No problems found"
+    verdict += f", {count(notes, 'note')}" if notes else ""
+    about = f"{count(len(RULES), 'check')}, {count(facts.ranks, 'rank')} on this host"
+    if facts.meeting is not None:
+        about += f", {len(facts.meeting.ranks)} of {count(facts.meeting.world_size, 'rank')} met"
+    out.print(Text(f"{verdict} ({about}).", "bold red" if bites else "green"))

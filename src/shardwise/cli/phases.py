@@ -15,7 +15,6 @@ from rich.text import Text
 from .options import DTYPES, memory_size
 
 if TYPE_CHECKING:
-    from ..phases.fit import Verdict
     from ..phases.records import Phase, RunPlan
     from ..phases.training import TrainingSpec
     from ..sharding.groups import ShardPolicy
@@ -118,10 +117,8 @@ def asked_training(options: dict[str, Any]) -> AskedTraining:
     )
 
 
-def show_phases(
-    out: Console, run: RunPlan, verdict: Verdict | None, *, explain: bool, size: Callable[[int], str]
-) -> None:
-    """Print the phases of a run, and the verdict."""
+def show_phases(out: Console, run: RunPlan, *, explain: bool, size: Callable[[int], str]) -> None:
+    """Print the phases of a run."""
     hosted = f"host, {run.ranks_per_host} ranks"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "device", "at most", hosted, "at most", "page cache"):
@@ -132,8 +129,6 @@ def show_phases(
     out.print(Text("\n".join(_lines(run, size))), soft_wrap=True)
     if explain:
         _show_formulas(out, run, size)
-    if verdict is not None:
-        _show_verdict(out, verdict, size)
 
 
 def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
@@ -182,26 +177,4 @@ def _show_formulas(out: Console, run: RunPlan, size: Callable[[int], str]) -> No
     out.print(Text("network, each step", "bold"))
     for flow in run.network:
         line = f"  {flow.what}: a rank {size(flow.rank_bytes)}, a node {size(flow.node_bytes)} from other nodes: {flow.formula}"
-        out.print(Text(line), soft_wrap=True)
-
-
-def _show_verdict(out: Console, verdict: Verdict, size: Callable[[int], str]) -> None:
-    if verdict.outcome == "fits":
-        out.print(Text("fits, at the upper ends of the error bars", "green"))
-        return
-    need = verdict.binds[0]
-    why = (
-        f"{need.phase} needs up to {size(need.needed_bytes)} of the {need.where}, which has {size(need.limit_bytes)}; "
-        f"most of it: {need.largest}"
-    )
-    if not verdict.changes:
-        out.print(
-            Text(f"does not fit, nor with any change that was tried: {why}", "bold red"), soft_wrap=True
-        )
-        return
-    out.print(Text(f"fits if one of these changes: {why}", "yellow"), soft_wrap=True)
-    for change in verdict.changes:
-        line = (
-            f"  {change.what}: {size(change.device_bytes)} of a device, {size(change.host_bytes)} of a host"
-        )
         out.print(Text(line), soft_wrap=True)

@@ -118,11 +118,15 @@ def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
     elif isinstance(error, ShardwiseError):
-        message = "\n".join((message, *getattr(error, "__notes__", ())))  # the traceback has them, too
+        from .manual import helps  # not before there is an error
+
+        if helps(error):
+            message = "\n".join((message, *getattr(error, "__notes__", ())))  # the traceback has them, too
     if rank == 0 and as_json:
         print_json({"error": document})
     if rank == 0 or not isinstance(error, RankError | click.ClickException):
-        click.echo(f"{f'rank {rank}: ' if rank else ''}error: {message}", err=True)
+        head = click.style("error:", fg="red", bold=True)  # without colours where stderr is no terminal
+        click.echo(f"{f'rank {rank}: ' if rank else ''}{head} {message}", err=True)
     return status
 
 

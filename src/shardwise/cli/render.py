@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -15,6 +16,7 @@ from rich.tree import Tree
 from ..format.places import ranks_text
 from ..operations.records import size
 from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents
+from .program import rank_of_launcher
 from .terminal import console
 from .tree import Node
 
@@ -167,6 +169,38 @@ def _show_root(out: Console, root: RootContents) -> None:
 # plan
 
 
+def _show_verdict(out: Console, report: PlanReport) -> None:
+    """Whether the run fits, and with which changes it would."""
+    verdict, run = report.verdict, report.run
+    assert verdict is not None
+    assert run is not None
+    if verdict.outcome == "fits":
+        needs = f"each device needs at most {size(run.device_bytes)}, each host {size(run.host_bytes)}"
+        out.print(Text(f"Fits: {needs}.", _GREEN), soft_wrap=True)
+        return
+    need = verdict.binds[0]
+    text = (
+        f"Does not fit: {need.phase} needs up to {size(need.needed_bytes)} of the {need.where}, which has "
+        f"{size(need.limit_bytes)}; most of it {_NAMED_AMOUNTS.get(need.largest, need.largest)}."
+    )
+    if not verdict.changes:
+        text += " None of the changes that were tried makes it fit."
+    out.print(Text(text, _RED), soft_wrap=True)
+    if verdict.changes:
+        out.print(Text("It would fit with one of these changes:", _YELLOW))
+    for change in verdict.changes:
+        line = f"  {change.what}: {size(change.device_bytes)} per device, {size(change.host_bytes)} per host"
+        out.print(Text(line), soft_wrap=True)
+
+
+#: Amounts of a phase whose short name says too little without their table.
+_NAMED_AMOUNTS = {
+    "gathered": "gathered parameters",
+    "reduced": "gradients that are being reduced",
+    "staging": "staging buffers",
+}
+
+
 def _format(one: Dequantized) -> str:
     held = f"{size(one.nbytes)} {'held' if one.format.endswith(', kept') else 'decoded'}"
     return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored, {held}"
@@ -182,7 +216,7 @@ def _answer(search: Search) -> Text:
     why = ""
     if below is not None:
         need = below.binds[0]
-        why = f"{below.ranks} would need {size(need.needed_bytes)} each ({need.phase}; most of it {need.largest})"
+        why = f"{below.ranks} would need {size(need.needed_bytes)} each ({need.phase}; most of it {_NAMED_AMOUNTS.get(need.largest, need.largest)})"
     if search.ranks is None:
         assert below is not None
         return Text(f"no number of GPUs of {size(below.binds[0].limit_bytes)} is enough: {why}", _RED)
@@ -200,6 +234,8 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     """Print the result of ``plan``: the answer first, then the model, what each rank holds and reads, and whether a load fits on this host."""
     if report.search is not None:
         out.print(_answer(report.search), soft_wrap=True)
+    if report.verdict is not None and (report.search is None or report.search.ranks is None):
+        _show_verdict(out, report)
     largest = report.largest_group
     shape = f"{report.ranks}"
     shards = report.ranks // report.replicas // report.tp
@@ -216,7 +252,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
         "ranks": shape,
         "all ranks hold": size(report.total_shard_bytes),
         "all ranks read": total_read,
-        "groups": f"{report.groups}, at most {size(largest.gathered_bytes)} gathered at a time "
+        "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} while it is gathered "
         f"({largest.name or 'root'}, {largest.kind})",
     }
     if report.store is not None:
@@ -247,16 +283,21 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     in_store = () if report.store is None else report.store.per_rank
     asked = {one.rank: (str(one.requests), size(one.nbytes)) for one in in_store}
     more = (">requests", ">asks for") if asked else ()
-    table = _table(">rank", ">holds", ">reads", ">staging", ">copies", *more)
-    for cost in report.per_rank:
-        table.add_row(
-            str(cost.rank),
+    table = _table(">rank", ">holds", ">reads", ">staging", *more)
+    shown = [
+        (
             size(cost.shard_bytes),
             size(cost.bytes_read),
             size(cost.staging_bytes),
-            str(cost.reads),
             *asked.get(cost.rank, ()),
         )
+        for cost in report.per_rank
+    ]
+    for numbers, alike in groupby(zip(report.per_rank, shown, strict=True), key=lambda one: one[1]):
+        ranks = [cost.rank for cost, _ in alike]
+        is_run = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
+        for label in [f"{ranks[0]}-{ranks[-1]}"] if is_run else map(str, ranks):
+            table.add_row(label, *numbers)
     out.print(table)
     if not report.is_every_rank:
         out.print(Text("of all ranks, the first holds most and the last least"))
@@ -375,10 +416,12 @@ def show_convert(out: Console, report: Any) -> None:
     facts = {
         "from": f"{report.source} ({report.source_kind})",
         "step": str(report.step),
-        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} of optimizers, {size(report.bytes_written)} "
-        f"by this rank, in {report.seconds:.1f} s",
+        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} of optimizers, {size(report.bytes_written)}"
+        f"{' by this rank' * (rank_of_launcher()[1] > 1)} in {report.seconds:.1f} s",
         "documents": _some(report.documents),
     }
+    if report.caveats:
+        facts["assumed"] = "; ".join(report.caveats)
     if report.skipped:
         facts["skipped"] = "; ".join(report.skipped)
     _facts(out, str(report.path), facts)

@@ -6,12 +6,15 @@ import json
 import re
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ..checkpoint.resume_report import ResumeReport
 from ..errors import ShardwiseError
+from ..operations.records import size
 from ..ranks.patience import patiently
 from ..report.write import write_report
 from ..storage import absolute, is_directory, is_url, join
@@ -38,7 +41,7 @@ def run_demo(
     steps: int = 32,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune a model on ``ranks`` ranks, kill one in a save, go on with ``ranks + 1``, export and use it.
+    """Fine-tune a model on ``ranks`` ranks, kill one in a save, resume with ``ranks + 1``, export and use it.
 
     Returns the report, which ``out/report.json`` holds too; ``out/report.html`` shows the whole run, and ``out/loss.png`` the loss
     across the crash, if matplotlib is installed. One to two minutes on two cores.
@@ -69,14 +72,14 @@ def run_demo(
     console.print("1. Plain transformers measures the model as it is", style="bold")
     before = _measure(course, prepared.directory, console)
     console.print(
-        f"2. {_ranks(ranks)}; rank {course.kill_rank} is killed in the save of step {course.kill_step}",
+        f"2. {_ranks(ranks)}; rank {course.kill_rank} is killed while it saves step {course.kill_step}",
         style="bold",
     )
     crash = _train_and_crash(course, console)
-    console.print(f"3. {ranks + 1} ranks go on from the newest valid step", style="bold")
+    console.print(f"3. {ranks + 1} ranks resume from the newest valid step", style="bold")
     _resume_and_export(course, console)
     resume = records(course.out / "run-2", "resume")
-    print_resume(resume[0], console)
+    print_resume(_resume_report(resume[0]), console)
     console.print("4. Plain transformers measures the export", style="bold")
     after = _measure(course, course.out / "export", console)
 
@@ -86,6 +89,11 @@ def run_demo(
     _finish(course, report, losses, console)
     _require_proof(report)
     return report
+
+
+def _resume_report(record: dict[str, Any]) -> ResumeReport:
+    """The report that a rank wrote down as JSON values."""
+    return ResumeReport(**{one.name: record[one.name] for one in fields(ResumeReport)})
 
 
 def _places(out: str) -> tuple[Path, str]:
@@ -194,7 +202,7 @@ def _train_and_crash(course: Course, console: Console) -> dict[str, Any]:
         f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL", highlight=False
     )
     console.print(
-        f"    {unpublished / 1e6:.1f} MB lie half written; {steps[max(steps)]} is the newest step",
+        f"    {size(unpublished)} of that save are left unpublished; {steps[max(steps)]} is the newest step",
         highlight=False,
     )
     return crash
@@ -241,15 +249,15 @@ def _finish(
     report["loss_curve"] = "loss.png" if drawn else None
     (course.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print_table(report, console)
-    console.print(f"{course.out / 'report.json'} holds all of it", highlight=False, markup=False)
+    console.print(f"{course.out / 'report.json'} has all of this", highlight=False, markup=False)
     if drawn:
         page = write_report(
             [course.out, *([course.checkpoints] if is_url(course.checkpoints) else ())],
             course.out / "report.html",
         )
         console.print(
-            f"{course.out / 'loss.png'} shows the loss across the crash; {page.name}, beside it, all of the run: memory, phases, "
-            "saves, the crash, the proof of the resume",
+            f"{course.out / 'loss.png'} shows the loss across the crash. {page.name} in the same directory shows the whole run: memory, "
+            "phases, saves, the crash, the proof of the resume.",
             highlight=False,
             markup=False,
         )

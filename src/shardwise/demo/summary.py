@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["draw_loss", "print_resume", "print_table", "read_losses", "records"]
+from ..checkpoint.resume_report import ResumeReport
+from ..operations.records import size
 
-_MB = 1e6
+__all__ = ["draw_loss", "print_resume", "print_table", "read_losses", "records"]
 
 
 def records(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -27,22 +28,10 @@ def read_losses(directory: Path) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
 
 
-def print_resume(report: Mapping[str, Any], console: Console) -> None:
-    """Print the ranks' resume report."""
-    rows = {
-        "resumed from": f"{Path(report['path']).name}, saved by {_ranks(report['saved_world_size'])}, "
-        f"now {report['world_size']}",
-        "digests compared": f"{report['tensors']} tensors of the model, {report['optimizer_tensors']} of the optimizer",
-        "restored": ", ".join(report["documents"]),
-        "skipped": ", ".join(report["skipped"]) or "nothing",
-        "random generators": report["rng"],
-        "bitwise as never stopped": "yes" if report["exact"] else f"no: {'; '.join(report['differences'])}",
-        "newer steps set aside": ", ".join(map(str, report["superseded"])) or "none",
-        "damaged steps skipped": ", ".join(map(str, report["damaged"])) or "none",
-        "read by rank 0": f"{report['bytes_read'] / _MB:.1f} MB in {report['seconds']:.1f} s",
-    }
+def print_resume(report: ResumeReport, console: Console) -> None:
+    """Print the resume report of rank 0."""
     table = Table(title="Resume report", show_header=False, title_justify="left")
-    for name, value in rows.items():
+    for name, value in report.rows().items():
         table.add_row(name, value)
     console.print(table)
 
@@ -60,20 +49,20 @@ def print_table(report: Mapping[str, Any], console: Console) -> None:
 def _load_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     load = report["load"]
     rows = [
-        ("model", f"{report['model']['class']}, {load['model_bytes'] / _MB:.1f} MB in fp32"),
+        ("model", f"{report['model']['class']}, {size(load['model_bytes'])} in fp32"),
         ("load", f"{load['seconds']:.2f} s on {_ranks(report['ranks'])}"),
         (
             "bytes read, all ranks",
-            f"{load['bytes_read'] / _MB:.1f} MB = {load['bytes_read_ratio']:.3f} × the model",
+            f"{size(load['bytes_read'])} = {load['bytes_read_ratio']:.3f} × the model",
         ),
     ]
     for rank in load["ranks"]:
         added = rank["memory_added"]
-        peak = "not measured" if added is None else f"{added / _MB:.1f} MB"
+        peak = "not measured" if added is None else f"{size(added)}"
         rows.append(
             (
                 f"peak memory added, rank {rank['rank']}",
-                f"{peak} for a shard of {rank['local_bytes'] / _MB:.1f} MB",
+                f"{peak} for a shard of {size(rank['local_bytes'])}",
             )
         )
     return rows
@@ -84,8 +73,8 @@ def _crash_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "killed",
-            f"rank {crash['rank']} by {crash['signal']} in the save of step {crash['step']}; "
-            f"{crash['unpublished_bytes'] / _MB:.1f} MB were left half written",
+            f"rank {crash['rank']} by {crash['signal']} while saving step {crash['step']}; "
+            f"{size(crash['unpublished_bytes'])} were left unpublished",
         ),
         (
             "resumed",

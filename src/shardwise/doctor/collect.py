@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 
 from ..catalog.kinds import kind_of
 from ..errors import SourceError
 from ..limits import brief
+from ..runs.history import losses_of_trainer, others_steps
 from ..storage import absolute, is_directory, is_file, is_url, names_in
 from .bucket import look_at_bucket
 from .checkpoints import holds_checkpoint, look_at_checkpoint
 from .facts import Bucket, Checkpoint, Facts, Foreign, Log, Model, Place, Settings
-from .logs import read_log
+from .logs import log_of_losses, read_log
 from .machine import look_at_machine
 from .probe import PREFIX, delete_probes, look_at_place
-from .rule import number
+from .rule import count, number
 from .settings import is_accelerate, is_arguments, read_settings
 from .software import launch_variables, requirements, versions
 from .weights import holds_weights, look_at_model, look_at_stored_model
@@ -42,7 +43,10 @@ _KINDS = (
     "logs",
     "foreign",
     "unknown",
+    "absent",
 )
+#: Of the numbered checkpoints of the Trainer or Accelerate, the newest that are looked at.
+_STEPS_CHECKED = 3
 
 
 @dataclass(slots=True)
@@ -58,25 +62,27 @@ class _Found:
     logs: list[Log] = field(default_factory=list)
     foreign: list[Foreign] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    taken_for: dict[str, str] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
 
 
-def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
+def collect(paths: Iterable[str], *, outputs: Iterable[str] = (), ranks: int | None = None) -> Facts:
     """Facts of this machine and of ``paths``. Rank-local.
 
     A path may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them, a
-    log, a URL, or a directory in which a run will write; one that does not exist yet is looked at through the nearest
-    directory above it. ``ranks``: how many are to run on this host; None: as the launcher, the given YAML or the devices
+    log, a URL, or a directory in which a run will write. ``outputs``: directories or URLs in which a run will write; one
+    that does not exist yet is looked at through the nearest directory above it. ``ranks``: how many are to run on this host; None: as the launcher, the given YAML or the devices
     say. Writes at most 64 MiB into each directory to be written, and deletes them. Takes at most about 20 s.
 
     Raises :class:`SourceError` for a path that can't be read.
     """
     found = _Found()
     end = time.monotonic() + _ALL_S
-    for path in paths:
+    for look, path in (*((_look_at, path) for path in paths), *((_look_at_output, path) for path in outputs)):
         if "\0" in os.fspath(path):
             raise SourceError("no path has a NUL character", path=brief(os.fspath(path)))
-        _look_with_limit(absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
+        _look_with_limit(look, absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
     environment = launch_variables()
     machine = look_at_machine()
     return Facts(
@@ -94,6 +100,8 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
         logs=tuple(found.logs),
         foreign=tuple(found.foreign),
         unknown=tuple(found.unknown),
+        absent=tuple(found.absent),
+        taken_for=found.taken_for,
         silent=found.silent,
     )
 
@@ -110,13 +118,13 @@ def _ranks_here(environment: dict[str, str], accelerate: list[Settings], gpus: i
     return max(1, gpus)
 
 
-def _look_with_limit(path: str, found: _Found, limit_s: float) -> None:
+def _look_with_limit(look_at: Callable[[str, _Found], str], path: str, found: _Found, limit_s: float) -> None:
     """Look in a thread: a call into storage that hangs does not return. What comes too late is left out."""
     seen, errors = _Found(), list[Exception]()
 
     def look() -> None:
         try:
-            _look_at(path, seen)
+            seen.taken_for[path] = look_at(path, seen)
         except Exception as error:  # raised in the caller's thread
             errors.append(error)
 
@@ -131,91 +139,144 @@ def _look_with_limit(path: str, found: _Found, limit_s: float) -> None:
         raise
     if thread.is_alive():
         found.silent[path] = limit_s
+        found.taken_for[path] = f"unknown: its storage did not answer in {limit_s:.0f} s"
         return
     for error in errors:
         raise error
     for name in _KINDS:
         getattr(found, name).extend(getattr(seen, name))
+    found.taken_for |= seen.taken_for
 
 
-def _look_at(path: str, found: _Found) -> None:
+# Each of these notes facts of a path, and returns what the path was taken for.
+
+
+def _look_at(path: str, found: _Found) -> str:
     if is_url(path):
-        _look_at_url(path, found)
-    elif os.path.isdir(path):
-        _look_in(path, found)
-    elif os.path.lexists(path):
-        _look_at_file(path, found)
-    elif path.endswith((".yaml", ".yml", ".json", ".log", ".txt", ".out", ".err")):
-        raise SourceError("no such file", path=path)
-    else:
-        above = path
-        while not os.path.isdir(above):
-            above = os.path.dirname(above)
-        found.places.append(replace(look_at_place(above), path=path))
+        return _look_at_url(path, found)
+    if os.path.isdir(path):
+        return _look_in(path, found)
+    if os.path.lexists(path):
+        return _look_at_file(path, found)
+    found.absent.append(path)
+    return "nothing: it does not exist"
 
 
-def _look_in(path: str, found: _Found) -> None:
+def _look_at_output(path: str, found: _Found) -> str:
+    """As :func:`_look_at`; a directory that does not exist is going to be made."""
+    if is_url(path) or os.path.lexists(path):
+        return _look_at(path, found)
+    above = path
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    found.places.append(replace(look_at_place(above), path=path))
+    return f"a directory that the run will make; wrote test files to {above}"
+
+
+def _look_in(path: str, found: _Found) -> str:
     try:
         names = os.listdir(path)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
-    is_foreign = _note_foreign(path, found)
+    foreign = _note_foreign(path, found)
     if holds_checkpoint(path, names):
         checkpoint = look_at_checkpoint(path, names)
         found.checkpoints.append(checkpoint)
         if checkpoint.kind != "step" and any(name.endswith(".safetensors") for name in names):
             found.models.append(look_at_model(path))
-        if checkpoint.kind == "steps":  # a run goes on in it
+        if checkpoint.kind == "steps":  # a run continues in it
             found.places.append(look_at_place(path))
-    elif holds_weights(names):
+        return foreign or _words_of(checkpoint)
+    if others := others_steps(path):
+        return _look_at_numbered(path, others, found)
+    if holds_weights(names):
         found.models.append(look_at_model(path))
-    elif not is_foreign:
+        return "a model directory"
+    if not foreign:
         found.places.append(look_at_place(path))
+    return foreign or "a directory to write to; wrote test files to it, and deleted them"
 
 
-def _look_at_url(url: str, found: _Found) -> None:
+def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str:
+    """A Trainer's ``output_dir``, or an Accelerate project."""
+    for place in [*steps.values()][:_STEPS_CHECKED]:
+        names = os.listdir(place)
+        if holds_checkpoint(place, names):
+            found.checkpoints.append(look_at_checkpoint(place, names))
+    found.places.append(look_at_place(path))
+    words = f"a run of the HF Trainer or Accelerate, {_some_steps(steps)}"
+    if losses := losses_of_trainer(path):
+        file, points = losses
+        found.logs.append(log_of_losses(file, [points[step] for step in sorted(points)]))
+        words += f"; {count(len(points), 'loss', 'losses')} in {os.path.relpath(file, path)}"
+    return words
+
+
+def _look_at_url(url: str, found: _Found) -> str:
     try:
         if is_file(url):
             found.unknown.append(url)
-            return
+            return "an object, which doctor doesn't open"
         names = names_in(url)
     except SourceError as error:
         found.buckets.append(Bucket(url=url, failures={"list": str(error)}))
-        return
-    if _note_foreign(url, found):
-        return
+        return "a URL to write to, which can't be listed"
+    if foreign := _note_foreign(url, found):
+        return foreign
+    words = "a URL to write to; wrote test objects to it, and deleted them"
     if names and holds_checkpoint(url, names):
-        found.checkpoints.append(look_at_checkpoint(url, names))
+        checkpoint = look_at_checkpoint(url, names)
+        found.checkpoints.append(checkpoint)
+        words = _words_of(checkpoint)
     elif names and holds_weights(names):
         found.models.append(look_at_stored_model(url, names))
-        return  # it may well be read-only
+        return "a model"  # it may well be read-only
     found.buckets.append(look_at_bucket(url))
+    return words
 
 
-def _note_foreign(path: str, found: _Found) -> bool:
-    """Whether a path is of a kind that can't be read; notes its name."""
+def _note_foreign(path: str, found: _Found) -> str | None:
+    """The name of the kind of a path that can't be read, which is noted; None for any other path."""
     kind = kind_of(path)
     if kind is None or kind.works:
-        return False
+        return None
     found.foreign.append(Foreign(path=path, name=kind.name, instead=kind.line(path)))
-    return True
+    return kind.name
 
 
-def _look_at_file(path: str, found: _Found) -> None:
-    if _note_foreign(path, found):
-        return
+def _look_at_file(path: str, found: _Found) -> str:
+    if foreign := _note_foreign(path, found):
+        return foreign
     if path.endswith((".yaml", ".yml", ".json")):
         settings = read_settings(path)
         if is_arguments(settings):
             found.arguments.append(settings)
-        elif is_accelerate(settings):
+            return "TrainingArguments"
+        if is_accelerate(settings):
             found.accelerate.append(settings)
-        else:
-            found.unknown.append(path)
+            return "a configuration of Accelerate"
     elif os.path.isfile(path) and not path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")):
-        found.logs.append(read_log(path))
-    else:
-        found.unknown.append(path)
+        log = read_log(path)
+        found.logs.append(log)
+        return f"a log, {count(log.losses, 'loss', 'losses')}, {count(len(log.lines), 'known line')}"
+    found.unknown.append(path)
+    return "nothing that doctor knows"
+
+
+def _words_of(checkpoint: Checkpoint) -> str:
+    if checkpoint.kind == "steps":
+        return f"a directory of checkpoints, {_some_steps(checkpoint.steps)}"
+    if checkpoint.kind == "step":
+        return "a checkpoint"
+    kind = kind_of(checkpoint.path)
+    return "another program's checkpoint" if kind is None else kind.name
+
+
+def _some_steps(steps: Collection[int]) -> str:
+    if not steps:
+        return "without a step"
+    newest = sorted(steps)[-_STEPS_CHECKED:]
+    return f"{'step' if len(steps) == 1 else 'steps'} {'… ' * (len(steps) > len(newest))}{', '.join(map(str, newest))}"
 
 
 def sizes_of(paths: Iterable[str]) -> dict[str, int]:

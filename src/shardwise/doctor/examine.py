@@ -42,19 +42,20 @@ class Diagnosis:
         }
 
 
-def examine(paths: Sequence[str] = (), *, ranks: int | None = None) -> Diagnosis:
+def examine(paths: Sequence[str] = (), *, outputs: Sequence[str] = (), ranks: int | None = None) -> Diagnosis:
     """Look at this machine and these paths, and say what will bite. Takes at most about 30 s.
 
-    Under a launcher every rank calls it with the same paths; the ranks compare what they see. ``ranks``: how many are to run
+    Under a launcher every rank calls it with the same paths; the ranks compare what they see. ``outputs``: where the
+    run will write, also directories that it will make. ``ranks``: how many are to run
     on this host. Installs and changes nothing; a probe of a directory writes at most 64 MiB, and deletes them. Raises
     :class:`SourceError` for a path that can't be read.
     """
     assembly = assembly_of(launch_variables())
-    facts = collect(paths, ranks=ranks)
+    facts = collect(paths, outputs=outputs, ranks=ranks)
     findings = findings_of(facts)
     if assembly is None:
         return Diagnosis(facts=facts, findings=tuple(findings), speaks=True)
-    answering = [path for path in paths if absolute(path) not in facts.silent]
+    answering = [path for path in (*paths, *outputs) if absolute(path) not in facts.silent]
     meeting = assembly.exchange(facts, findings, sizes_of(answering))
     if meeting is None:
         return Diagnosis(facts=facts, findings=tuple(findings), speaks=False)

@@ -244,6 +244,8 @@ class Log:
     """The first line of each kind, by the name of its pattern."""
     first_loss: float | None = None
     """Of training, as the first line that has one says."""
+    losses: int = 0
+    """Losses of training that it has."""
     jump: tuple[str, float, float] | None = None
     """The first line that speaks of a resume after which the loss is higher than before: the line, the loss before and after."""
     not_a_number: str | None = None
@@ -308,5 +310,9 @@ class Facts:
     foreign: tuple[Foreign, ...] = ()
     unknown: tuple[str, ...] = ()
     """Paths that are none of these."""
+    absent: tuple[str, ...] = ()
+    """Paths that do not exist."""
+    taken_for: Mapping[str, str] = field(default_factory=dict)
+    """What each path was taken for, in words."""
     silent: Mapping[str, float] = field(default_factory=dict)
     """Paths whose storage did not answer, and the seconds that it had."""

@@ -13,7 +13,7 @@ from statistics import median
 from ..errors import SourceError
 from .facts import Log
 
-__all__ = ["KNOWN", "Known", "read_log"]
+__all__ = ["KNOWN", "Known", "log_of_losses", "read_log"]
 
 #: Of a longer log, its beginning and its end are read.
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
@@ -121,7 +121,7 @@ KNOWN = (
         lines=("unexpected keyword argument '_is_hf_initialized'",),
         source="case 4",
         bites="A parameter class refuses what transformers passes on meta.",
-        why="device_map='meta' and init_empty_weights build each parameter anew, with keywords of their own.",
+        why="device_map='meta' and init_empty_weights build each parameter again, with keywords of their own.",
         do="Build with sw.meta_init or sw.load_pretrained, which pass nothing to the class.",
     ),
     Known(
@@ -136,7 +136,7 @@ KNOWN = (
         name="mixed-dtensor",
         lines=("got mixed torch.Tensor and DTensor",),
         source="case 1",
-        bites="An operator got a DTensor and a plain tensor.",
+        bites="An operator got a DTensor together with a plain tensor.",
         why="One module was left out of the sharding, or a hook touches parameters outside of FSDP2's forward.",
         do="Wrap the root with fully_shard too, or give the plain one with allow_plain and keep it out of that operator.",
     ),
@@ -154,7 +154,7 @@ KNOWN = (
         lines=("param 'initial_lr' is not specified",),
         source="case 14",
         bites="The scheduler's position was lost with the optimizer's groups.",
-        why="The optimizer was restored without initial_lr, or was built anew after the scheduler.",
+        why="The optimizer was restored without initial_lr, or was built again after the scheduler.",
         do="Put the scheduler into sw.TrainState(scheduler=…): both are restored together.",
     ),
     Known(
@@ -167,7 +167,7 @@ KNOWN = (
         ),
         source="pytorch#5040",
         bites="Workers of a data loader ran out of shared memory.",
-        why="Their batches lie in /dev/shm, which has 64 MiB in a container by default.",
+        why="Their batches are in /dev/shm, which has 64 MiB in a container by default.",
         do="Start the container with --ipc=host or a larger --shm-size, or use fewer workers.",
     ),
     Known(
@@ -206,7 +206,7 @@ KNOWN = (
         ),
         source="case 20",
         bites="A safetensors file is truncated, or not in that format.",
-        why="A download or a copy ended early, or a Git LFS pointer stands in its place.",
+        why="A download or a copy ended early, or the file is a Git LFS pointer.",
         do="Find it with shardwise doctor MODEL_DIRECTORY, and fetch it again.",
     ),
     Known(
@@ -240,9 +240,24 @@ def read_log(path: str) -> Log:
         path=path,
         lines=lines,
         first_loss=finite[0][1] if finite else None,
+        losses=len(losses),
         jump=_jump(text, finite),
         not_a_number=None if bad is None else _line_at(text, bad),
         rise=_rise([loss for _, loss in finite]),
+    )
+
+
+def log_of_losses(path: str, losses: Sequence[float]) -> Log:
+    """The facts of losses that a file of the Trainer's lists in the order of their steps. Pure."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    bad = next((loss for loss in losses if not math.isfinite(loss)), None)
+    return Log(
+        path=path,
+        lines={},
+        first_loss=finite[0] if finite else None,
+        losses=len(losses),
+        not_a_number=None if bad is None else f"loss {bad}",
+        rise=_rise(finite),
     )
 
 

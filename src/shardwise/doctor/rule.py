@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from .facts import Facts
 
-__all__ = ["Bite", "Finding", "Kind", "Rule", "each", "gib", "is_on", "is_version", "number"]
+__all__ = ["Bite", "Finding", "Kind", "Rule", "count", "each", "gib", "is_on", "is_version", "number"]
 
 T = TypeVar("T")
 #: ``bites``: the run will fail, or cost time, memory or data; the exit status is 1. ``note``: worth knowing, no more.
@@ -134,3 +134,8 @@ def is_on(value: object) -> bool:
 def gib(nbytes: float) -> str:
     """Bytes for a sentence."""
     return f"{nbytes / 1024**3:.1f} GiB" if nbytes >= 0.1 * 1024**3 else f"{nbytes / 1024**2:.1f} MiB"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number and its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -101,7 +101,7 @@ def _refused(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 one.path,
                 f"Accelerator() raises a ValueError: fsdp_{name} is {one.get(name)!r}.",
-                "FSDP2 has no such setting; it is left from FSDP1, or needs another one beside it.",
+                "FSDP2 has no such setting; it is left from FSDP1, or needs another setting next to it.",
                 f"Remove fsdp_{name}, or set what FSDP2 takes (reshard_after_forward: true, state_dict_type: "
                 "SHARDED_STATE_DICT).",
             )
@@ -179,7 +179,7 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
         if sizes["tp"] > 1 and settings.fsdp and is_version(facts, "transformers", ">=5.0"):
             yield Bite(
                 settings.path,
-                f"prepare() fails: tp_size is {sizes['tp']} beside FSDP.",
+                f"prepare() fails: tp_size is {sizes['tp']} together with FSDP.",
                 "It imports ReplicateParallel, which went with transformers 5.1.",
                 "Shard the model yourself and fill it with shardwise.load, or use one of the two.",
             )
@@ -326,7 +326,7 @@ ACCELERATE = (
         bites=lambda s: (
             f"shardwise refuses the accelerator: distributed_type is {s.values['distributed_type']}."
         ),
-        why="That engine shards, loads and saves models by itself, without DTensors.",
+        why="That engine shards, loads and saves models in its own way, without DTensors.",
         do="Set distributed_type: FSDP with fsdp_version: 2, or leave shardwise out of this run.",
     ),
     Rule(

@@ -236,7 +236,7 @@ def _vision(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 name,
                 f"import {name} fails, and with it parts of transformers: {name} {facts.software[name]} "
-                f"beside torch {facts.software['torch']}.",
+                f"with torch {facts.software['torch']}.",
                 "It registers operators with the torch that it was built against ('operator torchvision::nms does not exist').",
                 f"pip install '{name}=={wanted[0]}.{wanted[1]}.*', or remove it.",
             )

@@ -184,7 +184,7 @@ def _slow_interface(facts: Facts) -> Iterator[Bite]:
     if fast and slow and not chosen and nodes_of(facts) > 1:
         yield Bite(
             network.host,
-            f"What ranks send over sockets goes through {network.interface}, not through {fast[0]}.",
+            f"Traffic between ranks goes through {network.interface}, not through {fast[0]}.",
             "The host's name leads to the slower interface; recovery from a peer took 800 s in place of 20 s that way.",
             f"Set GLOO_SOCKET_IFNAME={fast[0]} and NCCL_SOCKET_IFNAME={fast[0]}, or let the name lead there.",
         )

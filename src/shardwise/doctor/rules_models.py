@@ -101,7 +101,7 @@ def _unified(facts: Facts) -> Iterator[Bite]:
                 model.path,
                 f"Loading freezes the machine: host and device share {gib(memory.free_bytes)}, and the model has "
                 f"{gib(model.nbytes)}.",
-                "A copy on the host and the pages of the files stay beside the copy on the device.",
+                "A copy on the host and the pages of the files stay in addition to the copy on the device.",
                 "Load with sw.load_pretrained, which gives the pages back as it reads (docs/cases/4-unified-memory.md).",
             )
 
@@ -129,7 +129,7 @@ MODELS = (
             f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
         ),
         why="The index maps tensors to files that the directory lacks: a download or a copy was stopped.",
-        do="Fetch the directory again (hf download goes on where it stopped), or copy it with shardwise copy.",
+        do="Fetch the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
     ),
     Rule("model.damaged-file", "a header that does not fit the file", "case 20; vllm#53537", _damaged),
     each(
@@ -156,7 +156,7 @@ MODELS = (
         kind="note",
         when=lambda m: m.pickles,
         bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its writer put in.",
-        why="The weights are pickles, and no safetensors file stands beside them.",
+        why="The weights are pickles, and there is no safetensors file next to them.",
         do="Load with shardwise, which executes no pickle, or convert once: shardwise export PATH OUT.",
     ),
     each(
@@ -171,7 +171,7 @@ MODELS = (
         _models,
         (
             "model.two-formats",
-            "a model that is only partly pickled",
+            "a model that is partly pickled",
             "from_pretrained of transformers 5.23",
         ),
         when=lambda m: m.only_pickled,

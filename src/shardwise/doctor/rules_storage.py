@@ -196,7 +196,7 @@ STORAGE = (
         ("storage.overlay", "a container's writable layer", "overlayfs of Linux"),
         when=lambda p: True,
         bites="Checkpoints here are gone with the container.",
-        why="The path lies in the container's own writable layer (overlay), not in a volume.",
+        why="The path is in the container's own writable layer (overlay), not in a volume.",
         do="Mount a volume or a shared file system there, or give a URL of an object store.",
     ),
     each(

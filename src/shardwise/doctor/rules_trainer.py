@@ -33,7 +33,7 @@ def _model_alone(facts: Facts) -> Iterator[Bite]:
             beside = "SHARDED_STATE_DICT" if is_sharded else "load_best_model_at_end"
             yield Bite(
                 settings.path,
-                f"Trainer() raises a ValueError: save_only_model beside {beside} under FSDP.",
+                f"Trainer() raises a ValueError: save_only_model together with {beside} under FSDP.",
                 "Without the sharded state it could load no best model, and sharded states are saved with the optimizer.",
                 "Leave save_only_model out: shardwise's Trainer integration saves what a resume needs.",
             )
@@ -72,8 +72,8 @@ TRAINER = (
         ("trainer.data-skip", "ignore_data_skip", "case 17; accelerate#2016"),
         when=lambda s: s.values.get("ignore_data_skip"),
         bites="After a resume the run trains on some samples again, and never on the rest.",
-        why="ignore_data_skip begins the data anew at the step of the checkpoint.",
-        do="Set it to false; shardwise's Trainer integration goes on at the place without reading through the data.",
+        why="ignore_data_skip starts the data again at the step of the checkpoint.",
+        do="Set it to false; shardwise's Trainer integration continues at the data position without reading through the data.",
     ),
     each(
         _arguments,

@@ -29,6 +29,16 @@ def _unknown(facts: Facts) -> Iterator[Bite]:
         )
 
 
+def _absent(facts: Facts) -> Iterator[Bite]:
+    for path in facts.absent:
+        yield Bite(
+            path,
+            "Nothing was checked here: there is no such file or directory.",
+            "The path is misspelt, or its storage is not mounted on this host.",
+            "Correct it, or name a directory that the run will make with --run.",
+        )
+
+
 def _foreign(facts: Facts) -> Iterator[Bite]:
     for one in facts.foreign:
         yield Bite(
@@ -51,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     *LOGS,
     *RANKS,
     Rule("path.foreign", "another program's files that can't be read", "docs/howto/sources.md", _foreign),
+    Rule("path.absent", "a given path that does not exist", "docs/howto/doctor.md", _absent),
     Rule("path.unknown", "a given file of unknown kind", "docs/howto/doctor.md", _unknown),
 )
 

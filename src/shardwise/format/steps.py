@@ -13,12 +13,14 @@ from ..limits import MAX_COUNT, brief
 from ..storage import is_url, join, names_in, read_whole
 from .head import HEAD_NAME, MOST_HEAD_BYTES, parse_head, stored_step
 
-__all__ = ["STEP_NAME", "checked_step", "misnamed", "describe_steps"]
+__all__ = ["OTHERS_NAME", "STEP_NAME", "TRAINER_FILE", "checked_step", "describe_steps", "misnamed"]
 
 #: The name of a published step's directory: exactly one for each step.
 STEP_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,18})")
-#: The HF Trainer's name for it, and the file that tells its checkpoints from a user's directory of that name.
-_TRAINER_NAME, _TRAINER_FILE = re.compile("checkpoint-([0-9]{1,19})"), "trainer_state.json"
+#: The names of the HF Trainer (``-``) and of Accelerate (``_``) for it.
+OTHERS_NAME = re.compile("checkpoint[-_]([0-9]{1,19})")
+#: The file that tells a checkpoint of the HF Trainer from a user's directory of that name.
+TRAINER_FILE = "trainer_state.json"
 
 
 def checked_step(step: Any) -> int:
@@ -35,7 +37,7 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
     A directory whose name says no step may hold any step.
     """
     name = os.path.basename(os.path.abspath(root))
-    found = STEP_NAME.fullmatch(name) or (_TRAINER_NAME.fullmatch(name) if _TRAINER_FILE in files else None)
+    found = STEP_NAME.fullmatch(name) or (OTHERS_NAME.fullmatch(name) if TRAINER_FILE in files else None)
     named = stored_step(name) if found is None else int(found[1])
     if named is None or named == step:
         return None

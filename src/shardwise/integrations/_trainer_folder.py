@@ -27,6 +27,7 @@ from ..errors import (
 from ..format.documents import parse_documents
 from ..format.head import Fate
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..format.steps import TRAINER_FILE
 from ..limits import MAX_JSON_BYTES
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -34,7 +35,7 @@ from ..storage import absolute, is_url, join
 from ..store.line import Line
 from ..store.write import fsync_directory
 from ._trainer_place import trainer_extra
-from ._trainer_stand_in import STATE_NAME, StandIns
+from ._trainer_stand_in import StandIns
 
 __all__ = [
     "Run",
@@ -144,8 +145,8 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
                 if is_ours(path):
                     patiently(quick_check, path, step)
                     contents(path)
-                elif not os.path.isfile(os.path.join(path, STATE_NAME)):
-                    raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {STATE_NAME}", path=path)
+                elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
+                    raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
             except (FormatError, IntegrityError) as error:
                 _log.warning("skipping damaged %s: %s", path, error)
                 damaged[path] = (step, str(error))

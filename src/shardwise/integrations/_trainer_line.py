@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import CheckpointError
 from ..format.head import Fate
-from ..format.steps import checked_step
+from ..format.steps import TRAINER_FILE, checked_step
 from ..ranks.patience import patiently
 from ..storage import is_url
 from ..store.line import DirectoryLine, Line, line_of
@@ -19,7 +19,6 @@ from ..store.marks import is_checkpoint
 from ..store.part_target import delete_sealed
 from ..store.publish import delete_all, sweep_leftovers
 from ..store.write import fsync_directory
-from ._trainer_stand_in import STATE_NAME
 
 __all__ = ["LOCK_NAME", "CheckpointFolders", "trainer_line_of"]
 
@@ -70,7 +69,7 @@ class CheckpointFolders(DirectoryLine):
         delete_all([self._path(own[step]) for step in steps if step in own], self._is_own)
 
     def _is_own(self, path: str) -> bool:
-        is_trainers = os.path.isfile(os.path.join(path, STATE_NAME)) and not os.path.islink(path)
+        is_trainers = os.path.isfile(os.path.join(path, TRAINER_FILE)) and not os.path.islink(path)
         return is_trainers or is_checkpoint(path)
 
     def fresh_name(self, step: int) -> str:

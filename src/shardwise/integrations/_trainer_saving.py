@@ -19,6 +19,7 @@ from ..checkpoint.failures import Failures
 from ..checkpoint.hosts import Hosts
 from ..checkpoint.save import SaveReport, write_checkpoint
 from ..export.hub import export_hf
+from ..format.steps import TRAINER_FILE
 from ..internals.peft import peft_model
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -44,7 +45,6 @@ from ._trainer_files import (
 )
 from ._trainer_folder import Run, keep_only, move_into, path_in, rotate, set_newer_aside
 from ._trainer_line import trainer_line_of
-from ._trainer_stand_in import STATE_NAME
 from ._trl import generation_state
 
 __all__ = ["EpochEnds", "Saving"]
@@ -177,7 +177,7 @@ class Saving(Trainer):
                     raise self._failed_beside
                 self._name_best(best)
                 if self.args.should_save:
-                    self.state.save_to_json(os.path.join(folder, STATE_NAME))
+                    self.state.save_to_json(os.path.join(folder, TRAINER_FILE))
                 return read_all(folder)
         raise AssertionError("an agreement raises or returns")
 

@@ -14,14 +14,13 @@ from ..checkpoint.hosts import Hosts, Opened
 from ..checkpoint.stored_documents import read_checked
 from ..errors import FormatError
 from ..format.manifest import Manifest, read_manifest
+from ..format.steps import TRAINER_FILE
 from ..limits import inside, parse_json
 from ..ranks.ranks import Ranks
 from ..storage import absolute, is_url
 from ._trainer_files import MAX_FILES_BYTES
 
-__all__ = ["STATE_NAME", "StandIns"]
-
-STATE_NAME = "trainer_state.json"
+__all__ = ["StandIns"]
 
 
 @dataclass(slots=True)
@@ -102,9 +101,9 @@ class StandIns:
 
 def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
     """Copy the files at the top, but weights and documents, into ``folder``. Returns the best checkpoint, if one is named."""
-    if STATE_NAME not in manifest.files:
+    if TRAINER_FILE not in manifest.files:
         raise FormatError(
-            f"holds no {STATE_NAME}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
+            f"holds no {TRAINER_FILE}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
             path=path,
         )
     best = None
@@ -112,7 +111,7 @@ def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
         if not _is_small(name):
             continue
         content = read_checked(path, manifest, name, MAX_FILES_BYTES)
-        if name == STATE_NAME:
+        if name == TRAINER_FILE:
             best, content = _without_best(content, inside(path, name))
         with open(inside(folder, name), "wb") as file:
             file.write(content)

@@ -245,7 +245,7 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
     if not isinstance(tensor, DTensor):
         return replicated(world_size)
     mesh, ranks = tensor.device_mesh, sibling_meshes(tensor.device_mesh)
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple(map(_unnamed, range(mesh.ndim)))
     placements = fsdp_placements(tensor) if fsdp_order else tensor.placements
     cuts = tuple(_cut_of(p, tensor.ndim) for p in placements)
     if ranks.shape[0] == 1:
@@ -337,7 +337,18 @@ def check_local_shape(
 
 
 def mesh_text(geometries: Iterable[Geometry]) -> str:
-    """The meshes that cut tensors, for people: ``dp_shard 2 × tp 2``; ``whole`` if nothing is cut."""
+    """The meshes that cut tensors, for people: ``dp_shard 2 × tp 2``, ``mesh of 2 × 2`` without names; ``whole`` if nothing is cut."""
     cut = (g for g in geometries if any(c.kind != "replicate" for c in g.cuts))
     axes = {tuple(zip(g.axis_names, g.axis_sizes, strict=True)) for g in cut}
-    return "; ".join(" × ".join(f"{n} {size}" for n, size in mesh) for mesh in sorted(axes)) or "whole"
+    return "; ".join(map(_axes_text, sorted(axes))) or "whole"
+
+
+def _axes_text(mesh: tuple[tuple[str, int], ...]) -> str:
+    if all(name == _unnamed(i) for i, (name, _) in enumerate(mesh)):
+        return "mesh of " + " × ".join(str(size) for _, size in mesh)
+    return " × ".join(f"{name} {size}" for name, size in mesh)
+
+
+def _unnamed(axis: int) -> str:
+    """The name of an axis of a mesh without names."""
+    return f"axis{axis}"

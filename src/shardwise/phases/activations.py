@@ -18,7 +18,10 @@ from .step import StepPeak, peak_of
 from .timeline import whole_step
 from .training import TrainingSpec
 
-__all__ = ["FORMULA_ERROR", "Step", "step_of"]
+__all__ = ["FORMULA_ERROR", "Measurements", "Step", "step_of"]
+
+#: Forwards and backwards of one model, by what they depend on, and how each was made.
+Measurements = dict[tuple[object, ...], tuple[Measured, str]]
 
 _log = logging.getLogger(__name__)
 
@@ -57,19 +60,26 @@ def step_of(
     replicas: int = 1,
     is_wrapped: bool = True,
     whole_gradients: Mapping[str, int] | None = None,
+    known: Measurements | None = None,
 ) -> Step:
     """The step of ``model``, unsharded and on meta, as FSDP2 runs it over ``shards`` ranks and ``replicas`` replicas.
 
     ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
 
-    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
+    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. ``known``: measurements of this model, with
+    other numbers of ranks or another optimizer; a new one is added. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
     first = alike(groups)
     tokens = f"{training.batch_size} x {training.sequence_length} tokens"
+    # neither ranks nor optimizer: every rank computes the same
+    asked = (training.batch_size, training.sequence_length, training.checkpointing, training.device, compute)
+    known = {} if known is None else known
     try:
-        measured, how = _measured(model, groups, training, compute, whole_gradients)
+        if asked not in known:
+            known[asked] = _measured(model, groups, training, compute, whole_gradients)
+        measured, how = known[asked]
     except MemoryError:
         raise
     except Exception as error:  # a model's own code, which looks at values, may raise anything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +32,10 @@ _SIZES = (1, 2, 4, *sorted(RANKS_PER_HOST * n for k in range(10) for n in {2**k,
 #: So many changes that make it fit are shown.
 _MOST_CHANGES = 3
 _RANK_OF_LORA = 16
+#: A number of ranks takes less than promised if it takes at most this part of it.
+_LESS = 0.98
+#: Amounts of a device that do not depend on the number of ranks.
+_SAME = ("activations", "context", "buffers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +115,13 @@ def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int)
     """The smallest number of ranks with which a run fits: 1, 2, 4, or 1, 2, 3, 4, 6, 8, 12, ... hosts of 8; a multiple of ``unit``.
 
     ``plan`` plans the run with a number of ranks. Most of a device's memory is a part that every rank has, and shards: a + b / ranks.
-    So two numbers say where to look, and the neighbours are planned to be sure.
+    So two numbers say where to look, and the neighbours are planned to be sure. Experts are padded to a multiple of the ranks, so that
+    two numbers can promise too little: the next larger one is tried, too, and those after it as long as they take less than promised.
     """
     assert limits.device_bytes is not None
     sizes = [n for n in _SIZES if n % unit == 0] or [unit]
     tried: dict[int, Tried] = {}
+    promised = math.inf
     low, high = -1, len(sizes)  # that of low does not fit, that of high does
     index = min(bisect_left(sizes, RANKS_PER_HOST), len(sizes) - 1)
     while high - low > 1:
@@ -128,13 +135,25 @@ def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int)
             (n, most), (m, least) = ((one.ranks, one.device_bytes) for one in known)
             shards = (most - least) / (1 / n - 1 / m)
             rest = least - shards / m
-            if rest >= limits.device_bytes and high == len(sizes):
+            if rest < limits.device_bytes:
+                index = bisect_left(sizes, shards / (limits.device_bytes - rest))
+            elif high < len(sizes):
+                index = bisect_left(sizes, m)
+            elif least > promised or _same_on_every_rank(run) > limits.device_bytes:
                 break  # no number of ranks makes that less
-            wanted = shards / (limits.device_bytes - rest) if rest < limits.device_bytes else m
-            index = bisect_left(sizes, wanted)
+            else:
+                index = low + 1
+                promised = _LESS * (rest + shards / sizes[min(index, len(sizes) - 1)])
         index = min(max(index, low + 1), high - 1)
     found = sizes[high] if high < len(sizes) else None
     return Search(found, tuple(tried[n] for n in sorted(tried)))
+
+
+def _same_on_every_rank(run: RunPlan) -> int:
+    """Bytes of a device that no number of ranks makes less, in the phase that has most of them."""
+    return max(
+        sum(a.upper_bytes for a in p.amounts if a.where == "device" and a.what in _SAME) for p in run.phases
+    )
 
 
 def verdict_of(run: RunPlan, limits: Limits, asked: Variant, plan: Callable[[Variant], RunPlan]) -> Verdict:

@@ -25,7 +25,7 @@ from ..models.arguments import FromPretrained, Pretrained
 from ..planning import IOOptions, Plan
 from ..sharding.groups import ShardPolicy, describe_groups
 from ..storage import Requests, is_url
-from .activations import step_of
+from .activations import Measurements, step_of
 from .estimate import run_plan
 from .files import files_of
 from .fit import RANKS_PER_HOST, Limits, smallest_ranks, verdict_of
@@ -137,9 +137,17 @@ def plan(
     with source_of(request) as source:
         this = replace(this, adapter=source.request.adapter)  # maybe one in the model's directory
 
+        measurements: Measurements = {}
+        known: list[tuple[Variant, RunPlan]] = []
+
         def other_run(variant: Variant) -> RunPlan:
-            found = _report_of(source, variant, io, with_run=True)[1]
+            for one, run in known:
+                if one == variant:
+                    return run
+            is_alike = variant.adapter is this.adapter and not variant.is_parallel
+            found = _report_of(source, variant, io, measurements if is_alike else {}, every_rank=False)[1]
             assert found is not None
+            known.append((variant, found))
             return found
 
         limits, search = Limits(device_limit_bytes, host_limit_bytes), None
@@ -152,7 +160,7 @@ def plan(
                     need = search.below.binds[0]
                     this, search = leaner, replace(again, change="activation checkpointing", unchanged=need)
             this = replace(this, ranks=search.ranks or search.tried[-1].ranks)
-        report, run = _report_of(source, this, io, with_run=training is not None)
+        report, run = _report_of(source, this, io, None if training is None else measurements)
         report = replace(report, from_config=source.is_config_alone, run=run, search=search)
         if run is None or (device_limit_bytes is None and host_limit_bytes is None):
             return report
@@ -161,9 +169,17 @@ def plan(
 
 @gc_paused()
 def _report_of(
-    source: Source, variant: Variant, io: IOOptions, *, with_run: bool
+    source: Source,
+    variant: Variant,
+    io: IOOptions,
+    measurements: Measurements | None,
+    *,
+    every_rank: bool = True,
 ) -> tuple[PlanReport, RunPlan | None]:
-    """The load of a variant, and the phases of its run."""
+    """The load of a variant and, with ``measurements`` of other variants, the phases of its run.
+
+    ``every_rank``: False plans the load of the first and the last rank alone, for a run whose load nobody looks at.
+    """
     prepared = source.prepared(variant.adapter)
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
     step, network = None, tuple[Flow, ...]()
@@ -172,7 +188,7 @@ def _report_of(
         whole = spread.whole_gradients()
         with spread.as_one_rank() as exchange:
             groups = describe_groups(prepared.model, variant.policy)
-            if with_run:
+            if measurements is not None:
                 shards = variant.shards, variant.training, variant.expert_shards
                 step = step_of(
                     prepared.model,
@@ -181,12 +197,14 @@ def _report_of(
                     replicas=variant.replicas,
                     is_wrapped=variant.is_wrapped,
                     whole_gradients=whole,
+                    known=measurements,
                 )
                 step = exchange.counted(step, is_wrapped=variant.is_wrapped)
                 network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
         spread.shard()
         live = describe(prepared.model)
-        planned = _plan_ranks(live, prepared, io, source.looks, variant)
+        ranks = _ranks_to_plan(variant.ranks) if every_rank else sorted({0, variant.ranks - 1})
+        planned = _plan_ranks(live, prepared, io, source.looks, variant, ranks)
         report = PlanReport.of(source.shown, model_class, groups, planned)
         if step is None:
             return report, None
@@ -261,14 +279,19 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 
 
 def _plan_ranks(
-    live: LiveModel, prepared: Prepared, io: IOOptions, looks: Requests, variant: Variant
+    live: LiveModel,
+    prepared: Prepared,
+    io: IOOptions,
+    looks: Requests,
+    variant: Variant,
+    to_plan: Sequence[int],
 ) -> RanksPlanned:
     """Make each rank's plan as ``load_pretrained`` makes it there. Keeps rank 0's plan, and the cost of each plan."""
     catalog, ranks = prepared.catalog, variant.ranks
     in_store = any(is_url(file.path) for file in catalog.files)
     costs, first, tally = [], None, None
     staging = StagingTally(ranks=ranks, ranks_per_host=variant.ranks_per_host)
-    for rank in _ranks_to_plan(ranks):
+    for rank in to_plan:
         # None for the rank that this process plays: its boxes are also checked against what torch allocated.
         planned = plan_load(live, catalog, prepared.rules, io=io, rank=rank or None)
         first = first or planned.plan

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from ..operations.records import OperationName
 from .ledger_files import Phase, Process, Start
 from .plots import Planned, draw_plan
 from .records import Cell, Part, Section, Table, bytes_cell, cells
-from .text import counted, plain, size
+from .text import counted, plain
 
 __all__ = ["plan_section"]
 
@@ -29,6 +29,8 @@ _STEPS = ("first step", "steady step")
 #: Of operations.
 _NAMES = {*get_args(OperationName), "clone"}
 _PLACES = ("host", "device")
+#: Amounts of the process and its device's context, which are there before the model: measured, not planned.
+_BEFORE = ("process", "context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,10 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
             *(found or [Part(text="No start with as many ranks is in the ledgers.")]),
         ]
     about = (
-        "What shardwise plan said before, beside the highest that any rank of a start with as many ranks held. A plan gives each "
-        "number an error bar, from what it expects to what it takes for the most. Above the bar the plan was wrong; below it the run "
-        "took less than planned."
+        "Planned memory of each phase and the peak that was measured on any rank. Process is what the rank's process took before it "
+        "loaded a model: Python, torch and other imports. The bar goes from that plus what the plan expects of the phase to the most "
+        "that the plan allows for, later imports included. A point above the bar means that the plan was wrong, a point below it that "
+        "the run took less."
     )
     return Section("plan", "Plan against measured", about, parts)
 
@@ -69,13 +72,17 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
 
 def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Iterator[Part]:
     planned = {(one.phase, one.where): one for one in _planned(plan)}
-    found = [(planned[p.phase, p.where], p) for p in _peaks(starts) if (p.phase, p.where) in planned]
+    found = [
+        (_from_baseline(planned[p.phase, p.where], p), p)
+        for p in _peaks(starts)
+        if (p.phase, p.where) in planned
+    ]
     if not found:
         if planned and starts:
             yield Part(text="No phase of the plan is in the ledgers.")
         return
     yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found], key))
-    head = cells("phase", ">planned", ">at most", ">measured", ">error", "verdict", ">start", ">rank")
+    head = cells("phase", ">process", ">planned", ">at most", ">measured", "verdict", ">start", ">rank")
     yield Part(
         table=Table(
             "Phases: the highest of any rank", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]
@@ -84,42 +91,49 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
     seen = {one.phase for one, _ in found}
     missing = [name for name in dict.fromkeys(phase for phase, _ in planned) if name not in seen]
     about = (
-        "Anonymous memory of the process, by looks of its ledger; of devices what torch's allocator gave out. Steps are the time "
+        "Anonymous memory of the process, as its ledger sampled it; on devices, what torch's allocator gave out. Steps are the time "
         "outside of loads, saves and other operations, once a model was loaded."
     )
-    if bare := [a for a in _amounts(plan) if a.get("what") == "process"]:
-        nbytes, upper = (size(_count(bare[0].get(key))) for key in ("nbytes", "upper_bytes"))
-        about += f" In each phase {nbytes}, at most {upper}, are planned for the process itself: most of the error of a small model."
     if missing:
-        about += f" Planned, and not measured: {'; '.join(plain(name, 40) for name in missing)}."
+        about += f" Planned but not measured: {'; '.join(plain(name, 40) for name in missing)}."
     yield Part(text=about)
 
 
+def _from_baseline(planned: Planned, peak: _Peak) -> Planned:
+    """The bar of a plan on top of what the measured process took before its model."""
+    baseline = _baseline(peak.process) if peak.where == "host" else 0
+    low = min(baseline + planned.nbytes, planned.upper_bytes)
+    return replace(planned, nbytes=low, baseline_bytes=baseline)
+
+
 def _row(planned: Planned, peak: _Peak) -> list[Cell]:
-    error = f"{peak.nbytes / planned.nbytes - 1:+.1%}" if planned.nbytes else "–"
     return cells(
-        planned.label, bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
-        bytes_cell(peak.nbytes), Cell(error, number=True), _verdict(planned, peak.nbytes), peak.start.number, peak.process.rank,
+        planned.label, bytes_cell(planned.baseline_bytes), bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
+        bytes_cell(peak.nbytes), _verdict(planned, peak.nbytes), peak.start.number, peak.process.rank,
     )  # fmt: skip
 
 
 def _verdict(planned: Planned, nbytes: int) -> Cell:
-    """Where a measurement is: the bar goes from what was planned to what was planned at most."""
+    """Where a measurement is in relation to its bar."""
     if nbytes > planned.upper_bytes:
-        return Cell("above the bar", tone="bad")
-    return Cell("below the bar") if nbytes < planned.nbytes else Cell("within the bar", tone="good")
+        return Cell("ABOVE the plan", tone="bad")
+    return Cell("below the plan") if nbytes < planned.nbytes else Cell("within the plan", tone="good")
 
 
 def _planned(plan: Mapping[str, Any]) -> Iterator[Planned]:
-    """What a rank holds in each phase, from the plan's document. The larger of both steps is "steps"."""
+    """What a rank holds in each phase in addition to the process itself, and in all at most, from the plan's document. The larger
+    of both steps is "steps"."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for amount in _amounts(plan):
         key = amount["phase"], str(amount.get("where"))
         nbytes, upper = sums.get(key, (0, 0))
-        sums[key] = nbytes + _count(amount.get("nbytes")), upper + _count(amount.get("upper_bytes"))
+        more, most = (_count(amount.get(name)) for name in ("nbytes", "upper_bytes"))
+        if amount.get("what") in _BEFORE:
+            more, most = 0, most if key[1] == "host" else 0  # an allocator does not see its device's context
+        sums[key] = nbytes + more, upper + most
     steps: dict[str, Planned] = {}
     for (name, where), (nbytes, upper) in sums.items():
-        if where not in _PLACES or not nbytes:
+        if where not in _PLACES or not upper:
             continue
         if name not in _STEPS:
             yield Planned(name, where, nbytes, upper)
@@ -154,6 +168,12 @@ def _peaks(starts: Iterable[Start]) -> list[_Peak]:
                     highest[phase, where] = _Peak(phase, where, nbytes, start, process)
     order = ["load", "steps", *list(_OPERATIONS)[1:]]
     return sorted(highest.values(), key=lambda p: (order.index(p.phase), p.where != "host"))
+
+
+def _baseline(process: Process) -> int:
+    """Anonymous memory of a process before it loads or resumes for the first time; 0 if it does neither."""
+    loads = [p for p in process.phases.values() if p.name in ("load", "resume", "restore")]
+    return min(loads, key=lambda p: p.began.t).began.get("anonymous_bytes") if loads else 0
 
 
 def _in_operations(process: Process) -> Iterator[tuple[str, str, int]]:

@@ -23,6 +23,7 @@ __all__ = [
     "COLOURS",
     "Drawn",
     "SERIES",
+    "SMALLEST_TEXT",
     "TEXT",
     "WIDTHS",
     "drawn",
@@ -53,6 +54,8 @@ SERIES = [BY_NAME[n] for n in ("anonymous", "shared", "file", "device")]
 AREA_ALPHA, BAR_ALPHAS = 0.9, (0.85, 0.45)
 _LONG_NUMBER = re.compile(r"(\d\.\d)\d+")  # in points: a tenth is finer than a screen
 WIDTHS = {"wide": 8.6, "narrow": 4.1}
+#: In points. The page shows a plot at 1.3 to 1.4 of its size, so that this is at least 13 px.
+SMALLEST_TEXT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def plotting() -> Iterator[None]:
         "svg.fonttype": "none",  # text stays text: it is searched, read aloud, and has the page's font
         "text.parse_math": False,  # names from files are no formulas
         "font.family": "DejaVu Sans",
-        "font.size": 9,
+        "font.size": SMALLEST_TEXT,
         "axes.edgecolor": FAINT,
         "axes.labelcolor": TEXT,
         "axes.spines.right": False,
@@ -128,4 +131,6 @@ def _for_page(text: str, key: str, title: str, description: str) -> str:
 def legend(axes: Any, form: str) -> None:
     """The legend above the axes."""
     columns = 5 if form == "wide" else 2
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, fontsize=8)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, fontsize=SMALLEST_TEXT
+    )

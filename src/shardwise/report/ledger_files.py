@@ -139,6 +139,14 @@ class Start:
         """Whether every process left its block without an error."""
         return all(p.has_ended and p.error is None for p in self.processes)
 
+    @property
+    def culprit(self) -> Process | None:
+        """The process that a start that did not finish most likely ended by: the first one that failed, otherwise the one whose
+        records end first, as a launcher ends the other ranks when one has died. None if every process finished."""
+        failed = [p for p in self.processes if p.error is not None]
+        died = [p for p in self.processes if not p.has_ended]
+        return min(failed or died, key=lambda p: (p.began_s + p.last_t, p.rank), default=None)
+
     def notes(self, name: str) -> list[tuple[Process, Note]]:
         """Outcomes of one kind, by rank, then by time."""
         return [(p, note) for p in self.processes for note in p.notes if note.name == name]

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .drawing import AREA_ALPHA, BAD, BAR_ALPHAS, BY_NAME, SERIES, TEXT, WIDTHS, Drawn, drawn, legend
+from .drawing import (
+    AREA_ALPHA,
+    BAD,
+    BAR_ALPHAS,
+    BY_NAME,
+    SERIES,
+    SMALLEST_TEXT,
+    TEXT,
+    WIDTHS,
+    Drawn,
+    drawn,
+    legend,
+)
 from .ledger_files import Phase, Process, Sample, Start
 from .material import LossLog
 from .text import plain, size
 
-__all__ = ["Mark", "Planned", "draw_host", "draw_losses", "draw_memory", "draw_plan", "draw_sizes"]
+__all__ = [
+    "Mark",
+    "Planned",
+    "draw_host",
+    "draw_losses",
+    "draw_memory",
+    "draw_plan",
+    "draw_sizes",
+    "names_of",
+]
 
 _KINDS = {
     "load": "load",
@@ -43,6 +65,8 @@ class Planned:
     nbytes: int
     upper_bytes: int
     """The upper end of the error bar."""
+    baseline_bytes: int = 0
+    """What the process took before the model, which ``nbytes`` contains."""
 
     @property
     def label(self) -> str:
@@ -87,7 +111,7 @@ def draw_memory(start: Start, process: Process) -> Drawn:
         above.set_ylabel("MiB")
         above.set_ylim(bottom=0)
         legend(above, form)
-        _phase_bars(below, process, offset, start.seconds, form)
+        _phase_bars(below, process, start, form)
         below.set_xlim(0, max(start.seconds, 1e-3))
         below.set_xlabel("seconds since the start")
 
@@ -120,11 +144,13 @@ def _length(phase: Phase, process: Process) -> float:
     return (process.last_t if phase.ended is None else phase.ended.t) - phase.began.t
 
 
-def _phase_bars(axes: Any, process: Process, offset: float, seconds: float, form: str) -> None:
+def _phase_bars(axes: Any, process: Process, start: Start, form: str) -> None:
+    offset, seconds = process.began_s - start.began_s, start.seconds
     for phase, row in _bars_of(process):
         length = _length(phase, process)
         is_cut = phase.ended is None and not process.has_ended
-        colour = BAD if is_cut or phase.error else BY_NAME[_KINDS.get(phase.name, "other")]
+        has_died = is_cut and process is start.culprit
+        colour = BAD if has_died or phase.error else BY_NAME[_KINDS.get(phase.name, "other")]
         shown = max(length, seconds / 400)
         axes.barh(
             -row,
@@ -135,11 +161,11 @@ def _phase_bars(axes: Any, process: Process, offset: float, seconds: float, form
             alpha=BAR_ALPHAS[row],
             linewidth=0,
         )
-        words = plain(phase.name, 24) + (" (killed)" if is_cut else "")
-        if length / max(seconds, 1e-9) * WIDTHS[form] > 0.085 * len(words):
+        words = plain(phase.name, 24) + (" (died)" if has_died else " (stopped)" if is_cut else "")
+        if length / max(seconds, 1e-9) * WIDTHS[form] > 0.095 * len(words):
             on = TEXT if row else BY_NAME["on-bar"]
             middle = offset + phase.began.t + length / 2
-            axes.text(middle, -row, words, ha="center", va="center", fontsize=8, color=on)
+            axes.text(middle, -row, words, ha="center", va="center", fontsize=SMALLEST_TEXT - 1, color=on)
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([])
     axes.spines.left.set_visible(False)
@@ -194,6 +220,12 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
 # Losses and checkpoints
 
 
+def names_of(losses: Sequence[LossLog]) -> list[str]:
+    """A short name for each loss log: that of its directory, or a number where two are alike."""
+    names = [plain(os.path.basename(os.path.dirname(os.path.abspath(log.file))), 24) for log in losses]
+    return names if len({*names}) == len(names) else [f"log {k}" for k in range(1, len(names) + 1)]
+
+
 def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
     """Losses by step, with what happened to the run."""
     steps = [step for log in losses for step in log.points]
@@ -206,6 +238,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
             ("resume", "Resumed from step:"),
         )
     )
+    names = names_of(losses)
     shapes = ("o-", "x-", "s-", "^-", "v-", "d-")
 
     def draw(figure: Any, form: str) -> None:
@@ -222,7 +255,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
                 color=colour,
                 markersize=4,
                 linewidth=1.2,
-                label=f"log {k + 1}",
+                label=names[k],
             )
         styles: Mapping[str, tuple[str, str, float]] = {
             "crash": (BAD, "--", 1.4),
@@ -230,7 +263,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
         }
         for kind, (colour, style, width) in styles.items():
             for k, step in enumerate(told[kind]):
-                label = {"crash": "stopped", "resume": "resumed from"}[kind] if k == 0 else None
+                label = {"crash": "crashed", "resume": "resumed from"}[kind] if k == 0 else None
                 axes.axvline(step, color=colour, linestyle=style, linewidth=width, label=label)
         saved = told["save"][:: -(-max(1, len(told["save"])) // _MOST_POINTS)]
         if saved:
@@ -249,7 +282,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
         axes.set_ylabel("loss")
         legend(axes, form)
 
-    return drawn("loss", "Loss by step, with saves, stops and resumes", description, 3.2, draw)
+    return drawn("loss", "Loss by step, with saves, crashes and resumes", description, 3.2, draw)
 
 
 def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
@@ -274,7 +307,7 @@ def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
     """Planned amounts with their error bars, and the measured ones, by phase."""
     names = [p.label for p, _ in found]
     description = "; ".join(
-        f"{name}: planned {size(p.nbytes)}, at most {size(p.upper_bytes)}, measured {size(nbytes)}"
+        f"{name}: process {size(p.baseline_bytes)}, planned {size(p.nbytes)}, at most {size(p.upper_bytes)}, measured {size(nbytes)}"
         for name, (p, nbytes) in zip(names, found, strict=True)
     )
 
@@ -286,6 +319,16 @@ def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
             for of in zip(*((p.nbytes, p.upper_bytes) for p, _ in found), strict=True)
         )
         bars = [u - n for n, u in zip(planned, upper, strict=True)]
+        baseline = [p.baseline_bytes / 1024**2 for p, _ in found]
+        axes.barh(
+            rows,
+            baseline,
+            height=0.5,
+            color=SERIES[2],
+            alpha=0.35,
+            linewidth=0,
+            label="process before the model",
+        )
         axes.barh(
             rows, bars, left=planned, height=0.5, color=SERIES[2], linewidth=0, label="planned, to at most"
         )

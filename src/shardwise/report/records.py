@@ -57,6 +57,8 @@ class Page:
     """The whole report."""
 
     title: str
+    conclusion: Cell
+    """What happened, in a few sentences."""
     cards: Sequence[tuple[str, Cell]]
     sections: Sequence[Section]
     version: str

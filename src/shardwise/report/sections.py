@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..limits import is_count
+from .conclusion import ending, trained_twice
 from .ledger_files import Note, Process, Start
 from .material import Material
-from .plots import Mark, draw_host, draw_losses, draw_memory
+from .plots import Mark, draw_host, draw_losses, draw_memory, names_of
 from .records import Cell, Part, Section, Table, bytes_cell, cells, facts
 from .text import counted, plain, seconds_text, size, time_text
 
@@ -39,23 +40,19 @@ def _words(values: object) -> str:
 # Starts
 
 
-def _ending(process: Process) -> Cell:
-    if process.error is not None:
-        return Cell(f"error: {plain(process.error)}", tone="bad")
-    if process.has_ended:
-        return Cell("left its ledger", tone="good")
-    phase = process.stopped_in
-    if phase is None:
-        return Cell("stopped without a word, in no phase", tone="bad")
-    step = "" if phase.step is None else f" of step {phase.step}"
-    return Cell(f"stopped without a word, in {plain(phase.name, 40)}{step}", tone="bad")
+def _ending(process: Process, start: Start) -> Cell:
+    """Only the rank that a crash began with is red."""
+    tone = (
+        "bad" if process is start.culprit else "good" if process.has_ended and process.error is None else ""
+    )
+    return Cell(ending(process, start), tone=tone)
 
 
 def starts_section(starts: Sequence[Start]) -> Section:
     """Each process of each start, and how it ended."""
     rows = [
         cells(
-            start.number, p.rank, _ending(p), Cell(seconds_text(p.last_t), number=True), bytes_cell(p.peak("resident")),
+            start.number, p.rank, _ending(p, start), Cell(seconds_text(p.last_t), number=True), bytes_cell(p.peak("resident")),
             bytes_cell(p.peak("anonymous")), plain(p.host, 40), Cell(time_text(p.began_s), number=True),
         )
         for start in starts
@@ -63,20 +60,20 @@ def starts_section(starts: Sequence[Start]) -> Section:
     ]  # fmt: skip
     head = cells(">start", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
     about = (
-        "A start is one launch of the program. A process that stopped without a word was killed, or was still running when this "
-        "report was made."
+        "A start is one launch of the program. A process that died left no error: it was killed, or was still running when this "
+        "report was made. When one rank dies, the launcher stops the others."
     )
     parts = [*_tables("Processes, by start and rank", head, rows)]
     parts += [
         Part(text=_who_was_first(start))
         for start in starts
-        if not start.is_whole and len(start.processes) > 1
+        if start.culprit is not None and start.culprit.error is None and len(start.processes) > 1
     ]
     return Section("starts", "Starts", about, parts)
 
 
 def _who_was_first(start: Start) -> str:
-    """The rank whose records end first: where one is killed, the launcher ends the others."""
+    """How far the records of the rank that died first end before those of the others."""
     first, second, *_ = sorted((p for p in start.processes), key=lambda p: (p.began_s + p.last_t, p.rank))
     ahead = second.began_s + second.last_t - first.began_s - first.last_t
     return f"Start {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
@@ -118,29 +115,20 @@ def loss_section(material: Material) -> Section | None:
     marks = marks_of(material)
     rows = [
         cells(
-            f"log {k}", plain(log.file), len(log.points), min(log.points), max(log.points),
+            name, plain(log.file), len(log.points), min(log.points), max(log.points),
             Cell(f"{log.points[min(log.points)]:.4g}", number=True), Cell(f"{log.points[max(log.points)]:.4g}", number=True),
         )
-        for k, log in enumerate(losses, 1)
+        for name, log in zip(names_of(losses), losses, strict=True)
     ]  # fmt: skip
     head = cells("name", "file", ">steps", ">first step", ">last step", ">first loss", ">last loss")
     parts = [Part(drawn=draw_losses(losses, marks)), *_tables("Loss logs", head, rows)]
-    if twice := _trained_twice([log.points for log in losses]):
-        parts.append(Part(text=twice))
+    steps, largest = trained_twice([log.points for log in losses])
+    if steps:
+        was = "step was" if len(steps) == 1 else "steps were"
+        parts.append(
+            Part(text=f"{len(steps)} {was} trained twice; the losses differ by at most {largest:.2g}.")
+        )
     return Section("loss", "Loss", "", parts)
-
-
-def _trained_twice(logs: Sequence[Mapping[int, float]]) -> str:
-    """The largest difference of losses of a step that two logs have."""
-    seen: dict[int, float] = {}
-    differences = []
-    for points in logs:
-        differences += [abs(loss - seen[step]) for step, loss in points.items() if step in seen]
-        seen |= points
-    if not differences:
-        return ""
-    was = "step was" if len(differences) == 1 else "steps were"
-    return f"{len(differences)} {was} trained twice: losses differ by at most {max(differences):.2g}."
 
 
 def resume_section(starts: Sequence[Start]) -> Section | None:
@@ -155,7 +143,7 @@ def resume_section(starts: Sequence[Start]) -> Section | None:
             parts.append(_resume(start, found))
     if not parts:
         return None
-    about = "A resume compares the digest of every restored tensor with the one that the save recorded, before training goes on."
+    about = "A resume compares the hash of every restored tensor with the one that the save recorded, before training continues."
     return Section("resumes", "Proof of each resume", about, parts)
 
 
@@ -178,15 +166,15 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
         ("checkpoint", plain(str(r.get("path", "")))),
         ("saved by", f"{counted(r.get('saved_world_size'), 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
         ("resumed on", f"{counted(r.get('world_size'), 'rank')} ({plain(str(r.get('mesh', '')), 80)})"),
-        ("digests compared", f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"),
-        ("digest of all", alike),
-        ("bitwise as never stopped", exact),
-        ("restored besides", _words(r.get("documents", ()))),
+        ("hashes compared", f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"),
+        ("hash of everything", alike),
+        ("bit-exact resume", exact),
+        ("also restored", _words(r.get("documents", ()))),
         ("skipped", _words(r.get("skipped", ()))),
         ("caveats", _words(r.get("caveats", ()))),
         ("random generators", _words(r.get("rng", ""))),
         ("damaged steps skipped", _words(r.get("damaged", ()))),
-        ("newer steps set aside", _words(r.get("superseded", ()))),
+        ("newer steps quarantined", _words(r.get("superseded", ()))),
         ("run", plain(str(r.get("run_id", "")), 64)),
         ("read by rank 0", f"{bytes_cell(r.get('bytes_read')).text} in {_seconds(r.get('seconds'))}"),
     ]  # fmt: skip
@@ -203,7 +191,7 @@ def _seconds(value: object) -> str:
 
 
 def load_section(starts: Sequence[Start]) -> Section | None:
-    """Bytes and memory of each load beside their floors."""
+    """Bytes and memory of each load, compared with the least that it needs."""
     rows = []
     for start in starts:
         for process, note in start.notes("load"):
@@ -219,10 +207,10 @@ def load_section(starts: Sequence[Start]) -> Section | None:
     if not parts:
         return None
     about = (
-        "The floor of memory is a rank's shards; that of bytes over all ranks is the model, once. Memory added is the highest "
-        "anonymous memory during the load, less that before it; the first load of a process imports code, too."
+        "At best a load adds no more memory than the rank's shards, and all ranks together read the model once. Memory added is the "
+        "peak of anonymous memory during the load minus the memory before it; the first load of a process also imports code."
     )
-    return Section("load", "Load against its floor", about, parts)
+    return Section("load", "Load efficiency", about, parts)
 
 
 def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
@@ -327,7 +315,7 @@ def _phase_table(start: Start) -> Table:
         cut = len(ones) - len(ended)
         rows.append(
             cells(
-                plain(name, 60), len(ones), Cell(str(cut), number=True, tone="bad" if cut else ""),
+                plain(name, 60), len(ones), cut,
                 Cell(seconds_text(max(lengths)) if lengths else "–", number=True), most("anonymous"), most("resident"),
                 most("cgroup"), total("asked_read_bytes"), total("asked_written_bytes"),
             )

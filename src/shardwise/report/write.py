@@ -12,12 +12,13 @@ from ..errors import ShardwiseError
 from ..runs.history import RootContents, StepSummary
 from ..storage import is_url
 from .against_plan import plan_section
+from .conclusion import conclusion
 from .drawing import plotting
 from .material import Material, find_material
 from .plots import draw_sizes
 from .records import Cell, Page, Part, Section, Table, cells
 from .sections import load_section, loss_section, marks_of, memory_section, resume_section, starts_section
-from .text import plain, seconds_text, size
+from .text import counted, plain, seconds_text, size
 
 __all__ = ["render", "write_report"]
 
@@ -65,7 +66,13 @@ def _page(material: Material) -> Page:
         _read(material),
     ]
     names = ", ".join(plain(Path(p).absolute().name if not is_url(p) else p, 60) for p in material.paths)
-    return Page(f"Run {names}", _cards(material), [s for s in found if s is not None], __version__)
+    return Page(
+        f"Run {names}",
+        conclusion(material),
+        _cards(material),
+        [s for s in found if s is not None],
+        __version__,
+    )
 
 
 def _cards(material: Material) -> list[tuple[str, Cell]]:
@@ -75,7 +82,7 @@ def _cards(material: Material) -> list[tuple[str, Cell]]:
     if steps:
         cards.append(("newest valid step", Cell(str(max(steps)))))
     if material.starts:
-        broken = sum(not start.is_whole for start in material.starts)
+        crashed = sum(not start.is_whole for start in material.starts)
         resumed = [
             note.report.get("exact")
             for s in material.starts
@@ -84,13 +91,13 @@ def _cards(material: Material) -> list[tuple[str, Cell]]:
         ]
         cards += [
             ("starts", Cell(str(len(material.starts)))),
-            ("of them stopped early", Cell(str(broken), tone="bad" if broken else "good")),
+            ("crashed", Cell(str(crashed), tone="bad" if crashed else "good")),
             ("resumes", Cell(str(len(marks["resume"])) + (" (exact)" if resumed and all(resumed) else ""))),
             (
-                "highest resident memory",
+                "peak resident memory",
                 Cell(size(max(p.peak("resident") for s in material.starts for p in s.processes))),
             ),
-            ("time in all", Cell(seconds_text(sum(s.seconds for s in material.starts)))),
+            ("total time", Cell(seconds_text(sum(s.seconds for s in material.starts)))),
         ]
     elif marks["save"]:
         cards.append(("saved steps", Cell(str(len(marks["save"])))))
@@ -112,14 +119,14 @@ def _history(runs: Sequence[RootContents]) -> Section | None:
         caption = "Steps, oldest first" + (
             f": the last {_MOST_STEPS} of {len(ordered)}" if len(shown) < len(ordered) else ""
         )
-        head = cells(">step", "fate", "state", "written", ">went on from", ">ranks", ">size", "run")
+        head = cells(">step", "fate", "state", "written", ">resumed from", ">ranks", ">size", "run")
         parts.append(Part(table=Table(caption, head, [_step_row(s) for s in shown])))
         if run.leftovers:
             left = ", ".join(plain(name, 60) for name in run.leftovers[:10])
-            parts.append(Part(text=f"Leftovers of {len(run.leftovers)} stopped saves: {left}"))
+            parts.append(Part(text=f"Leftovers of {counted(len(run.leftovers), 'killed save')}: {left}"))
     if not parts:
         return None
-    about = "By manifests and sizes of files; the command shardwise verify compares every byte. Steps that retention deleted are not here."
+    about = "Checked by manifests and file sizes; shardwise verify checks every byte. Steps that retention deleted are not listed."
     return Section("checkpoints", "Checkpoints", about, parts)
 
 

@@ -72,6 +72,8 @@ class ConvertReport(Printed):
     bytes_written: int
     """By this rank, headers included."""
     seconds: float
+    caveats: tuple[str, ...] = ()
+    """What the conversion had to assume: by which rule an optimizer's numbers became names."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -92,7 +94,8 @@ def convert(
     Args:
         source: a path or a URL: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
             another file of ``torch.save``, safetensors, or a shardwise checkpoint. Stored optimizers, scheduler and
-            scaler are converted; random generators and data position are not.
+            scaler are converted; random generators and data position are not. An optimizer that numbers its parameters is converted
+            if the model has a config and the numbers fit the order of its parameters, or the HF Trainer's groups; ``caveats`` says so.
         out: a path or a URL; must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step. If the source names no
             step, it is that of this name, or 0; ``skipped`` says so.
         config: directory with the model's config.json (and tokenizer, own code) if the source has none. Without one,
@@ -158,6 +161,7 @@ def convert(
         bytes_read=reader.bytes_read,
         bytes_written=written,
         seconds=time.perf_counter() - started,
+        caveats=run.caveats,
     )
 
 

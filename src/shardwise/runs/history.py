@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,6 +11,7 @@ from ..checkpoint.check import check_part
 from ..errors import ShardwiseError, SourceError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..format.steps import OTHERS_NAME, TRAINER_FILE
 from ..limits import MAX_COUNT, MAX_VALUE_BYTES, read_json
 from ..storage import is_file, is_url, join, stat_of_expected
 from ..store.line import line_of
@@ -19,9 +19,6 @@ from ..store.publish import was_ever_published
 
 __all__ = ["RootContents", "StepSummary", "is_root", "losses_of_trainer", "others_steps", "steps_below"]
 
-#: Names of checkpoints below a Trainer's output_dir, and below ``checkpoints`` of an Accelerate project.
-_OTHERS_NAME = re.compile("checkpoint[-_]([0-9]{1,19})")
-_TRAINER_STATE = "trainer_state.json"
 #: Files of one checkpoint that are counted.
 _MOST_FILES = 10_000
 
@@ -81,10 +78,10 @@ def others_steps(path: str) -> Mapping[int, str]:
     names = os.listdir(path)
     if any(name == "config.json" or name.endswith(".safetensors") for name in names):
         return {}
-    if not any(map(_OTHERS_NAME.fullmatch, names)) and "checkpoints" in names:
+    if not any(map(OTHERS_NAME.fullmatch, names)) and "checkpoints" in names:
         path = os.path.join(path, "checkpoints")
         names = os.listdir(path) if os.path.isdir(path) else []
-    found = {int(m[1]): os.path.join(path, m[0]) for m in map(_OTHERS_NAME.fullmatch, names) if m is not None}
+    found = {int(m[1]): os.path.join(path, m[0]) for m in map(OTHERS_NAME.fullmatch, names) if m is not None}
     return {
         step: found[step]
         for step in sorted(found, reverse=True)
@@ -111,7 +108,7 @@ def steps_below(path: str) -> RootContents:
 def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:
     """The losses by step that the newest ``trainer_state.json`` below a local directory logs, and that file; None without one."""
     for place in others_steps(path).values():
-        file = os.path.join(place, _TRAINER_STATE)
+        file = os.path.join(place, TRAINER_FILE)
         if not os.path.isfile(file):
             continue
         history = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
@@ -134,7 +131,7 @@ def _step_of_another(step: int, path: str) -> StepSummary:
     """A numbered checkpoint of the Trainer or Accelerate: ours inside, or their own files."""
     if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
         return _step(step, path, "published")
-    is_trainer = os.path.isfile(os.path.join(path, _TRAINER_STATE))
+    is_trainer = os.path.isfile(os.path.join(path, TRAINER_FILE))
     nbytes = files = 0
     for folder, _, names in os.walk(path):
         for name in names[: _MOST_FILES - files]:

@@ -43,6 +43,7 @@ from ..recipe.transformers import hub_rules
 from ..state.train_state import document_of
 from ..state.typed_json import Encoded, encode
 from ..storage import is_file, is_url, looking_once
+from .numbered import members_of
 from .pickled_values import plain_tensor
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run
 
@@ -106,6 +107,8 @@ class StoredRun:
     software: Mapping[str, str]
     skipped: tuple[str, ...]
     """Stored state that a conversion skips."""
+    caveats: tuple[str, ...] = ()
+    """What a conversion had to assume."""
 
 
 def describe_run(
@@ -136,11 +139,12 @@ def _of_run(
         raise StateError(f"{root}: holds {len(run.models)} models, but one config can't describe them all")
     names = ["model"] if len(run.models) == 1 else [f"model_{k}" for k in range(len(run.models))]
     models = {name: as_stored(run.model(k)) for k, name in enumerate(names)}
+    built = None
     if home is not None:
         catalog = models["model"].catalog
-        found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
-        models["model"] = replace(found, assets=read_assets(home))
-    stored = _of_third_party(run, models, step)
+        built = build_meta(home, catalog, trust_remote_code=trust_remote_code)
+        models["model"] = replace(as_config_says(catalog, built, io), assets=read_assets(home))
+    stored = _of_third_party(run, models, built, step)
     if home is None or not os.path.isdir(home):
         return stored
     left = [f"{one}: not carried" for one in left_out_of(home)]
@@ -228,12 +232,16 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
 # A run that another library stored
 
 
-def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], otherwise: int) -> StoredRun:
+def _of_third_party(
+    run: ThirdPartyRun, models: Mapping[str, StoredModel], built: Any, otherwise: int
+) -> StoredRun:
+    """``built``: the one model on meta, if there is a config."""
     named = run.step
     step = otherwise if named is None else named
     if not 0 <= step <= MAX_COUNT:
         raise FormatError(f"its step is {step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": step}
+    caveats: list[str] = []
     optimizers: dict[str, StoredOptimizerState] = {}
     skipped = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
     skipped += [
@@ -250,6 +258,13 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
         names = [group.get("param_names") for group in stored.groups or ()]
         if stored.is_numbered and all(names):
             stored = stored.named_like([list(map(str, found)) for found in names if found is not None])
+        if stored.is_numbered and built is not None:
+            shapes = {n: spec.shape for n, spec in models["model"].specs.items()}
+            if found := members_of(stored, built, shapes):
+                stored = stored.named_like(found[0])
+                caveats.append(
+                    f"{entry or os.path.basename(source)} numbers its parameters; their names were taken from {found[1]}, whose shapes fit"
+                )
         if stored.is_numbered:
             skipped.append(_numbered(entry or os.path.basename(source), run.path))
         else:
@@ -289,13 +304,15 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
         seed=0,
         software={},
         skipped=(*skipped, "random generators and data position: not stored in a readable form"),
+        caveats=tuple(caveats),
     )
 
 
 def _numbered(name: str, path: str) -> str:
     """What to do with an optimizer that a conversion can't give names."""
     return (
-        f"{name}: the optimizer's state, by parameter number, which only an optimizer built as in the saved run can match. To keep it: "
+        f"{name}: the optimizer's state, by parameter number, and neither the order of model.parameters() nor the HF Trainer's groups fit "
+        f"it (without a config, --config DIR, neither is known); only an optimizer built as in the saved run can match it. To keep it: "
         f"sw.restore(sw.TrainState(model=model, optimizer=optimizer), {path!r}), and sw.save there"
     )
 

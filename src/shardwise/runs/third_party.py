@@ -30,7 +30,7 @@ from ..catalog.open import holds_model, open_catalog
 from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
-from ..format.steps import describe_steps
+from ..format.steps import TRAINER_FILE, describe_steps
 from ..limits import brief, read_json
 from ..storage import is_directory, is_file, looking_once, names_in
 from .pickled_values import (
@@ -324,7 +324,7 @@ class ThirdPartyRun:
     @property
     def step(self) -> int | None:
         """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; None if none has it."""
-        file = os.path.join(self.path, "trainer_state.json")
+        file = os.path.join(self.path, TRAINER_FILE)
         if is_file(file):
             document = read_json(file, "the HF Trainer's state")
             if not isinstance(document, dict):
@@ -385,7 +385,7 @@ class ThirdPartyRun:
         """Files and folders of a run's directory that nothing was read from."""
         if is_file(self.path) or self.kind is None or "restore" not in self.kind.works:
             return []
-        known = {*assets, METADATA_NAME, _META_NAME, "trainer_state.json", "config.json"}
+        known = {*assets, METADATA_NAME, _META_NAME, TRAINER_FILE, "config.json"}
         known |= {file for name in documents for file in _DOCUMENT_FILES.get(name, ())}
         known |= {
             os.path.basename(source) for source in (*self.models, *self.optimizers) if source != self.path

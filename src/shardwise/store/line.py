@@ -72,7 +72,7 @@ class Line(Protocol):
         """After a save: write hints for people, delete leftovers of killed saves. Logs what fails."""
 
     def set_aside(self) -> list[SetAside]:
-        """The steps that a resume quarantined."""
+        """The steps that a resume set aside."""
 
     def leftovers(self) -> list[str]:
         """Names of what killed saves left, and saves that are under way."""
