@@ -51,6 +51,11 @@ PAIRS = (
             "click": "8.1.0",
             "rich": "13.0.0",
             "commonmark": "0.9.1",
+            "pandas": "2.2.3",
+            "pyarrow": "19.0.1",
+            "scipy": "1.14.1",
+            "pytz": "2025.2",
+            "tzdata": "2025.2",
         },
     ),
     Pair(

@@ -147,7 +147,10 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     "copy": ("copy_checkpoint", {}),
     "explain": (None, {}),
     "report": (None, {"out": "one file", "plan": "a file to compare with"}),
-    "doctor": (None, {"ranks": "on this host, where plan counts those of the run"}),
+    "doctor": (
+        None,
+        {"ranks": "on this host, where plan counts those of the run", "run": "where it will write"},
+    ),
     "demo": (None, {"out": "a folder to play in", "ranks": "as in plan"}),
 }
 

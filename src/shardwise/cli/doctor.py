@@ -34,14 +34,13 @@ __all__: list[str] = []
 )
 @click.option(
     "--run",
-    "outputs",
     multiple=True,
     type=AnyPath(path_type=str),
     metavar="PATH",
     help="Directory or URL that the run will write to; it need not exist yet. May be repeated.",
 )
 @common
-def doctor(path: tuple[str, ...], outputs: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
+def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
     """Check this machine and these files for known problems; explain each and how to fix it.
 
     Each PATH may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them
@@ -54,7 +53,7 @@ def doctor(path: tuple[str, ...], outputs: tuple[str, ...], ranks: int | None, a
     from .terminal import console
 
     with _terminated_as_interrupted():
-        diagnosis = examine(path, outputs=outputs, ranks=ranks)
+        diagnosis = examine(path, outputs=run, ranks=ranks)
     if not diagnosis.speaks:
         return FINE  # a launcher ends all ranks when one fails: rank 0 must speak first
     if as_json:

@@ -260,10 +260,10 @@ def _of_third_party(
             stored = stored.named_like([list(map(str, found)) for found in names if found is not None])
         if stored.is_numbered and built is not None:
             shapes = {n: spec.shape for n, spec in models["model"].specs.items()}
-            if found := members_of(stored, built, shapes):
-                stored = stored.named_like(found[0])
+            if known := members_of(stored, built, shapes):
+                stored = stored.named_like(known[0])
                 caveats.append(
-                    f"{entry or os.path.basename(source)} numbers its parameters; their names were taken from {found[1]}, whose shapes fit"
+                    f"{entry or os.path.basename(source)} numbers its parameters; their names were taken from {known[1]}, whose shapes fit"
                 )
         if stored.is_numbered:
             skipped.append(_numbered(entry or os.path.basename(source), run.path))
