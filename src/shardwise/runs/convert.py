@@ -73,7 +73,7 @@ class ConvertReport(Printed):
     """By this rank, headers included."""
     seconds: float
     caveats: tuple[str, ...] = ()
-    """What the conversion had to assume: by which rule an optimizer's numbers became names."""
+    """Assumptions of the conversion: the rule by which an optimizer's numbers became names."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
