@@ -44,7 +44,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not nightly and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long nightly matrix dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers sweep clean
+.PHONY: help install demo quick test long nightly matrix dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers loggers sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -168,6 +168,11 @@ hosts: install
 
 launchers: install
 	$(BIN)/python -m tests.launchers.table
+
+# The page of metrics with W&B, TensorBoard and MLflow themselves. They bring forty packages, so they have a place of their own.
+loggers: install
+	$(PIP) --target build/loggers wandb mlflow-skinny tensorboard
+	PYTHONPATH=build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

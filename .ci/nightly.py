@@ -41,6 +41,7 @@ STEPS: dict[str, list[str]] = {
     "servers": ["make", "servers"],
     "hosts": ["make", "hosts"],
     "launchers": ["make", "launchers"],
+    "loggers": ["make", "loggers"],
     "matrix": ["make", "matrix", "MATRIX=--all --write"],
     "dist": ["make", "dist"],
     "sweep": ["make", "sweep"],

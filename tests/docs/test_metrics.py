@@ -59,7 +59,7 @@ def test_print(train: Callable[[], None], capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.filterwarnings("default")
 def test_wandb(train: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb", reason="`make loggers` installs it")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
 
@@ -77,7 +77,9 @@ def test_wandb(train: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.filterwarnings("default")
 def test_tensorboard(train: Callable[[], None]) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="`make loggers` installs it"
+    )
     exec(code("SummaryWriter"), {"train": train})
     events = accumulator.EventAccumulator("logs")
     events.Reload()
@@ -87,7 +89,7 @@ def test_tensorboard(train: Callable[[], None]) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_mlflow(train: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = pytest.importorskip("mlflow", reason="`make loggers` installs it")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow.set_tracking_uri(Path("mlruns").absolute().as_uri())

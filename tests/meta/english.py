@@ -75,7 +75,7 @@ def texts_of_pages(paths: list[Path]) -> Iterator[tuple[str, str]]:
         text = re.sub(r"^    .*\n", "\n", text, flags=re.MULTILINE)
         text = re.sub(r"\]\([^)]*\)", "]", text)
         line = 1
-        for block in re.split(r"\n(?=\s*\n|\s*[*-] |\||\d+\. |#)", text):
+        for block in re.split(r"\n(?=\s*\n|\s*[*-] |\||\d+\. |#)|(?<=\n)#[^\n]*\n", text):
             yield f"{path.relative_to(ROOT)}", block.strip("\n #*-|")
             line += block.count("\n") + 1
 
