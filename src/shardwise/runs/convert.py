@@ -73,11 +73,7 @@ class ConvertReport(Printed):
     """By this rank, headers included."""
     seconds: float
     caveats: tuple[str, ...] = ()
-<<<<<<< HEAD
-    """Assumptions of the conversion: the rule by which an optimizer's numbers became names."""
-=======
     """Assumptions that the conversion had to make: by which rule an optimizer's numbers became names."""
->>>>>>> main
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
