@@ -946,6 +946,8 @@ def test_plan_says_how_many_gpus(model: Path) -> None:
     document = run_json("plan", model, "--fit", "80GiB")
     assert (document["ranks"], document["search"]["ranks"]) == (1, 1)
     assert not document["search"]["tried"][0]["binds"]
+    same = run_json("plan", model, "--fit", "80GiB", "--ranks", 1)
+    assert [one["run"]["ranks_per_host"] for one in (document, same)] == [1, 1]
     none = run("plan", model, "--fit", "64MiB", "--batch-size", 512, "--sequence-length", 512)
     assert none.exit_code == 1, none.output
     assert none.stdout.startswith("no number of GPUs of 64.0 MiB is enough: "), none.stderr

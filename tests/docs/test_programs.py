@@ -47,8 +47,8 @@ INSTEAD = {
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
     '"Qwen/Qwen3-0.6B"': '"base"',
     "total_steps = 10_000": "total_steps = 7",
-    "% 100 ": "% 2 ",
-    "% 500 ": "% 2 ",
+    "save_every=100": "save_every=2",
+    "save_every=500": "save_every=2",
     "lr=1e-5": "lr=1e-2",
 }
 #: Makes what the loops of these pages take for granted, from README's program.
@@ -75,7 +75,7 @@ def program(page: str) -> str:
         )
         text = whole[: whole.index("with sw.Checkpointer")] + loop + whole[whole.index("sw.export_hf") :]
     for old, new in INSTEAD.items():
-        assert old in text or old in ("% 100 ", "% 500 "), f"{page} has no {old}"
+        assert old in text or old in ("save_every=100", "save_every=500"), f"{page} has no {old}"
         text = text.replace(old, new)
     return BEFORE + text
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from ..ranks.ranks import Ranks
 
-__all__ = ["LastSave", "SaveTimes", "Situation", "Way", "way_of"]
+__all__ = ["SAVED", "LastSave", "SaveTimes", "Situation", "Way", "way_of"]
 
-#: A save beside other ranks that stop, too, takes longer than those before it.
+#: Why a step is not saved that is saved already.
+SAVED = "the step is saved"
+#: A save while other ranks stop, too, takes longer than those before it.
 _MARGIN = 1.25
 
 
@@ -47,7 +49,7 @@ def way_of(found: Situation) -> Way:
     """The way to the newest published step in the time that is left. Without any step a save is tried in any time: at worst it is
     killed, and leaves nothing."""
     if found.step in (found.newest, found.pending):
-        return Way(saves=False, why="the step is saved")
+        return Way(saves=False, why=SAVED)
     if found.newest is None and found.pending is None:
         return Way(saves=True, why="there is no step yet")
     pending_s = 0.0 if found.pending is None else max(0.0, found.save_s - found.pending_s)

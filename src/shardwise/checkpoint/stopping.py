@@ -11,7 +11,7 @@ from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from .async_save import AsyncSave
 from .collect import Lineage
-from .last_save import SaveTimes, Situation, way_for_all
+from .last_save import SAVED, SaveTimes, Situation, way_for_all
 from .save import SaveReport
 
 __all__ = ["Stopping"]
@@ -83,13 +83,16 @@ class Stopping(ABC):
                 "plan the last save", lambda: self._situation(step).to_list(), way_for_all
             )
             if not saves:
-                if ranks.rank == 0:
-                    _log.info("step %d is not saved again: %s", step, why)
+                if ranks.rank == 0 and why != SAVED:
+                    _log.warning("step %d is not saved: %s", step, why)
                 break
             self.save(state, step)
             self._settle()
         self.close()
-        return None if self._lineage is None else self._lineage.parent_step
+        newest = None if self._lineage is None else self._lineage.parent_step
+        if ranks.rank == 0:
+            _log.warning("stopped after step %d; the newest saved step is %s", step, newest)
+        return newest
 
     def _situation(self, step: int) -> Situation:
         pending, newest = self._pending, None if self._lineage is None else self._lineage.parent_step

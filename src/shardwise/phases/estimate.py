@@ -336,7 +336,7 @@ def run_plan(
     return RunPlan(
         phases=with_cached_reads(run.phases(), files, variant, io),
         nodes=variant.hosts,
-        ranks_per_host=variant.ranks_per_host,
+        ranks_per_host=min(variant.ranks_per_host, variant.ranks),
         is_unified=training.device == "unified",
         largest_gather_bytes=max((g.gathered_bytes for g in wrapped), default=0),
         largest_reduce_bytes=max((g.reduced_bytes for g in wrapped), default=0),

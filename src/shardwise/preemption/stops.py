@@ -111,7 +111,9 @@ class Stops:
             # Ranks that came late have held up the agreement. The rank that was asked knows the time without it, and the least counts.
             self._agreed_end_s = end_s if first is None else min(end_s, first.at_s + self._policy.deadline_s)
         if ranks.rank == 0:
-            _log.warning("stopping after step %d: %s was asked to, %.1f s ago", step, who, ago_s)
+            _log.warning(
+                "stopping after step %d: a signal or request reached %s %.1f s ago", step, who, ago_s
+            )
 
 
 def _first(found: list[list[Any]]) -> list[Any]:
