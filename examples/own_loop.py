@@ -1,7 +1,7 @@
 """A whole training run in a loop of one's own: load, train, checkpoint, resume on other ranks, export.
 
     torchrun --nproc-per-node 2 examples/own_loop.py --out own-out --steps 4
-    torchrun --nproc-per-node 3 examples/own_loop.py --out own-out --steps 8   # goes on at step 5, on 3 ranks
+    torchrun --nproc-per-node 3 examples/own_loop.py --out own-out --steps 8   # continues at step 5, on 3 ranks
     torchrun --nproc-per-node 3 examples/own_loop.py --out own-moe --model moe  # 8 experts, on ranks that don't divide them
     torchrun --nproc-per-node 2 examples/own_loop.py --out own-vlm --model vlm  # text only, the vision tower frozen
     torchrun --nproc-per-node 2 examples/own_loop.py --out own-lora --lora      # adapters alone are trained, and exported
@@ -46,7 +46,8 @@ def load_model(base: Path, *, lora: bool) -> tuple[Any, Any]:
         from peft import LoraConfig
 
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model, report = sw.load_pretrained(base, mesh, adapter=adapter, return_report=True)
+    # fp32 weights for the optimizer; on GPUs add policy=sw.ShardPolicy(mixed_precision=…) to compute in bf16
+    model, report = sw.load_pretrained(base, mesh, dtype=torch.float32, adapter=adapter, return_report=True)
     if hasattr(model, "model") and hasattr(model.model, "vision_tower"):
         model.model.vision_tower.requires_grad_(False)
     return model, report
@@ -63,11 +64,11 @@ def train(
     samples = Sequences()
     sampler = sw.ElasticSampler(samples, global_batch_size=GLOBAL_BATCH, seed=0)
     loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))  # counts what was consumed
-    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=schedule, dataloader=loader)
+    state = sw.TrainState(model, optimizer, scheduler=schedule, dataloader=loader)
 
     losses: dict[int, float] = {}
     model.train()
-    with sw.Checkpointer(checkpoints_at or out / "checkpoints", keep_last=2) as checkpoints:
+    with sw.Checkpointer(checkpoints_at or out / "checkpoints", save_every=2, keep_last=2) as checkpoints:
         resumed = checkpoints.resume(state)  # None on a first run
         step = resumed.step if resumed else 0
         if dist.get_rank() == 0:
@@ -80,16 +81,12 @@ def train(
                 step += 1
                 losses[step] = train_one_step(model, optimizer, ids)
                 schedule.step()
-                if step % 2 == 0 or step == steps:
+                if checkpoints.should_save(step) or step == steps:
                     checkpoints.save(state, step)  # published whole, or not at all
                 if step == steps:
                     break
-    export = out / f"export-{steps}"
-    if export.exists():
-        return losses
-    sw.export_hf(
-        model, export
-    )  # hub names; of LoRA the adapter in PEFT's format. Written by all ranks in place
+    # hub names; with LoRA the adapter in PEFT's format. Every rank writes its own part
+    sw.export_hf(model, out / f"export-{steps}", overwrite=True)
     return losses
 
 
