@@ -27,8 +27,8 @@ Accelerate. `shardwise doctor` tells you which rows apply to the packages that y
 
 ## What needs newer packages
 
-| name | feature | needs | because | with an older release |
-|---|---|---|---|---|
+| feature | needs | because | with an older release |
+|---|---|---|---|
 """
 
 TRIED = """

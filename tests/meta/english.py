@@ -95,9 +95,11 @@ def _of(name: str, thing: Any) -> Iterator[tuple[str, str]]:
     yield name, inspect.getdoc(thing) or ""
     if not inspect.isclass(thing):
         return
-    for method, found in vars(thing).items():
-        if not method.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
-            yield f"{name}.{method}", inspect.getdoc(found) or ""
+    for base in thing.__mro__:
+        if base.__module__.startswith("shardwise"):
+            for method, found in vars(base).items():
+                if not method.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
+                    yield f"{name}.{method}", inspect.getdoc(found) or ""
     if dataclasses.is_dataclass(thing):
         yield from _of_fields(name, thing)
 

@@ -64,9 +64,9 @@ class Remembering(ABC):
         """Keep ``state`` in the memory of the hosts, if ``InMemoryCheckpoints.every`` divides ``step``. Returns the bytes that this rank copied.
 
         Call it after each step; it does nothing without ``memory=``. Returns when the state is copied, and a thread has compared it with
-        the other ranks' beside the copy. The thread goes on: it hashes the copy, and copies the slices of other hosts. 0: the step is not
+        the other ranks' meanwhile. The thread continues in the background: it hashes the copy, and copies the slices of other hosts. 0: the step is not
         due, or on some rank the one before is still on its way, or ranks are missing. A failure (no room on tmpfs, a host that is away)
-        is logged, and training goes on. Collective. Raises :class:`StateError` for a state that can't be stored,
+        is logged, and training continues. Collective. Raises :class:`StateError` for a state that can't be stored,
         :class:`CheckpointError` for a directory with steps of another run.
         """
         memory, step = self._memory, checked_step(step)

@@ -36,13 +36,13 @@ class Resuming(Remembering):
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
 
-        Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``. Steps newer than the resumed
-        one are set aside as ``step-N.superseded-…``: if the run stops again, it resumes from its own steps. Steps with
+        Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed
+        one are renamed to ``step-N.superseded-…``: if the run stops again, it resumes from its own steps. Steps with
         another step's manifest (an old manifest, or a renamed directory) or with a malformed document count as
         damaged. Collective.
 
         Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
-        :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
+        :class:`StateError` if a valid step does not fit the live objects (nothing is renamed then).
         """
         with counting() as asked:
             report = self._resume(state, step, self._ranks())

@@ -53,7 +53,7 @@ class Stopping(ABC):
         process group's store (docs/howto/preemption.md has figures). With calls of 0.5 s or more all ranks stop at
         the call in which rank 0 learns of the signal or at the next one, with faster calls at most 12 calls later.
 
-        When it is True, call :meth:`stop`, and exit with :attr:`exit_code`. Raises :class:`RankError` alike for ranks whose calls
+        When it is True, call :meth:`stop`, and exit with :attr:`exit_code`. Raises :class:`RankError` on all ranks for ranks whose calls
         differ, and if rank 0 does not come to the call within ``IOOptions.timeout_s``.
         """
         if not self._stops.has_stopped:

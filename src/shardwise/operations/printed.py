@@ -23,7 +23,7 @@ class Printed:
     __slots__ = ()
 
     def rows(self) -> Mapping[str, str]:
-        """What the table says: the fields, without empty ones."""
+        """Rows of the table: the fields, without empty ones."""
         found: dict[str, str] = {}
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
