@@ -15,7 +15,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
@@ -26,6 +25,7 @@ from shardwise.doctor.collect import collect
 from shardwise.doctor.table import findings_of
 from shardwise.errors import FormatError, ShardwiseError, SourceError
 from tests.catalog import _dcp_fns
+from tests.harness.command import runner
 from tests.harness.pool import RankPool
 
 #: Public layouts: words of the name → directories, each with its files. A name that ends in a slash is a folder.
@@ -146,7 +146,7 @@ def test_every_reader_refuses_it_by_its_name(tmp_path: Path, name: str, which: i
         said.add(text)
     assert len(said) == 1, "the same sentence everywhere"
     for command, arguments in COMMANDS.items():
-        result = CliRunner().invoke(main, [command, *map(str, arguments(given, out))], prog_name="shardwise")
+        result = runner().invoke(main, [command, *map(str, arguments(given, out))], prog_name="shardwise")
         assert result.exit_code == 1, (command, result.output)
         assert name in result.output.replace("\n", " "), command
     (found,) = [f for f in findings_of(collect([given])) if f.rule == "path.foreign"]
@@ -205,7 +205,7 @@ def test_weights_are_read_whatever_is_next_to_them(tmp_path: Path, other: str) -
     root = make(tmp_path / "model", ["model.safetensors", *names])
     assert list(open_catalog(root).tensors) == ["weight"]
     assert sw.convert(root, tmp_path / "out").tensors == 1
-    assert CliRunner().invoke(main, ["inspect", str(root)], prog_name="shardwise").exit_code == 0
+    assert runner().invoke(main, ["inspect", str(root)], prog_name="shardwise").exit_code == 0
     for weights in ("pytorch_model.bin", "adapter_model.bin", "adapter_model.safetensors"):
         kind = kind_in([weights, "adapter_config.json", *(name.rstrip("/") for name in names)])
         assert kind is None or kind.works, weights
@@ -313,7 +313,7 @@ def test_objects_next_to_plain_weights(tmp_path: Path) -> None:
             repr(name) for name in beside
         ]
         assert "'args' (argparse.Namespace)" in catalog.ignored_entries
-        result = CliRunner().invoke(main, ["inspect", str(tmp_path / "x.pt")], prog_name="shardwise")
+        result = runner().invoke(main, ["inspect", str(tmp_path / "x.pt")], prog_name="shardwise")
         assert "argparse.Namespace" in result.output
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import shardwise as sw
 from shardwise.cli import main
 from tests.checkpoint.earlier import runs
+from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly
 
@@ -90,7 +90,7 @@ def test_its_bytes_are_verified(root: Path, writer: str, kind: str) -> None:
         ("inspect", root),
         ("inspect", _step(str(root))),
     ):
-        result = CliRunner().invoke(main, [*map(str, words), "--json"])
+        result = runner().invoke(main, [*map(str, words), "--json"])
         assert result.exit_code == 0, result.output
 
 

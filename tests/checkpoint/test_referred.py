@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import shardwise as sw
 from shardwise.cli import main
@@ -16,6 +15,7 @@ from shardwise.errors import CheckpointError, FormatError, PlanError, StateError
 from shardwise.format.manifest import parse_manifest, read_manifest
 from shardwise.format.manifest_records import checksum_of
 from tests.checkpoint import _referred_fns as fns
+from tests.harness.command import runner
 from tests.harness.pool import RankPool
 
 BASE = {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
@@ -66,10 +66,10 @@ def test_it_says_what_it_refers_to(step: Path) -> None:
     report = sw.verify(step)
     assert (report.ok, report.referred) == (True, 4)
     for command in ("verify", "inspect"):
-        found = CliRunner().invoke(main, [command, str(step)])
+        found = runner().invoke(main, [command, str(step)])
         assert found.exit_code == 0, found.output
         assert "4 frozen tensors of a base" in found.output
-    assert json.loads(CliRunner().invoke(main, ["inspect", "--json", str(step)]).output)["referred"] == 4
+    assert json.loads(runner().invoke(main, ["inspect", "--json", str(step)]).output)["referred"] == 4
 
 
 def test_another_base_is_refused_before_anything_changes(tmp_path: Path, ranks: RankPool) -> None:

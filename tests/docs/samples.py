@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from click.testing import CliRunner
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,8 +26,9 @@ class Sample:
     def printed(self) -> str:
         """What the command prints, from there on."""
         from shardwise.cli import main
+        from tests.harness.command import runner
 
-        result = CliRunner().invoke(main, list(self.words), env={"COLUMNS": "120"})
+        result = runner().invoke(main, list(self.words), env={"COLUMNS": "120"})
         lines = [line.rstrip() for line in result.stdout.splitlines()]
         start = next(k for k, line in enumerate(lines) if line.startswith(self.first))
         stop = len(lines) if self.until is None else lines.index(self.until, start)

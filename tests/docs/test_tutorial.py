@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks
+from tests.harness.command import runner
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
                     text = run_python(Path(command[1]))
                 else:
                     assert command[0] == "shardwise", f"{block}: how is this run? {command}"
-                    done = CliRunner().invoke(main, command[1:], prog_name="shardwise")
+                    done = runner().invoke(main, command[1:], prog_name="shardwise")
                     text = done.output
                     assert done.exit_code == 0, f"{block}: {command}\n{text}"
                 printed[place] = printed.get(place, "") + text

@@ -306,7 +306,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "accelerate.parallelism",
-        "tp_size is 2 beside FSDP",
+        "tp_size is 2 together with FSDP",
         _yaml({"parallelism_config": {"parallelism_config_tp_size": 2}}),
     ),
     Pathology(
@@ -332,7 +332,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("trainer.save-only-model", "can't be resumed", _arguments(save_only_model=True)),
     Pathology(
         "trainer.save-only-model",
-        "raises a ValueError: save_only_model beside load_best",
+        "raises a ValueError: save_only_model together with load_best",
         _arguments(save_only_model=True, load_best_model_at_end=True),
     ),
     Pathology("trainer.data-skip", "trains on some samples again", _arguments(ignore_data_skip=True)),

@@ -386,7 +386,7 @@ INSTALLED = {
     "software.requires": ({"safetensors": "0.4.0"}, "safetensors is 0.4.0"),
     "software.gates": ({"transformers": "5.21.1"}, "this needs transformers 5.22 or newer"),
     "software.peft": ({"peft": "0.19.1", "transformers": "5.23.0"}, "peft 0.19.1 with transformers"),
-    "software.torchvision": ({"torchvision": "0.20.0"}, "torchvision 0.20.0 beside torch"),
+    "software.torchvision": ({"torchvision": "0.20.0"}, "torchvision 0.20.0 with torch"),
 }
 
 

@@ -287,7 +287,9 @@ def test_ties_stored_twice_change_together(tmp_path: Path) -> None:
     models.write_hub_directory("qwen3-tied", tmp_path / "plain", torch.bfloat16)
     source = tmp_path / "fp8"
     fp8_directory(tmp_path / "plain", source, (4, 8))
-    stored = plain_tensors(source)
+    stored = {
+        name: tensor.clone() for name, tensor in plain_tensors(source).items()
+    }  # not of the file itself
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     model = sw.load_pretrained(source)

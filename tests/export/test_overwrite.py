@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,6 +17,7 @@ import shardwise as sw
 from shardwise.cli.commands import main
 from shardwise.errors import CheckpointError
 from shardwise.export import to_directory
+from tests.harness.command import runner
 
 
 def model(value: float) -> nn.Module:
@@ -109,6 +109,6 @@ def test_command(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sw.save(sw.TrainState(model=model(1.0)), tmp_path / "step")
     for options, status in (([], 0), ([], 1), (["--overwrite"], 0)):
-        done = CliRunner().invoke(main, ["export", str(tmp_path / "step"), str(tmp_path / "out"), *options])
+        done = runner().invoke(main, ["export", str(tmp_path / "step"), str(tmp_path / "out"), *options])
         assert done.exit_code == status, done.output
     assert weight(tmp_path / "out") == 1.0

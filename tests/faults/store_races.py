@@ -41,7 +41,7 @@ _TEXTS = (
     "another run has taken these steps",
     "that this run did not resume from",
     "another save has claimed it",
-    "is there already",
+    "exists already",
 )
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from click.testing import CliRunner
 from safetensors.torch import load, save
 
 import shardwise as sw
@@ -37,6 +36,7 @@ from tests.fuzz.mutate import (
     mutated_text,
 )
 from tests.fuzz.seeds import Net, data_loader, state_of
+from tests.harness.command import runner
 
 __all__ = [
     "TARGETS",
@@ -177,7 +177,7 @@ def _command(*words: str) -> Call:
     """A command of the command line. ``{}`` stands for the input's path."""
 
     def call(place: Path) -> None:
-        result = CliRunner().invoke(main, [word.format(place) for word in words])
+        result = runner().invoke(main, [word.format(place) for word in words])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code in (0, 1, 2), f"exit status {result.exit_code}"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise.cli import main
 from tests.harness import models
+from tests.harness.command import runner
 
 #: The text part of the tiny LLaVA, as its files name it.
 TEXT_PART: dict[str, Any] = {
@@ -23,7 +23,7 @@ TEXT_PART: dict[str, Any] = {
 
 
 def _plan(*arguments: str, status: int = 0) -> Any:
-    result = CliRunner().invoke(main, ["plan", *arguments, "--ranks", "3", "--json"])
+    result = runner().invoke(main, ["plan", *arguments, "--ranks", "3", "--json"])
     assert result.exit_code == status, result.output
     return json.loads(result.stdout)
 

@@ -390,7 +390,7 @@ def test_a_step_is_measured_once_for_all_numbers_of_ranks(
 
     measured, planned = [], []
 
-    def measure(model: Any, groups: Any, training: sw.Training, *rest: Any, **options: Any) -> Any:
+    def measure(model: Any, groups: Any, training: sw.TrainingSpec, *rest: Any, **options: Any) -> Any:
         measured.append((training.batch_size, training.checkpointing))
         return own_measure(model, groups, training, *rest, **options)
 
@@ -401,7 +401,7 @@ def test_a_step_is_measured_once_for_all_numbers_of_ranks(
     own_measure, own_plan_load = activations.measure, of_plan.plan_load
     monkeypatch.setattr(activations, "measure", measure)
     monkeypatch.setattr(of_plan, "plan_load", plan_load)
-    training = sw.Training(sequence_length=64)
+    training = sw.TrainingSpec(sequence_length=64)
     (limit,) = (
         run.device_bytes for run in [sw.plan(config, ranks=2, training=training).run] if run is not None
     )

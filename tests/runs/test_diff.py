@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
+from tests.harness.command import runner
 
 
 def write(path: Path, **tensors: torch.Tensor) -> str:
@@ -109,16 +109,16 @@ def test_a_checkpoint_beside_its_export(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     first, second = two_steps(tmp_path)
-    run = CliRunner().invoke(main, ["diff", first, second])
+    run = runner().invoke(main, ["diff", first, second])
     assert run.exit_code == 1
     assert "1.weight" in run.output
     assert "they differ" in run.output
-    as_json = json.loads(CliRunner().invoke(main, ["diff", first, second, "--json"]).output)
+    as_json = json.loads(runner().invoke(main, ["diff", first, second, "--json"]).output)
     assert as_json["ok"] is False
     assert as_json["equal"] == 3
     copy = shutil.copytree(first, tmp_path / "copy")
-    same = CliRunner().invoke(main, ["diff", first, str(copy)])
+    same = runner().invoke(main, ["diff", first, str(copy)])
     assert (same.exit_code, "no difference" in same.output) == (0, True)
-    lost = CliRunner().invoke(main, ["diff", first, str(tmp_path / "nowhere")])
+    lost = runner().invoke(main, ["diff", first, str(tmp_path / "nowhere")])
     assert lost.exit_code in (1, 2)
     assert "Traceback" not in lost.output

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from click.testing import CliRunner
 from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError, StateError
+from tests.harness.command import runner
 
 
 def qwen() -> Any:
@@ -78,12 +78,11 @@ def test_a_plain_trainers_checkpoint_is_restored_with_its_optimizer(
 
 def as_lines(*words: object) -> tuple[str, dict[str, Any]]:
     """What a conversion prints, and its document."""
-    runner = CliRunner()
     given = [str(word) for word in words]
-    shown = runner.invoke(main, ["convert", *given, "--to", "checkpoint"], prog_name="shardwise")
+    shown = runner().invoke(main, ["convert", *given, "--to", "checkpoint"], prog_name="shardwise")
     assert shown.exit_code == 0, shown.output
     given[1] += "-json"
-    told = runner.invoke(main, ["convert", *given, "--to", "checkpoint", "--json"], prog_name="shardwise")
+    told = runner().invoke(main, ["convert", *given, "--to", "checkpoint", "--json"], prog_name="shardwise")
     return " ".join(shown.stdout.split()), json.loads(told.stdout)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import Dataset
 
 import shardwise as sw
 from shardwise.cli.commands import main
 from shardwise.runs.history import others_steps
+from tests.harness.command import runner
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
@@ -46,7 +46,7 @@ def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: object) -> tuple[int, str]:
-    done = CliRunner().invoke(main, list(map(str, words)), env={"COLUMNS": "120"})
+    done = runner().invoke(main, list(map(str, words)), env={"COLUMNS": "120"})
     return done.exit_code, done.output
 
 
@@ -125,5 +125,5 @@ def test_one_level_above_names_what_to_give(tmp_path: Path) -> None:
     assert f"give one of them: {tmp_path / 'runs' / 'a'}, {tmp_path / 'runs' / 'b'}" in " ".join(
         shown.split()
     )
-    listed = CliRunner().invoke(main, ["inspect", str(tmp_path / "runs" / "a")], env={"COLUMNS": "80"})
+    listed = runner().invoke(main, ["inspect", str(tmp_path / "runs" / "a")], env={"COLUMNS": "80"})
     assert all(len(line) <= 80 for line in listed.output.splitlines() if str(tmp_path) not in line)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -19,6 +18,7 @@ from shardwise.cli import main
 from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import describe_groups
 from tests.harness import models
+from tests.harness.command import runner
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.sharding import _replicated_fns as fns
@@ -207,5 +207,5 @@ def test_a_layer_that_keeps_a_dtype_is_described_apart() -> None:
 def test_planned(tmp_path: Path) -> None:
     tiny.clip().save_pretrained(tmp_path)
     assert sw.plan(tmp_path, ranks=3).replicated_bytes == 4
-    result = CliRunner().invoke(main, ["plan", str(tmp_path), "--ranks", "3"])
+    result = runner().invoke(main, ["plan", str(tmp_path), "--ranks", "3"])
     assert re.search(r"whole on every rank +4 B", result.output), result.output

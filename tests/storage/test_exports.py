@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,6 +23,7 @@ from shardwise.storage import exists, files_below, read_whole
 from tests.adapters._peft_fns import known_warnings
 from tests.export._as_source_fns import touch
 from tests.harness import models
+from tests.harness.command import runner
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
@@ -221,7 +221,7 @@ def test_one_process_and_the_command_line(proxy: Proxy, tmp_path: Path) -> None:
     assert below(f"{ROOT}/small/live") == below(str(tmp_path / "live"))
     sw.save(sw.TrainState(model=model), f"{ROOT}/small/step")
     for place in (f"{ROOT}/small/stored", str(tmp_path / "stored")):
-        done = CliRunner().invoke(main, ["export", f"{ROOT}/small/step", place, "--json"])
+        done = runner().invoke(main, ["export", f"{ROOT}/small/step", place, "--json"])
         assert done.exit_code == 0, done.output
         assert json.loads(done.output)["path"] == place
     assert below(f"{ROOT}/small/stored") == below(str(tmp_path / "stored"))

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from click.testing import CliRunner
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -26,6 +25,7 @@ from shardwise.storage import bytes_below, counted_here, counting, files_below, 
 from shardwise.store.in_store import ObjectWriter
 from shardwise.transfer.objects import PART_BYTES
 from tests.harness import models
+from tests.harness.command import runner
 from tests.harness.object_store import BUCKET, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_rows
@@ -177,11 +177,11 @@ def test_the_command_says_it(hub: Path, proxy: Proxy) -> None:
     store = plan.store
     assert store is not None
     ask = ["plan", f"{ROOT}/large", "--ranks", "2", "--nodes", "2"]
-    shown = CliRunner().invoke(main, ask, env={"COLUMNS": "300"})
+    shown = runner().invoke(main, ask, env={"COLUMNS": "300"})
     assert shown.exit_code == 0, shown.output
     assert costs_line(plan) in shown.stdout
     assert "once: a request to a store" in shown.stdout
-    found = json.loads(CliRunner().invoke(main, [*ask, "--json"]).stdout)["store"]
+    found = json.loads(runner().invoke(main, [*ask, "--json"]).stdout)["store"]
     assert (found["requests"], found["looks"], found["nbytes"]) == (store.requests, store.looks, store.nbytes)
 
 

@@ -12,7 +12,6 @@ from urllib.parse import parse_qs
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import shardwise as sw
 from shardwise.cli import main
@@ -28,6 +27,7 @@ from shardwise.format.head import parse_head
 from shardwise.storage import counting, files_below, folders_in, is_file, names_in, read_whole
 from shardwise.store import head_line
 from tests.harness import models
+from tests.harness.command import runner
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
@@ -542,7 +542,7 @@ def test_described_and_verified(proxy: Proxy, server: S3Server, root: str) -> No
     assert contents.leftovers == ("step-00000007.0123456789abcdef",)
     with pytest.raises(SourceError, match=f"holds steps 1, 2; give one of them, e.g. {root}/{head.steps[2]}"):
         sw.verify(root)
-    run = CliRunner().invoke(main, ["verify", root, "--json"])
+    run = runner().invoke(main, ["verify", root, "--json"])
     assert run.exit_code == 0, run.output
     assert [s["path"] for s in json.loads(run.output)["steps"]] == [f"{root}/{head.steps[s]}" for s in (2, 1)]
 

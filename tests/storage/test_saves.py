@@ -157,7 +157,7 @@ def test_what_is_there_already(proxy: Proxy) -> None:
     url = f"{ROOT}/twice"
     sw.save(small_state(), url)
     expected = digest_of(url)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         sw.save(small_state(1), url)
     assert digest_of(url) == expected
 
@@ -327,7 +327,7 @@ def test_a_save_that_begins_while_another_one_publishes(proxy: Proxy) -> None:
         return Do(before=publish) if asked.method == "PUT" and asked.path.endswith(".claim") else None
 
     proxy.reset(decide)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         sw.save(small_state(2), url)
     assert digest_of(url)
     assert sw.restore(small_state(9), url).digest == digest_of_seed(1)
@@ -345,7 +345,7 @@ def test_a_published_checkpoint_that_no_listing_shows(proxy: Proxy) -> None:
     url = f"{ROOT}/late"
     sw.save(small_state(1), url)
     proxy.reset(lambda asked: Do(change=lambda body: NOTHING) if "list-type" in asked.path else None)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         sw.save(small_state(2), url)
     proxy.reset()
     assert sw.verify(url).ok

@@ -152,7 +152,7 @@ def test_saved_verified_restored(at: Running, tmp_path: Path) -> None:
     sw.save(small_state(), url, step=1)
     sw.save(small_state(), tmp_path / "step", step=1)
     assert digest_of(url) == digest_of(str(tmp_path / "step"))
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         sw.save(small_state(1), url, step=1)
     store_of(at.root).create("run/claimed.claim", b'{"nonce": "1", "began": "now"}')
     with pytest.raises(LockedError):

@@ -285,7 +285,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.refused-by-fsdp2",
-        "a setting that FSDP2 has not",
+        "a setting that FSDP2 does not have",
         "FullyShardedDataParallelPlugin of accelerate 1.15",
         _refused,
     ),

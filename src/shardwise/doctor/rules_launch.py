@@ -263,7 +263,7 @@ LAUNCH = (
         "torch.distributed",
         _numbers,
     ),
-    Rule("launch.port", "a MASTER_PORT that is no port", "torch.distributed", _port),
+    Rule("launch.port", "an invalid MASTER_PORT", "torch.distributed", _port),
     Rule(
         "launch.master-loopback",
         "several hosts, and MASTER_ADDR is the loopback address",

@@ -77,10 +77,10 @@ LOGS = (
     *map(_rule, KNOWN),
     Rule("log.loss-jump", "a loss that is higher after a resume than before", "case 5", _jump),
     Rule("log.nan-loss", "a loss that is NaN or infinite", "case 5", _not_a_number),
-    Rule("log.rising-loss", "a loss that rises over the log", "case 5", _rise, kind="note"),
+    Rule("log.rising-loss", "a loss that rises throughout the log", "case 5", _rise, kind="note"),
     Rule(
         "log.random-loss",
-        "a first loss as of random weights, for a given model",
+        "a first loss like that of random weights, for a given model",
         "case 9; case 10",
         _random_loss,
     ),

@@ -133,7 +133,7 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
 
 
 RANKS = (
-    Rule("ranks.missing", "a rank did not come in time", "case 19", _missing),
+    Rule("ranks.missing", "a rank did not arrive in time", "case 19", _missing),
     Rule(
         "ranks.no-store", "rank 0 can't listen at MASTER_ADDR and MASTER_PORT", "torch.distributed", _no_store
     ),

@@ -311,7 +311,7 @@ STORAGE = (
         do="See the endpoint, the region, the credentials and their rights for this prefix.",
     ),
     _bucket(
-        ("bucket.no-conditions", "conditional writes do not hold", "verl#7641"),
+        ("bucket.no-conditions", "conditional writes are ignored", "verl#7641"),
         "create",
         "replace",
         bites="Two runs may overwrite each other's steps: {why}.",

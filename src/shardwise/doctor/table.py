@@ -62,7 +62,7 @@ RULES: tuple[Rule, ...] = (
     *RANKS,
     Rule("path.foreign", "another program's files that can't be read", "docs/howto/sources.md", _foreign),
     Rule("path.absent", "a given path that does not exist", "docs/howto/doctor.md", _absent),
-    Rule("path.unknown", "a given file of no known kind", "docs/howto/doctor.md", _unknown),
+    Rule("path.unknown", "a given file of unknown kind", "docs/howto/doctor.md", _unknown),
 )
 
 

@@ -105,7 +105,7 @@ def claim(url: str) -> None:
             raise CheckpointError(f"{url}: {_NO_CONDITIONS}")
         # Not before: a save that held the claim until now has published. The manifest by its name, because a listing may be late.
         if patiently(is_file, join(url, MANIFEST_NAME)) or patiently(exists, url):
-            raise CheckpointError(f"{url}: is there already; a published checkpoint is never written again")
+            raise CheckpointError(f"{url}: exists already; published checkpoints are never overwritten")
     except BaseException:
         release(url)
         raise

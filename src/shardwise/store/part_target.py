@@ -76,7 +76,7 @@ class PartTarget:
     def _refuse_published(self) -> None:
         if os.path.lexists(self.final):
             raise CheckpointError(
-                f"{self.final}: is there already; a published checkpoint is never written again"
+                f"{self.final}: exists already; published checkpoints are never overwritten"
             )
 
     def text_of(self, manifest: Manifest) -> bytes:

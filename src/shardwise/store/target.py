@@ -60,7 +60,7 @@ class DirectoryTarget:
     def begin(self, folders: Iterable[str]) -> str:
         if os.path.lexists(self.final):
             raise CheckpointError(
-                f"{self.final}: is there already; a published checkpoint is never written again"
+                f"{self.final}: exists already; published checkpoints are never overwritten"
             )
         self._temporary = make_temporary(self.final, folders)
         return self._temporary
