@@ -38,7 +38,12 @@ INSTEAD = {
     "max_steps=1000": "max_steps=101, logger=False, enable_model_summary=False, enable_progress_bar=False",
 }
 #: Pages of blocks that have nothing to do with each other.
-ALONE = ("docs/troubleshooting.md", "docs/concepts/", "docs/howto/does-it-fit.md", "docs/howto/object-stores.md")
+ALONE = (
+    "docs/troubleshooting.md",
+    "docs/concepts/",
+    "docs/howto/does-it-fit.md",
+    "docs/howto/object-stores.md",
+)
 
 
 class MyModel(nn.Module):

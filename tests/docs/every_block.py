@@ -49,7 +49,10 @@ ELSEWHERE = {
 }
 #: Blocks that no test runs, and why.
 NOT_RUN = {
-    ("README.md", "pip install shardwise"): "installs from PyPI",
+    (
+        "README.md",
+        "shardwise explain ERROR ",
+    ): "a list of commands; test_commands_and_options_exist checks each",
     ("docs/index.md", "pip install shardwise"): "installs from PyPI",
     ("docs/install.md", "pip install shardwise\n"): "installs from PyPI",
     ("docs/install.md", "git clone"): "clones a repository; make dist builds and installs the wheel",
@@ -60,6 +63,8 @@ NOT_RUN = {
     ("docs/howto/launchers.md", "sbatch"): "needs SLURM; tests/launchers runs examples/slurm.sbatch",
     ("docs/howto/preemption.md", "scontrol requeue"): "needs SLURM",
     ("docs/howto/several-hosts.md", "rsync"): "needs two hosts; tests/hosts merges and verifies such steps",
+    ("docs/howto/tensor-parallel.md", "titan_loop.py"): "needs 4 ranks; tests/examples runs the script",
+    ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "needs DeepSpeed, whose script it is",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
     ("docs/state.md", "EMAModel"): "needs diffusers, which the development environment lacks",
     ("docs/figures.md", "make bench"): "half an hour",

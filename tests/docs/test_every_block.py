@@ -10,13 +10,7 @@ import pytest
 from tests.docs.blocks import ROOT, Block, blocks, pages
 from tests.docs.every_block import ELSEWHERE, NOT_RUN, RUN_BY, is_code, runner
 
-CODE = [
-    block
-    for page in pages()
-    if "notes" not in page.parts
-    for block in blocks(page)
-    if is_code(block)
-]
+CODE = [block for page in pages() if "notes" not in page.parts for block in blocks(page) if is_code(block)]
 
 
 @cache
