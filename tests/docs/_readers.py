@@ -34,6 +34,7 @@ INSTEAD = {
     "(4, 2)": "(1, 1)",
     '{"actor": …, "critic": …}': "{name: torch.optim.AdamW(m.parameters()) for name, m in (('actor', actor), ('critic', critic))}",
     "% 1000 ": "% 20 ",
+    "...  # train;": "_ = [p.data.mul_(1.3) for p in model.parameters()]  # train;",
 }
 
 

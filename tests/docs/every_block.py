@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.docs.blocks import Block
+from tests.harness.versions import lacking
 
-__all__ = ["ALONE", "CONSOLE", "ELSEWHERE", "INTEGRATED", "NOT_RUN", "RUN_BY", "is_code", "runner"]
+__all__ = ["ALONE", "CONSOLE", "ELSEWHERE", "INTEGRATED", "NOT_RUN", "RUN_BY", "can_run", "is_code", "runner"]
 
 ALONE = "test_pages.py::test_blocks_run"
 INTEGRATED = "test_pages.py::test_blocks_of_integrations_run"
@@ -61,7 +62,10 @@ NOT_RUN = {
     ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
     ("docs/howto/stores/s3.md", "aws s3api"): "needs an AWS account",
     ("docs/howto/launchers.md", "sbatch"): "needs SLURM; tests/launchers runs examples/slurm.sbatch",
-    ("docs/howto/preemption.md", "scontrol requeue"): "needs SLURM",
+    (
+        "docs/howto/preemption.md",
+        "scontrol requeue",
+    ): "needs SLURM; tests/launchers requeues jobs of examples/slurm.sbatch",
     ("docs/howto/several-hosts.md", "rsync"): "needs two hosts; tests/hosts merges and verifies such steps",
     ("docs/howto/tensor-parallel.md", "titan_loop.py"): "needs 4 ranks; tests/examples runs the script",
     ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "needs DeepSpeed, whose script it is",
@@ -71,7 +75,15 @@ NOT_RUN = {
     ("docs/figures.md", "make phases"): "45 minutes",
     ("docs/figures.md", "benchmarks.host_memory\n"): "minutes, for a measurement",
     ("docs/figures.md", "benchmarks.crash_curves"): "minutes, for a measurement",
-    ("README.md", "make demo"): "CI runs these targets",
+    ("README.md", "make demo"): "minutes; these are what CI and tests/demo run",
+}
+#: Blocks that need more than the oldest packages, by page and words in them, and the gate.
+GATED = {
+    ("docs/howto/qlora.md", "quantized=four_bits"): "integers",
+    ("docs/howto/sources.md", 'quantized="keep"'): "kept-fp8",
+    ("docs/howto/does-it-fit.md", "--ep "): "plans",
+    ("", "Trainer("): "trainer",
+    ("", "trainer."): "trainer",
 }
 
 
@@ -92,3 +104,9 @@ def runner(block: Block) -> str | None:
     if block.language in ("python", "diff"):
         return RUN_BY.get(block.page)
     return CONSOLE
+
+
+def can_run(block: Block) -> bool:
+    """Whether the packages installed here are new enough for a block."""
+    gates = {gate for (page, words), gate in GATED.items() if page in block.page and words in block.text}
+    return all(lacking(gate) is None for gate in gates)

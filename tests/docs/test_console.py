@@ -143,7 +143,13 @@ def run(line: str) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(b, id=str(b), marks=[pytest.mark.needs("plans")] if "--ep " in b.text else [])
+        for b in BLOCKS
+    ],
+)
 def test_commands_run(block: Block, folder: Path) -> None:
     lines = commands(block)
     assert lines, "nothing of it is run"
