@@ -1,11 +1,13 @@
-"""Run the Python blocks of pages, one process, on the CPU: ``python -m tests.docs._run_blocks PAGE…``.
+"""Run the Python blocks of pages, one process, on the CPU: ``python -m tests.docs._run_blocks TEST PAGE…``.
 
 A page's blocks share their names, as they do for its reader, but where each stands for itself (``ALONE``). Names that a page leaves to its reader (``MyModel``, ``path``,
-``my_dataloader``) are made here. A device "cuda" becomes "cpu", a hub id a directory.
+``my_dataloader``) are made here. A device "cuda" becomes "cpu", a hub id a directory. Only blocks that ``TEST`` runs, by every_block.py.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
 import re
 import shutil
@@ -25,7 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import shardwise as sw
+from tests.docs import _readers
 from tests.docs.blocks import ROOT, Block, after_diff, blocks
+from tests.docs.every_block import INTEGRATED, can_run, runner
 
 INSTEAD = {
     '"cuda:nccl,cpu:gloo"': '"gloo"',
@@ -35,11 +39,13 @@ INSTEAD = {
     "ModelParallelStrategy()": 'ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), accelerator="cpu", devices=1',
     "max_steps=1000": "max_steps=101, logger=False, enable_model_summary=False, enable_progress_bar=False",
 }
-#: Blocks of other pages' objects: what they need is not made here.
-LEFT_OUT = ("Accelerator", "…", "while step < total_steps")  # the last ones: test_programs.py
-
 #: Pages of blocks that have nothing to do with each other.
-ALONE = ("docs/troubleshooting.md", "docs/concepts/")
+ALONE = (
+    "docs/troubleshooting.md",
+    "docs/concepts/",
+    "docs/howto/does-it-fit.md",
+    "docs/howto/object-stores.md",
+)
 
 
 class MyModel(nn.Module):
@@ -137,38 +143,69 @@ def names() -> dict[str, Any]:
 
 
 def run(block: Block, namespace: dict[str, Any]) -> None:
-    text = block.text
+    text = _readers.text_of(block)
     for before, after in INSTEAD.items():
         text = text.replace(before, after)
     text = text.replace('"runs/a/step-00000100"', '"runs/stored/step-00000100"')
-    if "init_process_group" in text and dist.is_initialized():
+    if ("init_process_group" in text or "sw.plan(" in text) and dist.is_initialized():
         dist.destroy_process_group()
     print(block, flush=True)
-    exec(compile("\n" * (block.line - 1) + text, block.page, "exec"), namespace)
+    exit_code = 0
+    try:
+        exec(compile("\n" * (block.line - 1) + text, block.page, "exec"), namespace)
+    except SystemExit as end:
+        exit_code = int(end.code or 0)
+    assert exit_code == 0, f"{block} exits with {exit_code}"
+    compare(block, text, namespace)
 
 
-def main(pages: list[str]) -> None:
-    for number, page in enumerate(pages):
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        with tempfile.TemporaryDirectory() as folder:
-            os.chdir(folder)
+def compare(block: Block, text: str, namespace: dict[str, Any]) -> None:
+    """Where a block ends in an expression and a comment that shows its value: the value, but for its numbers."""
+    last = ast.parse(text).body[-1]
+    shown = re.search(r"  # (\(?[A-Z]\w+\(.*)$", text.rstrip())
+    if shown is None or not isinstance(last, ast.Expr):
+        return
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(shown[1])).replace("…", ".*")
+    value = repr(eval(ast.unparse(last), namespace))
+    assert re.fullmatch(pattern, value), f"{block} shows {shown[1]}\nand it is {value}"
+
+
+def run_page(page: str, test: str, store: _readers.Store | None) -> None:
+    namespace = names()
+    if page.endswith("lightning.md"):
+        namespace["fabric"] = fabric()
+    namespace |= _readers.of_page(page, namespace)
+    for block in blocks(ROOT / page):
+        if runner(block) != test or block.language not in ("python", "diff") or not can_run(block):
+            continue
+        block = after_diff(block) if block.language == "diff" else block
+        if store is None:
+            run(block, dict(namespace) if page.startswith(ALONE) else namespace)
+            continue
+        with _readers.surroundings(block, namespace) as found:
+            run(block, found)
+        store.reset()
+    namespace["checkpoints"].close()
+
+
+def main(test: str, pages: list[str]) -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(contextlib.chdir(folder))
+        store = stack.enter_context(_readers.store()) if test == INTEGRATED else None
+        for number, page in enumerate(pages):
+            (folder / str(number)).mkdir()
+            os.chdir(folder / str(number))
             torch.manual_seed(number)
             write_base()
-            namespace = names()
-            if page.endswith("lightning.md"):
-                namespace["fabric"] = fabric()
-            for block in blocks(ROOT / page):
-                block = after_diff(block) if block.language == "diff" else block
-                code = re.sub(r"#.*", "", block.text)
-                if block.language == "python" and not any(word in code for word in LEFT_OUT):
-                    run(block, dict(namespace) if page.startswith(ALONE) else namespace)
-            namespace["checkpoints"].close()
-            namespace.clear()
-            dist.destroy_process_group()
-            os.chdir("/")
+            if store is not None:
+                store.fill()
+            run_page(page, test, store)
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    assert Path.cwd() == Path("/")
+    main(sys.argv[1], sys.argv[2:])

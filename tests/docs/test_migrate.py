@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from tests.docs.blocks import ROOT, after_diff, blocks
 
+LIGHTNING = "test_migrate.py::test_lightning"
+
 
 def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without FSDP, in this process."""
@@ -43,7 +45,7 @@ def test_lightning() -> None:
     """All its blocks, with a Trainer and with Fabric, and checkpoints as a Trainer writes them."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.docs._run_blocks", "docs/migrate/lightning.md"],
+        [sys.executable, "-m", "tests.docs._run_blocks", LIGHTNING, "docs/migrate/lightning.md"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

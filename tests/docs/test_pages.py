@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise import errors
 from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, after_diff, blocks, pages
+from tests.docs.every_block import ALONE, INTEGRATED, can_run, is_code, runner
 
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
 INTEGRATIONS = ("accelerate", pytest.param("trainer", marks=pytest.mark.needs("trainer")))
@@ -92,29 +93,31 @@ def is_public(module: ModuleType, name: str) -> bool:
     return hasattr(module, "__path__") and find_spec(f"{module.__name__}.{name}") is not None
 
 
-#: Pages whose blocks run as they are, with a model and a loader for those that the reader has.
-RUN = (
-    "README.md",
-    "docs/troubleshooting.md",
-    *(f"docs/howto/{p}.md" for p in ("own-loop", "from-pretrained", "logging")),
-)
-RUN += tuple(f"docs/migrate/{p}.md" for p in ("dcp", "deepspeed", "fsdp1"))
-RUN += tuple(f"docs/concepts/{p}.md" for p in ("proof", "digests", "exactness"))
+@pytest.mark.slow
+def test_blocks_run() -> None:
+    """With a model and a loader for those that the reader has."""
+    check_run(ALONE)
 
 
 @pytest.mark.slow
-def test_blocks_run() -> None:
+def test_blocks_of_integrations_run() -> None:
+    """With accelerators and trainers, each block in a folder of its own, and S3."""
+    check_run(INTEGRATED)
+
+
+def check_run(test: str) -> None:
+    """Run every block that every_block.py gives to a test, in one process."""
+    ours = [str(block) for block in ALL if is_code(block) and runner(block) == test and can_run(block)]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
-    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.docs._run_blocks", *RUN],
-        env=environment,
+        [sys.executable, "-m", "tests.docs._run_blocks", test, *dict.fromkeys(b.split(":")[0] for b in ours)],
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=170,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    assert len(re.findall(r"^\S+\.md:\d+$", done.stdout, re.MULTILINE)) > 20
+    assert re.findall(r"^\S+\.md:\d+$", done.stdout, re.MULTILINE) == ours
 
 
 def check_arguments(call: ast.Call, block: Block) -> None:
