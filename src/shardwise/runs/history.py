@@ -17,7 +17,16 @@ from ..storage import is_file, is_url, join, stat_of_expected
 from ..store.line import line_of
 from ..store.publish import was_ever_published
 
-__all__ = ["RootContents", "StepSummary", "is_root", "losses_of_trainer", "others_steps", "steps_below"]
+__all__ = [
+    "RootContents",
+    "StepSummary",
+    "is_root",
+    "losses_of_steps",
+    "losses_of_trainer",
+    "numbered_steps",
+    "others_steps",
+    "steps_below",
+]
 
 #: Files of one checkpoint that are counted.
 _MOST_FILES = 10_000
@@ -78,6 +87,12 @@ def others_steps(path: str) -> Mapping[int, str]:
     names = os.listdir(path)
     if any(name == "config.json" or name.endswith(".safetensors") for name in names):
         return {}
+    return numbered_steps(path)
+
+
+def numbered_steps(path: str) -> Mapping[int, str]:
+    """As :func:`others_steps`, also of a directory that has a model as well. Raises ``OSError``."""
+    names = os.listdir(path)
     if not any(map(OTHERS_NAME.fullmatch, names)) and "checkpoints" in names:
         path = os.path.join(path, "checkpoints")
         names = os.listdir(path) if os.path.isdir(path) else []
@@ -107,7 +122,12 @@ def steps_below(path: str) -> RootContents:
 
 def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:
     """The losses by step that the newest ``trainer_state.json`` below a local directory logs, and that file; None without one."""
-    for place in others_steps(path).values():
+    return losses_of_steps(others_steps(path))
+
+
+def losses_of_steps(steps: Mapping[int, str]) -> tuple[str, dict[int, float]] | None:
+    """As :func:`losses_of_trainer`, of numbered checkpoints, newest first."""
+    for place in steps.values():
         file = os.path.join(place, TRAINER_FILE)
         if not os.path.isfile(file):
             continue
