@@ -34,9 +34,9 @@ _EPOCH = re.compile(r"\bepoch['\"]?\s{0,9}[:=]\s{0,9}['\"]?(\d{1,9}(?:\.\d{1,16}
 #: Losses that are compared on either side of a resume.
 _BEFORE, _AFTER, _WORST = 20, 8, 3
 #: In a jump three losses are a tenth above the highest one before, and so many standard deviations above the mean.
-_JUMP, _DEVIATIONS = 1.1, 3.0
+_JUMP, _DEVIATIONS = 1.1, 4.0
 #: One loss, the first one, must be higher.
-_SPIKE, _SPIKE_DEVIATIONS = 1.5, 6.0
+_SPIKE, _SPIKE_DEVIATIONS = 1.5, 8.0
 #: With fewer losses before, their deviation says nothing: even the lowest of the next ones must be above the highest.
 _LEAST_BEFORE = 5
 #: Losses before a checkpoint from which a run may or may not have resumed.
