@@ -377,6 +377,7 @@ def test_a_checkpoint_of_accelerate(tmp_path: Path, here: set[str]) -> None:
     check(found(tmp_path), quiet, "checkpoint.incomplete", words="checkpoint_3 has no optimizer")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_next_to_what_fsdp_saves(model: Path, tmp_path: Path, here: set[str]) -> None:
     """The adapter in PEFT's form, and as Accelerate's FULL_STATE_DICT has it: under names with the adapter's own."""
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

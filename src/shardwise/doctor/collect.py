@@ -204,8 +204,12 @@ def _look_in(path: str, found: _Found) -> str:
 
 def _and_its_run(path: str, found: _Found) -> str:
     """Look at the numbered checkpoints in an ``output_dir`` that also has the final model; words for that."""
-    steps = numbered_steps(path)
-    return f", and {_look_at_numbered(path, steps, found)}" if steps else ""
+    if not (steps := numbered_steps(path)):
+        return ""
+    words = _look_at_numbered(path, steps, found)
+    # That model is what the run made: its first loss says nothing of how it was loaded.
+    found.logs = [replace(log, first_loss=None) for log in found.logs]
+    return f", and {words}"
 
 
 def _beside(path: str) -> list[list[str]]:
