@@ -12,7 +12,8 @@ from ..checkpoint.check import check_part
 from ..errors import ShardwiseError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
-from ..format.steps import OTHERS_NAME, TRAINER_FILE
+from ..format.steps import OTHERS_NAME
+from ..runs.history import RESUMED, lost_parts
 from ..storage import is_url, join
 from ..store.line import line_of
 from ..store.publish import leftovers, was_ever_published
@@ -29,15 +30,6 @@ _OF_OTHERS = re.compile(
     r"\.metadata|.*\.distcp|(pytorch_model_fsdp|optimizer)(_\d+)?(\.bin|\.pt)?|trainer_state\.json|"
     r"random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)"
 )
-#: What a resume looks for, under the names of the HF Trainer and of Accelerate.
-_PARTS = {
-    "optimizer": re.compile(r"optimizer([._].*)?|rank\d+-of-\d+-optimizer\.pt"),
-    "scheduler": re.compile(r"scheduler\.pt"),
-    "random states": re.compile(r"rng_state.*\.pth"),
-}
-_OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
-#: DeepSpeed's engine keeps these parts in a directory of its own, and users' scripts in objects that they register.
-_KEPT_ELSEWHERE = re.compile(r"global_step\d+|custom_checkpoint_\d+\.pkl")
 #: Files that no resume reads.
 _TEXTS = re.compile(r"\..*|.*\.(md|txt|log)")
 _NUMBERS = re.compile(r"\d+")
@@ -128,25 +120,13 @@ def look_for_lost(found: Checkpoint, names: Sequence[str], neighbours: Sequence[
     """
     if not OTHERS_NAME.fullmatch(os.path.basename(found.path)) or found.kind in ("step", "steps"):
         return found
-    lost = _lost_parts(names)
+    lost = lost_parts(names)
     return replace(
         found,
         lost=lost,
         lost_files=_lost_files(names, neighbours),
         is_model_only=bool(lost) and _says_model_only(os.path.join(found.path, _ARGUMENTS_FILE)),
     )
-
-
-def _lost_parts(names: Sequence[str]) -> tuple[str, ...]:
-    if any(map(_KEPT_ELSEWHERE.fullmatch, names)):
-        return ()
-    if TRAINER_FILE in names:
-        wanted = tuple(_PARTS)
-    elif any(map(_OF_ACCELERATE.fullmatch, names)):
-        wanted = ("optimizer",)  # it saves a scheduler only if it was prepared
-    else:
-        return ()
-    return tuple(part for part in wanted if not any(map(_PARTS[part].fullmatch, names)))
 
 
 def _lost_files(names: Sequence[str], others: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -156,7 +136,7 @@ def _lost_files(names: Sequence[str], others: Sequence[Sequence[str]]) -> tuple[
     by_form = [{_NUMBERS.sub("N", name): name for name in other} for other in others]
     shared = set(by_form[0]).intersection(*by_form[1:]) - {_NUMBERS.sub("N", name) for name in names}
     found = sorted(by_form[0][form] for form in shared)
-    told = [*_PARTS.values(), _TEXTS]
+    told = [*RESUMED.values(), _TEXTS]
     return tuple(name for name in found if not any(one.fullmatch(name) for one in told))
 
 
