@@ -389,6 +389,26 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("checkpoint.pickle", "can run any code", _checkpoint(kind="dcp", pickles=("scheduler.bin",))),
     Pathology(
+        "checkpoint.incomplete",
+        "checkpoint-150 has no optimizer: a resume from it starts with fresh moments, and the loss jumps.",
+        _checkpoint(path="/x/checkpoint-150", kind="full", lost=("optimizer",)),
+    ),
+    Pathology(
+        "checkpoint.incomplete",
+        "checkpoint-150 has no scheduler and random states: the HF Trainer then restores neither scheduler nor optimizer",
+        _checkpoint(path="/x/checkpoint-150", kind="full", lost=("scheduler", "random states")),
+    ),
+    Pathology(
+        "checkpoint.incomplete",
+        "checkpoint-150 lacks scaler.pt, which the checkpoints next to it have.",
+        _checkpoint(path="/x/checkpoint-150", kind="full", lost_files=("scaler.pt",)),
+    ),
+    Pathology(
+        "checkpoint.model-only",
+        "checkpoint-150 holds the model only",
+        _checkpoint(path="/x/checkpoint-150", kind="full", lost=("optimizer",), is_model_only=True),
+    ),
+    Pathology(
         "checkpoint.merge",
         "600.0 GiB of parts, 480.0 GiB of free memory",
         _checkpoint(kind="dcp", nbytes=600 * GIB),
@@ -415,6 +435,11 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "log.loss-jump",
         "2.1 before, 9.8 after",
         replace(HEALTHY, logs=(replace(LOG, jump=("resuming from step 100", 2.1, 9.8)),)),
+    ),
+    Pathology(
+        "log.loss-jump",
+        "jumped after checkpoint-150, from which a run may have resumed: 2.1 before, 9.8 after",
+        replace(HEALTHY, logs=(replace(LOG, jump=("checkpoint-150", 2.1, 9.8), jump_is_certain=False),)),
     ),
     Pathology(
         "log.nan-loss", "NaN or infinite", replace(HEALTHY, logs=(replace(LOG, not_a_number="loss: nan"),))

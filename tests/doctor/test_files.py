@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -20,7 +23,7 @@ from accelerate.utils import dataclasses as accelerate_utils
 from safetensors.torch import load_file, save_file
 
 from shardwise.doctor.collect import collect
-from shardwise.doctor.logs import KNOWN, read_log
+from shardwise.doctor.logs import KNOWN, log_of_losses, read_log
 from shardwise.doctor.mounts import mount_of
 from shardwise.doctor.probe import look_at_place
 from shardwise.doctor.software import classes_of
@@ -30,6 +33,7 @@ from shardwise.store.publish import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
 from tests.harness.bombs import run_apart
 from tests.harness.models import sparse_file
+from tests.runs.test_numbered import qwen, trainer
 
 # ----------------------------------------------------------------------------------------------------
 # Configurations
@@ -295,6 +299,96 @@ def test_a_checkpoint(rules: tuple[str, ...], steps: Path, tmp_path: Path, here:
     assert not list(root.glob(".shardwise-doctor-*"))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a plain Trainer writes: three checkpoints."""
+    root = tmp_path_factory.mktemp("trained") / "out"
+    trainer(root, qwen(), max_steps=6, save_steps=2, logging_steps=1, per_device_train_batch_size=2).train()
+    return root
+
+
+#: What is lost of a checkpoint, and what is said.
+LOST = {
+    "optimizer.pt": "checkpoint-4 has no optimizer: a resume from it starts with fresh moments, and the loss jumps.",
+    "scheduler.pt": "checkpoint-4 has no scheduler: the HF Trainer then restores neither scheduler nor optimizer",
+    "rng_state.pth": "checkpoint-4 has no random states: dropout",
+    "model.safetensors": "checkpoint-4 lacks model.safetensors, which the checkpoints next to it have.",
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_checkpoint_of_the_trainer_that_lost_a_file(
+    name: str, trained: Path, tmp_path: Path, here: set[str]
+) -> None:
+    """Found in its run, alone, and in a run that has its final model, too. The whole one has no finding."""
+    quiet = here | {"checkpoint.pickle"}
+    root = Path(shutil.copytree(trained, tmp_path / "out"))
+    check(found(root), quiet)
+    (root / "checkpoint-4" / name).unlink()
+    check(found(root), quiet, "checkpoint.incomplete", words=LOST[name])
+    check(found(root / "checkpoint-4"), quiet, "checkpoint.incomplete", words=LOST[name])
+    for file in ("config.json", "model.safetensors", "trainer_state.json"):
+        shutil.copy(root / "checkpoint-6" / file, root)
+        check(found(root), quiet, "checkpoint.incomplete", words=LOST[name])
+    check(found(root / "checkpoint-6"), quiet)
+
+
+def test_an_old_checkpoint_of_the_trainer_that_lost_its_optimizer(
+    trained: Path, tmp_path: Path, here: set[str]
+) -> None:
+    """The run went on after the resume: newer ones are whole."""
+    root = Path(shutil.copytree(trained, tmp_path / "out"))
+    (root / "checkpoint-2/optimizer.pt").unlink()
+    for step in (8, 10):
+        shutil.copytree(root / "checkpoint-6", root / f"checkpoint-{step}")
+    check(
+        found(root),
+        here | {"checkpoint.pickle"},
+        "checkpoint.incomplete",
+        words="checkpoint-2 has no optimizer",
+    )
+
+
+def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: set[str]) -> None:
+    """The Trainer's own arguments say so, or those that are given."""
+    run = trainer(tmp_path / "out", qwen(), max_steps=1, save_steps=1, save_only_model=True)
+    run.train()
+    check(found(tmp_path / "out"), here | {"checkpoint.pickle"}, "checkpoint.model-only")
+    (tmp_path / "out/checkpoint-1/training_args.bin").unlink()
+    check(
+        found(tmp_path / "out"),
+        here,
+        "checkpoint.incomplete",
+        words="no optimizer, scheduler and random states",
+    )
+    given = arguments(tmp_path / "args.json", fsdp="", fsdp_config={}, save_only_model=True)
+    check(found(tmp_path / "out", given), here, "checkpoint.model-only")
+
+
+def test_a_checkpoint_of_accelerate(tmp_path: Path, here: set[str]) -> None:
+    """It has a scheduler only if one was prepared."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(4, 4))
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(str(tmp_path / "checkpoint_3"))
+    quiet = here | {"checkpoint.pickle"}
+    check(found(tmp_path), quiet)
+    (tmp_path / "checkpoint_3/optimizer.bin").unlink()
+    check(found(tmp_path), quiet, "checkpoint.incomplete", words="checkpoint_3 has no optimizer")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_next_to_what_fsdp_saves(model: Path, tmp_path: Path, here: set[str]) -> None:
+    """The adapter in PEFT's form, and as Accelerate's FULL_STATE_DICT has it: under names with the adapter's own."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(model), config)
+    adapted.save_pretrained(tmp_path)
+    tensors = {n: t for n, t in adapted.state_dict().items() if ".default.weight" in n}
+    assert tensors
+    torch.save(tensors, tmp_path / "pytorch_model_fsdp.bin")
+    check(found(tmp_path), here | {"checkpoint.pickle"})
+
+
 # ----------------------------------------------------------------------------------------------------
 # Logs
 
@@ -495,3 +589,78 @@ def test_what_a_log_says_of_the_loss(tmp_path: Path, lines: list[str], expected:
     ]
     if expected == "jump":
         assert log.jump == ("resuming from step 100", 2.1, 9.1)
+
+
+#: Losses of a run that lost its optimizer, before the resume and after it: they grow for some steps.
+BEFORE = [0.60, 0.85, 0.70, 0.72, 0.66, 0.80, 0.75, 0.62, 0.70, 0.68]
+GROWING = [0.64, 0.72, 0.85, 1.19, 1.09, 1.19, 1.02, 0.93]
+SPIKE = [2.1, 0.74, 0.69, 0.71, 0.65]
+STEADY = [0.71, 0.84, 0.66, 0.69, 0.88, 0.73, 0.60, 0.75]
+
+
+def of_trainer(losses: list[float], epoch: float) -> str:
+    """The lines that the HF Trainer prints by default, 100 steps an epoch."""
+    told = [(loss, epoch + k / 100) for k, loss in enumerate(losses, 1)]
+    return "".join(
+        f"{{'loss': '{loss:.3f}', 'grad_norm': '1.9', 'learning_rate': '0.01', 'epoch': '{at:.3f}'}}\n"
+        for loss, at in told
+    )
+
+
+ENDS = (
+    "{'train_runtime': '0.2409', 'train_steps_per_second': '16.6', 'train_loss': '0.711', 'epoch': '1.5'}\n"
+)
+LOADS = "Loading weights: 100%|██████████| 148/148 [00:00<00:00, 8057.10it/s]\n"
+
+
+@pytest.mark.parametrize("after", [GROWING, SPIKE, STEADY], ids=["growing", "spike", "steady"])
+@pytest.mark.parametrize(
+    "sign", [ENDS, LOADS, "resuming from checkpoint-150\n", ""], ids=["ends", "loads", "says", "back"]
+)
+def test_a_jump_in_a_log_of_the_trainer(tmp_path: Path, sign: str, after: list[float]) -> None:
+    """At its default settings no line speaks of a resume: the epochs continue after a start, or go back to the checkpoint."""
+    path = tmp_path / "train.log"
+    path.write_text(of_trainer(BEFORE, 1.40) + sign + of_trainer(after, 1.47 if not sign else 1.50))
+    jumps = [f for f in found(path) if f.rule in LOSSES]
+    assert [f.rule for f in jumps] == ["log.loss-jump"] * (after is not STEADY)
+    assert all("trainer.resume_report" in f.do for f in jumps)
+
+
+@pytest.mark.parametrize("sign", [ENDS, LOADS, ""])
+def test_another_training_in_the_same_log_is_no_resume(tmp_path: Path, sign: str) -> None:
+    """Its epochs begin where those of the training before began."""
+    path = tmp_path / "train.log"
+    path.write_text(of_trainer(BEFORE, 0.0) + sign + of_trainer([3.0 - k / 10 for k in range(20)], 0.0))
+    assert [f.rule for f in found(path) if f.rule in LOSSES] == []
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.1, 0.2])
+def test_a_noisy_healthy_run_has_no_jump(tmp_path: Path, noise: float) -> None:
+    """A hundred of them, each with three resumes in its log and thirty checkpoints."""
+    rng = random.Random(f"healthy {noise}")
+    told = []
+    for run in range(100):
+        losses = [(0.6 + 2 * math.exp(-k / 40)) * math.exp(noise * rng.gauss(0, 1)) for k in range(300)]
+        path = tmp_path / f"{run}.log"
+        parts = [of_trainer(losses[k : k + 75], k / 100) for k in range(0, 300, 75)]
+        path.write_text(ENDS.join(parts))
+        points = dict(enumerate(losses, 1))
+        saved = {step: f"checkpoint-{step}" for step in range(10, 301, 10)}
+        told += [read_log(str(path)).jump, log_of_losses("x", points, saved).jump]
+    assert [jump for jump in told if jump is not None] == []
+
+
+def test_a_jump_after_a_checkpoint_of_the_trainer(trained: Path, tmp_path: Path, here: set[str]) -> None:
+    """In the losses that the Trainer lists; the folders say from where a run may have resumed."""
+    root = Path(shutil.copytree(trained, tmp_path / "out"))
+    for step, name in ((20, "checkpoint-4"), (30, "checkpoint-6")):
+        (root / name).rename(root / f"checkpoint-{step}")
+    file = root / "checkpoint-30/trainer_state.json"
+    state = json.loads(file.read_text())
+    for after in (STEADY, GROWING, SPIKE):
+        losses = enumerate([*BEFORE, *reversed(BEFORE), *after], 1)
+        state["log_history"] = [{"step": k, "loss": loss, "epoch": k / 100} for k, loss in losses]
+        file.write_text(json.dumps(state))
+        rules = ("log.loss-jump",) * (after is not STEADY)
+        words = "The loss jumped after checkpoint-20, from which a run may have resumed: 0.708 before"
+        check(found(root), here | {"checkpoint.pickle"}, *rules, words=words * bool(rules))

@@ -53,6 +53,11 @@ def test_falls_back_to_plain_trainers(ranks: RankPool, hub: Path, tmp_path: Path
     assert found["second reported"] is None
     assert found["left"][0].startswith("_damaged-checkpoint-6-")
     assert found["left"][1:] == ["checkpoint-3", "checkpoint-6"]
+    says = "checkpoint-3 is a checkpoint of the plain Trainer, which records no digests; it has no optimizer"
+    told = {
+        name: sum(says in line for line in found[f"{name} warned"]) for name in ("first", "second", "lost")
+    }
+    assert told == {"first": 0, "second": 0, "lost": 1}
 
 
 def test_a_checkpoint_of_the_model_only(ranks: RankPool, hub: Path, tmp_path: Path) -> None:

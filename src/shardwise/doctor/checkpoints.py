@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..catalog.dcp import METADATA_NAME
 from ..checkpoint.check import check_part
 from ..errors import ShardwiseError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..format.steps import OTHERS_NAME
+from ..runs.history import RESUMED, lost_parts
 from ..storage import is_url, join
 from ..store.line import line_of
 from ..store.publish import leftovers, was_ever_published
 from .facts import Checkpoint
 from .weights import PICKLES
 
-__all__ = ["holds_checkpoint", "look_at_checkpoint"]
+__all__ = ["holds_checkpoint", "look_at_checkpoint", "look_for_lost"]
 
 #: A directory may hold many steps; a resume takes one of the newest.
 _STEPS_CHECKED = 3
@@ -27,6 +30,12 @@ _OF_OTHERS = re.compile(
     r"\.metadata|.*\.distcp|(pytorch_model_fsdp|optimizer)(_\d+)?(\.bin|\.pt)?|trainer_state\.json|"
     r"random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)"
 )
+#: Files that no resume reads.
+_TEXTS = re.compile(r"\..*|.*\.(md|txt|log)")
+_NUMBERS = re.compile(r"\d+")
+#: The Trainer's pickle of its arguments, in which True follows the name and its place in the memo. Nothing of it is run.
+_ARGUMENTS_FILE, _ARGUMENTS_BYTES = "training_args.bin", 1024**2
+_SAYS_MODEL_ONLY = re.compile(rb"save_only_model(q.|r....)\x88", re.DOTALL)
 
 
 def holds_checkpoint(path: str, names: Iterable[str]) -> bool:
@@ -101,3 +110,39 @@ def _of_others(path: str) -> Checkpoint:
         nbytes=sum(os.path.getsize(os.path.join(path, n)) for n in files),
         lacks_metadata=bool(parts - described),
     )
+
+
+def look_for_lost(found: Checkpoint, names: Sequence[str], neighbours: Sequence[Sequence[str]]) -> Checkpoint:
+    """Add what ``found``, a numbered checkpoint of the HF Trainer or Accelerate, lacks; also by its neighbours' files.
+
+    A directory without a number may be a finished model, and no run resumes from that. Rank-local; reads names, and the
+    Trainer's arguments.
+    """
+    if not OTHERS_NAME.fullmatch(os.path.basename(found.path)) or found.kind in ("step", "steps"):
+        return found
+    lost = lost_parts(names)
+    return replace(
+        found,
+        lost=lost,
+        lost_files=_lost_files(names, neighbours),
+        is_model_only=bool(lost) and _says_model_only(os.path.join(found.path, _ARGUMENTS_FILE)),
+    )
+
+
+def _lost_files(names: Sequence[str], others: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Files of all ``others``, if there are at least two, that ``names`` lacks. Numbers in names may differ: they count ranks, parts and steps."""
+    if len(others) < 2:
+        return ()
+    by_form = [{_NUMBERS.sub("N", name): name for name in other} for other in others]
+    shared = set(by_form[0]).intersection(*by_form[1:]) - {_NUMBERS.sub("N", name) for name in names}
+    found = sorted(by_form[0][form] for form in shared)
+    told = [*RESUMED.values(), _TEXTS]
+    return tuple(name for name in found if not any(one.fullmatch(name) for one in told))
+
+
+def _says_model_only(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return _SAYS_MODEL_ONLY.search(file.read(_ARGUMENTS_BYTES)) is not None
+    except OSError:
+        return False

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from ..catalog.kinds import kind_of
 from ..errors import SourceError
+from ..format.manifest import MANIFEST_NAME
+from ..format.steps import OTHERS_NAME
 from ..limits import brief
-from ..runs.history import losses_of_trainer, others_steps
+from ..runs.history import losses_of_steps, numbered_steps, others_steps
 from ..storage import absolute, is_directory, is_file, is_url, names_in
 from .bucket import look_at_bucket
-from .checkpoints import holds_checkpoint, look_at_checkpoint
+from .checkpoints import holds_checkpoint, look_at_checkpoint, look_for_lost
 from .facts import Bucket, Checkpoint, Facts, Foreign, Log, Model, Place, Settings
 from .logs import log_of_losses, read_log
 from .machine import look_at_machine
@@ -47,6 +49,8 @@ _KINDS = (
 )
 #: Of the numbered checkpoints of the Trainer or Accelerate, the newest that are looked at.
 _STEPS_CHECKED = 3
+#: Those whose names are read, and how many next to each are compared with it.
+_STEPS_LISTED, _NEIGHBOURS = 200, 4
 
 
 @dataclass(slots=True)
@@ -180,21 +184,47 @@ def _look_in(path: str, found: _Found) -> str:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     foreign = _note_foreign(path, found)
     if holds_checkpoint(path, names):
-        checkpoint = look_at_checkpoint(path, names)
+        checkpoint = look_for_lost(look_at_checkpoint(path, names), names, _beside(path))
         found.checkpoints.append(checkpoint)
         if checkpoint.kind != "step" and any(name.endswith(".safetensors") for name in names):
             found.models.append(look_at_model(path))
         if checkpoint.kind == "steps":  # a run continues in it
             found.places.append(look_at_place(path))
-        return foreign or _words_of(checkpoint)
+            return foreign or _words_of(checkpoint)
+        return (foreign or _words_of(checkpoint)) + _and_its_run(path, found)
     if others := others_steps(path):
         return _look_at_numbered(path, others, found)
     if holds_weights(names):
         found.models.append(look_at_model(path))
-        return "a model directory"
+        return "a model directory" + _and_its_run(path, found)
     if not foreign:
         found.places.append(look_at_place(path))
     return foreign or "a directory to write to; wrote test files to it, and deleted them"
+
+
+def _and_its_run(path: str, found: _Found) -> str:
+    """Look at the numbered checkpoints in an ``output_dir`` that also has the final model; words for that."""
+    if not (steps := numbered_steps(path)):
+        return ""
+    words = _look_at_numbered(path, steps, found)
+    # That model is what the run made: its first loss says nothing of how it was loaded.
+    found.logs = [replace(log, first_loss=None) for log in found.logs]
+    return f", and {words}"
+
+
+def _beside(path: str) -> list[list[str]]:
+    """The names in the numbered checkpoints of the HF Trainer or Accelerate that are next to one, by their steps."""
+    if not (own := OTHERS_NAME.fullmatch(os.path.basename(path))):
+        return []
+    try:
+        steps = numbered_steps(os.path.dirname(path))
+        near = sorted(
+            (step for step in steps if step != int(own[1])), key=lambda step: abs(step - int(own[1]))
+        )
+        listed = [os.listdir(steps[step]) for step in near[:_NEIGHBOURS]]
+    except OSError:
+        return []  # the directory above may be another user's
+    return [names for names in listed if MANIFEST_NAME not in names]
 
 
 def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str:
@@ -202,12 +232,17 @@ def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str
     for place in [*steps.values()][:_STEPS_CHECKED]:
         names = os.listdir(place)
         if holds_checkpoint(place, names):
-            found.checkpoints.append(look_at_checkpoint(place, names))
+            found.checkpoints.append(look_for_lost(look_at_checkpoint(place, names), names, _beside(place)))
+    for place in [*steps.values()][_STEPS_CHECKED:_STEPS_LISTED]:
+        names = os.listdir(place)
+        if MANIFEST_NAME not in names:
+            older = look_for_lost(Checkpoint(path=place, kind="full"), names, _beside(place))
+            found.checkpoints += [older] * bool(older.lost or older.lost_files)
     found.places.append(look_at_place(path))
     words = f"a run of the HF Trainer or Accelerate, {_some_steps(steps)}"
-    if losses := losses_of_trainer(path):
+    if losses := losses_of_steps(steps):
         file, points = losses
-        found.logs.append(log_of_losses(file, [points[step] for step in sorted(points)]))
+        found.logs.append(log_of_losses(file, points, steps))
         words += f"; {count(len(points), 'loss', 'losses')} in {os.path.relpath(file, path)}"
     return words
 

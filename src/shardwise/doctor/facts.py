@@ -222,6 +222,12 @@ class Checkpoint:
     """Of all files; of other programs' checkpoints."""
     lacks_metadata: bool = False
     """Parts of DCP without the file that says what they hold."""
+    lost: tuple[str, ...] = ()
+    """What a resume of the HF Trainer or Accelerate looks for and doesn't find: ``optimizer``, ``scheduler``, ``random states``."""
+    lost_files: tuple[str, ...] = ()
+    """Other files that all checkpoints next to it have."""
+    is_model_only: bool = False
+    """Whether its TrainingArguments say ``save_only_model``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +253,9 @@ class Log:
     losses: int = 0
     """Losses of training that it has."""
     jump: tuple[str, float, float] | None = None
-    """The first line that speaks of a resume after which the loss is higher than before: the line, the loss before and after."""
+    """The first resume after which the loss is higher than before: its line or checkpoint, the loss before and after."""
+    jump_is_certain: bool = True
+    """Whether a run resumed there for certain: a log says so; of the Trainer's list of losses only the checkpoints are known."""
     not_a_number: str | None = None
     """The first line whose loss is NaN or infinite."""
     rise: tuple[float, float] | None = None

@@ -6,9 +6,10 @@ import math
 import os
 import re
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median, stdev
 
 from ..errors import SourceError
 from .facts import Log
@@ -24,8 +25,22 @@ _LOSS = re.compile(r"loss(?<![\w-]loss)['\"]?\s*[:=]\s*['\"]?(\d{1,9}\.\d{1,16}|
 _RESUMES = re.compile(
     r"\bresum(?:ed|ing)\b|\bcontinuing training from\b|\bload(?:ed|ing) checkpoint\b", re.IGNORECASE
 )
-#: Losses that are compared on either side of a resume; a tenth more than the highest before is a jump.
-_BEFORE, _AFTER, _JUMP = 5, 3, 1.1
+#: Lines that programs write as they start or end. The training that follows is a resume if its epochs continue.
+_STARTS = re.compile(
+    r"train_runtime|\*{5} Running training|Traceback \(most recent call last\)|Loading weights:|Loading checkpoint shards:|"
+    r"\btrainable params:"
+)
+_EPOCH = re.compile(r"\bepoch['\"]?\s{0,9}[:=]\s{0,9}['\"]?(\d{1,9}(?:\.\d{1,16})?)", re.IGNORECASE)
+#: Losses that are compared on either side of a resume.
+_BEFORE, _AFTER, _WORST = 20, 8, 3
+#: In a jump three losses are a tenth above the highest one before, and so many standard deviations above the mean.
+_JUMP, _DEVIATIONS = 1.1, 4.0
+#: One loss, the first one, must be higher.
+_SPIKE, _SPIKE_DEVIATIONS = 1.5, 8.0
+#: With fewer losses before, their deviation says nothing: even the lowest of the next ones must be above the highest.
+_LEAST_BEFORE = 5
+#: Losses before a checkpoint from which a run may or may not have resumed.
+_LEAST_BEFORE_SAVE = 10
 #: So many losses show a trend, and the last tenth is that much above the lowest one.
 _LEAST_TREND, _RISE = 50, 1.5
 
@@ -241,14 +256,15 @@ def read_log(path: str) -> Log:
         lines=lines,
         first_loss=finite[0][1] if finite else None,
         losses=len(losses),
-        jump=_jump(text, finite),
+        jump=_jump_in(text, finite),
         not_a_number=None if bad is None else _line_at(text, bad),
         rise=_rise([loss for _, loss in finite]),
     )
 
 
-def log_of_losses(path: str, losses: Sequence[float]) -> Log:
-    """The facts of losses that a file of the Trainer's lists in the order of their steps. Pure."""
+def log_of_losses(path: str, points: Mapping[int, float], saved: Mapping[int, str]) -> Log:
+    """The facts of losses by step that a file of the Trainer's lists; a run may have resumed from each of the ``saved`` steps. Pure."""
+    losses = [points[step] for step in sorted(points)]
     finite = [loss for loss in losses if math.isfinite(loss)]
     bad = next((loss for loss in losses if not math.isfinite(loss)), None)
     return Log(
@@ -256,22 +272,88 @@ def log_of_losses(path: str, losses: Sequence[float]) -> Log:
         lines={},
         first_loss=finite[0] if finite else None,
         losses=len(losses),
+        jump=_jump_after(points, saved),
+        jump_is_certain=False,
         not_a_number=None if bad is None else f"loss {bad}",
         rise=_rise(finite),
     )
 
 
-def _jump(text: str, losses: Sequence[tuple[int, float]]) -> tuple[str, float, float] | None:
-    """The first resume after which even the lowest of the next losses is higher than the highest of the last ones."""
-    places = [place for place, _ in losses]
-    for found in _RESUMES.finditer(text):
-        at = bisect(places, found.start())
-        before, after = losses[max(0, at - _BEFORE) : at], losses[at : at + _AFTER]
-        if before and after:
-            highest, lowest = max(loss for _, loss in before), min(loss for _, loss in after)
-            if lowest > _JUMP * highest:
-                return _line_at(text, found.start()), highest, lowest
+def _jump_in(text: str, losses: Sequence[tuple[int, float]]) -> tuple[str, float, float] | None:
+    """The line of the first resume after which the loss is higher than before, and the loss before and after."""
+    found = _resumes(text, losses)
+    values = [loss for _, loss in losses]
+    for (place, first, at), (_, _, end) in pairwise([*found, (0, 0, len(values))]):
+        if jump := _higher(values[max(first, at - _BEFORE) : at], values[at : min(end, at + _AFTER)]):
+            return _line_at(text, place), *jump
     return None
+
+
+def _resumes(text: str, losses: Sequence[tuple[int, float]]) -> list[tuple[int, int, int]]:
+    """Resumes in a log: the place of the line, the index of the run's first loss, and that of the first one after the resume.
+
+    A line says so, or epochs continue after a start, or an epoch is lower than the one before. A run whose epochs begin where
+    those of the last one began is another run.
+    """
+    places, epochs = [place for place, _ in losses], _epochs(text, [place for place, _ in losses])
+    said = {bisect(places, m.start()): m.start() for m in reversed([*_RESUMES.finditer(text)])}
+    started = {bisect(places, m.start()): m.start() for m in reversed([*_STARTS.finditer(text)])}
+    found, first = list[tuple[int, int, int]](), 0
+    for at in range(1, len(losses)):
+        before, epoch, began = epochs[at - 1], epochs[at], epochs[first]
+        goes_back = epoch is not None and before is not None and epoch < before
+        if at in said:
+            found.append((said[at], first, at))
+        elif (at in started or goes_back) and epoch is not None and began is not None:
+            if epoch > began:
+                found.append((started.get(at, places[at]), first, at))
+            else:
+                first = at
+    return found
+
+
+def _epochs(text: str, places: Sequence[int]) -> list[float | None]:
+    """The epoch that the line of each loss names, in the same order."""
+    found: list[float | None] = [None] * len(places)
+    for m in _EPOCH.finditer(text):
+        at = bisect(places, m.start()) - 1
+        if (
+            at >= 0
+            and found[at] is None
+            and m.start() - places[at] < _LINE_CHARS
+            and text.find("\n", places[at], m.start()) < 0
+        ):
+            found[at] = float(m[1])
+    return found
+
+
+def _jump_after(points: Mapping[int, float], saved: Mapping[int, str]) -> tuple[str, float, float] | None:
+    """The first of the ``saved`` steps after which the loss is higher than before, as :func:`_jump_in` has it."""
+    steps = [step for step in sorted(points) if math.isfinite(points[step])]
+    values = [points[step] for step in steps]
+    for step in sorted(saved):
+        at = bisect(steps, step)
+        if at >= _LEAST_BEFORE_SAVE and (
+            jump := _higher(values[max(0, at - _BEFORE) : at], values[at : at + _AFTER])
+        ):
+            return os.path.basename(saved[step]), *jump
+    return None
+
+
+def _higher(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
+    """The loss before and after, if it jumped: at the first step, or over several, as fresh moments make it grow."""
+    if not before or not after:
+        return None
+    highest = max(before)
+    if len(before) < _LEAST_BEFORE:
+        lowest = min(after[:_WORST])
+        return (highest, lowest) if lowest > _JUMP * highest else None
+    mean, deviation = fmean(before), stdev(before)
+    if after[0] > max(mean + _SPIKE_DEVIATIONS * deviation, _SPIKE * highest):
+        return mean, after[0]
+    least = max(mean + _DEVIATIONS * deviation, _JUMP * highest)
+    worst = sorted(after)[-_WORST:]
+    return (mean, fmean(worst)) if len(worst) == _WORST and worst[0] > least else None
 
 
 def _rise(losses: Sequence[float]) -> tuple[float, float] | None:

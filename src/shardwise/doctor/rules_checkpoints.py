@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from .facts import Checkpoint, Facts
@@ -31,6 +32,45 @@ def _aside(checkpoint: Checkpoint) -> str:
     return (
         f"A resume counts {len(checkpoint.set_aside)} steps no more ({some(checkpoint.set_aside)}), {what}."
     )
+
+
+#: What a resume does without each part.
+_WITHOUT = {
+    "optimizer": "a resume from it starts with fresh moments, and the loss jumps",
+    "scheduler": "the HF Trainer then restores neither scheduler nor optimizer, and the loss jumps",
+    "random states": "dropout and the order of the data then differ from those of a run that never stopped",
+}
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    return os.path.basename(checkpoint.path)
+
+
+def _incomplete(checkpoint: Checkpoint) -> str:
+    lost = [*checkpoint.lost]
+    if not lost:
+        return (
+            f"{_name(checkpoint)} lacks {some(checkpoint.lost_files)}, which the checkpoints next to it have."
+        )
+    words = f"{', '.join(lost[:-1])} and {lost[-1]}" if len(lost) > 1 else lost[0]
+    others = f". It also lacks {some(checkpoint.lost_files)}" if checkpoint.lost_files else ""
+    return f"{_name(checkpoint)} has no {words}: {_WITHOUT[lost[0]]}{others}."
+
+
+def _is_model_only(facts: Facts, checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.lost) and (
+        checkpoint.is_model_only or any(a.values.get("save_only_model") is True for a in facts.arguments)
+    )
+
+
+def _lacking(facts: Facts) -> Iterator[Checkpoint]:
+    for checkpoint in facts.checkpoints:
+        if (checkpoint.lost or checkpoint.lost_files) and not _is_model_only(facts, checkpoint):
+            yield checkpoint
+
+
+def _model_only(facts: Facts) -> Iterator[Checkpoint]:
+    return (c for c in facts.checkpoints if _is_model_only(facts, c))
 
 
 def _merge(facts: Facts) -> Iterator[Bite]:
@@ -86,6 +126,33 @@ CHECKPOINTS = (
         ),
         why="These files are pickles, and torch.load(weights_only=False) and DCP's reader execute them.",
         do="If it is not your own, read it with shardwise alone: shardwise convert PATH OUT --to checkpoint.",
+    ),
+    each(
+        _lacking,
+        (
+            "checkpoint.incomplete",
+            "a checkpoint-N without optimizer, scheduler, random states or a file of its neighbours",
+            "case 5; Trainer of transformers 5.23",
+        ),
+        when=lambda c: c.lost or c.lost_files,
+        bites=_incomplete,
+        why="A resume continues without these files and without an error. They were deleted, not copied, or the save was killed.",
+        do="Resume from another checkpoint of the run, or copy the files from where this one came from.",
+    ),
+    each(
+        _model_only,
+        (
+            "checkpoint.model-only",
+            "a checkpoint-N of a run with save_only_model",
+            "Trainer of transformers 5.23",
+        ),
+        kind="note",
+        when=lambda c: c.lost,
+        bites=lambda c: (
+            f"{_name(c)} holds the model only: a resume from it starts with fresh moments, and the loss jumps."
+        ),
+        why="The run's TrainingArguments have save_only_model=True.",
+        do="Set save_only_model to false if you want to resume.",
     ),
     Rule(
         "checkpoint.merge",

@@ -39,13 +39,14 @@ def _jump(facts: Facts) -> Iterator[Bite]:
     for log in facts.logs:
         if log.jump is not None:
             line, before, after = log.jump
+            at = "at a resume" if log.jump_is_certain else f"after {line}, from which a run may have resumed"
             yield Bite(
                 f"{log.path}: {line}",
-                f"The loss jumped at a resume: {before:g} before, {after:g} after.",
+                f"The loss jumped {at}: {before:.4g} before, {after:.4g} after.",
                 "Part of the training state did not come back: the optimizer's moments, the scheduler, the place in the data, or weights "
                 "that were saved in another dtype.",
-                "Compare what was stored with what came back: print(checkpoints.resume(state)) lists every difference "
-                "(docs/cases/5-loss-spike.md); shardwise diff A B compares two checkpoints.",
+                "Compare what was stored with what came back: trainer.resume_report of a ShardwiseTrainer lists every difference, and so "
+                "does print(checkpoints.resume(state)) (docs/cases/5-loss-spike.md). shardwise diff A B compares two checkpoints.",
             )
 
 
@@ -75,7 +76,12 @@ def _rise(facts: Facts) -> Iterator[Bite]:
 
 LOGS = (
     *map(_rule, KNOWN),
-    Rule("log.loss-jump", "a loss that is higher after a resume than before", "case 5", _jump),
+    Rule(
+        "log.loss-jump",
+        "a loss that is higher after a resume, or after one of the Trainer's checkpoints, than before",
+        "case 5",
+        _jump,
+    ),
     Rule("log.nan-loss", "a loss that is NaN or infinite", "case 5", _not_a_number),
     Rule("log.rising-loss", "a loss that rises throughout the log", "case 5", _rise, kind="note"),
     Rule(

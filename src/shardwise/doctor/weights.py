@@ -25,6 +25,8 @@ _ADAPTER = "adapter_config.json"
 _WRAPPED = re.compile(r"_orig_mod\.|module\.|_fsdp_wrapped_module\.|base_model\.model\.")
 _LORA = re.compile(r"\.lora_(A|B)\b")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+#: What from_pretrained reads; pytorch_model_fsdp.bin is the training state of FSDP.
+_READ_PICKLE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _POINTER = b"version https://git-lfs"
 
 
@@ -53,6 +55,7 @@ def look_at_model(path: str) -> Model:
             damaged[name] = _without(str(error), file)
     lost = tuple(n for n in listed if n not in names)
     pickles = [n for n in names if n.endswith(PICKLES) and n.startswith(("pytorch_model", "model"))]
+    read = [n for n in pickles if _READ_PICKLE.fullmatch(n)]
     if files and not (problem or outside or lost or damaged or pointers):
         problem = _problem(path)
     config = _config(os.path.join(path, "config.json")) if "config.json" in names else {}
@@ -70,7 +73,7 @@ def look_at_model(path: str) -> Model:
         if "config.json" in names and _ADAPTER not in names
         else (),
         slices=_slices(_config(os.path.join(path, _ADAPTER)), shapes) if _ADAPTER in names else (),
-        only_pickled=_only_pickled(path, pickles, shapes) if shapes else (),
+        only_pickled=_only_pickled(path, read, shapes) if shapes else (),
         base=_lost_base(_config(os.path.join(path, _ADAPTER))) if _ADAPTER in names else None,
         classes=classes_of(config),
     )

@@ -20,6 +20,7 @@ from ..internals.trl import keeps_completions
 from ..loading.load import load
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng, restore_rng
+from ..runs.history import lost_parts
 from ..runs.restore import restore
 from ..state.loader_parts import put_own_states
 from ..state.train_state import TrainState
@@ -148,6 +149,12 @@ class Resuming(Stopping, Saving):
                         _log.warning("skipping damaged %s: %s", path, error)
                     raise _DamagedError(path) from error
                 self._run.published[self.state.global_step] = absolute(path)
+            elif Ranks.current().rank == 0 and os.path.isdir(path) and (lost := lost_parts(os.listdir(path))):
+                _log.warning(
+                    "%s is a checkpoint of the plain Trainer, which records no digests; it has no %s",
+                    path,
+                    ", ".join(lost),
+                )
         # Trainer finds none of its files there; subclasses may find theirs.
         super()._load_optimizer_and_scheduler(checkpoint_dir)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -17,10 +18,31 @@ from ..storage import is_file, is_url, join, stat_of_expected
 from ..store.line import line_of
 from ..store.publish import was_ever_published
 
-__all__ = ["RootContents", "StepSummary", "is_root", "losses_of_trainer", "others_steps", "steps_below"]
+__all__ = [
+    "RESUMED",
+    "RootContents",
+    "StepSummary",
+    "is_root",
+    "losses_of_steps",
+    "losses_of_trainer",
+    "lost_parts",
+    "numbered_steps",
+    "others_steps",
+    "steps_below",
+]
 
 #: Files of one checkpoint that are counted.
 _MOST_FILES = 10_000
+
+#: What a resume looks for, under the names of the HF Trainer and of Accelerate.
+RESUMED = {
+    "optimizer": re.compile(r"optimizer([._].*)?|rank\d+-of-\d+-optimizer\.pt"),
+    "scheduler": re.compile(r"scheduler\.pt"),
+    "random states": re.compile(r"rng_state.*\.pth"),
+}
+_OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
+#: DeepSpeed's engine keeps these parts in a directory of its own, and users' scripts in objects that they register.
+_KEPT_ELSEWHERE = re.compile(r"global_step\d+|custom_checkpoint_\d+\.pkl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +100,12 @@ def others_steps(path: str) -> Mapping[int, str]:
     names = os.listdir(path)
     if any(name == "config.json" or name.endswith(".safetensors") for name in names):
         return {}
+    return numbered_steps(path)
+
+
+def numbered_steps(path: str) -> Mapping[int, str]:
+    """As :func:`others_steps`, also of a directory that has a model as well. Raises ``OSError``."""
+    names = os.listdir(path)
     if not any(map(OTHERS_NAME.fullmatch, names)) and "checkpoints" in names:
         path = os.path.join(path, "checkpoints")
         names = os.listdir(path) if os.path.isdir(path) else []
@@ -87,6 +115,19 @@ def others_steps(path: str) -> Mapping[int, str]:
         for step in sorted(found, reverse=True)
         if step <= MAX_COUNT and os.path.isdir(found[step])
     }
+
+
+def lost_parts(names: Sequence[str]) -> tuple[str, ...]:
+    """Which of :data:`RESUMED` a checkpoint of the HF Trainer or Accelerate with these names lacks; of any other, none. Pure."""
+    if any(map(_KEPT_ELSEWHERE.fullmatch, names)):
+        return ()
+    if TRAINER_FILE in names:
+        wanted = tuple(RESUMED)
+    elif any(map(_OF_ACCELERATE.fullmatch, names)):
+        wanted = ("optimizer",)  # it saves a scheduler only if it was prepared
+    else:
+        return ()
+    return tuple(part for part in wanted if not any(map(RESUMED[part].fullmatch, names)))
 
 
 def steps_below(path: str) -> RootContents:
@@ -107,7 +148,12 @@ def steps_below(path: str) -> RootContents:
 
 def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:
     """The losses by step that the newest ``trainer_state.json`` below a local directory logs, and that file; None without one."""
-    for place in others_steps(path).values():
+    return losses_of_steps(others_steps(path))
+
+
+def losses_of_steps(steps: Mapping[int, str]) -> tuple[str, dict[int, float]] | None:
+    """As :func:`losses_of_trainer`, of numbered checkpoints, newest first."""
+    for place in steps.values():
         file = os.path.join(place, TRAINER_FILE)
         if not os.path.isfile(file):
             continue
