@@ -43,8 +43,10 @@ SHAPE = ("imports", "exports", "internals", "mutations")
 
 
 def check_imports(python: Path, log: Path) -> str:
-    """Every module of the package can be imported, but for those whose gate is closed."""
-    return _run(log, python, "-m", "tests.matrix.imports")
+    """Every module of the package can be imported, but for those whose gate is closed; and what it uses of other packages is there."""
+    said = _run(log, python, "-m", "tests.matrix.imports")
+    own = ("tests/meta/test_internals.py", "tests/test_gates.py")
+    return said and (_run(log, python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *own) and said)
 
 
 def check_program(python: Path, log: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -186,6 +187,7 @@ def test_the_tables_hold_nothing_that_is_gone() -> None:
         assert set(names) <= constants, file
 
 
+@pytest.mark.needs("trainer")
 def test_what_the_trainer_overrides_is_there() -> None:
     """With as many parameters as Trainer gives, so that a call of another form is no surprise in the middle of a run."""
     from transformers import Trainer
