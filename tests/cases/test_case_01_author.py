@@ -24,7 +24,7 @@ CHANGES = {
         "from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator\n"
     ),
     "    model = Net()\n    model.load_state_dict(torch.load(args.weights))\n": (
-        "    model, _ = accelerator.load_model(Net, args.weights)\n"
+        "    model = accelerator.load_model(Net, args.weights)\n"
     ),
 }
 YAML = """
