@@ -42,7 +42,7 @@ class FailurePolicy:
 
 @dataclass(slots=True)
 class Failures:
-    """The saves of a run that failed in a row. The same on every rank, because the ranks fail alike."""
+    """The saves of a run that failed in a row. Every rank counts the same, because a save fails on all ranks or on none."""
 
     most: int = 1
     in_a_row: int = 0

@@ -107,7 +107,7 @@ class DataPlace:
         stored = self._stored
         if stored is None or stored["epoch"] is None:
             if (skipped or not has_seeds) and (why := _order_of(loader, has_seeds)):
-                yield f"the place in the data: {why}: samples of this epoch may repeat or be left out"
+                yield f"the data position: {why}: samples of this epoch may repeat or be left out"
             return
         if stored["loader"]["batches"] != _description(loader)["batches"]:
             was, now = stored["loader"]["batches"], _description(loader)["batches"]

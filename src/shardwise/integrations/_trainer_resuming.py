@@ -165,7 +165,7 @@ class Resuming(Stopping, Saving):
         with_optimizer = "optimizer" in holds["documents"]
         with_place = "extra.data" in holds["documents"] and holds["world_size"] == ranks.world_size
         if with_place:
-            with ranks.agree("look at the place in the data"):
+            with ranks.agree("look at the data position"):
                 check_place(place, read_manifest(place), f"rank/{ranks.rank:05d}")
         state = self._train_state(optimizer=with_optimizer, data=with_place, source=place)
         opened.bring(state)
@@ -215,9 +215,7 @@ class Resuming(Stopping, Saving):
         if resume_from_checkpoint is not None and self._is_ours(resume_from_checkpoint):
             path = self._run.stand_ins.reading_place(resume_from_checkpoint, self._hosts)
             self._find_best(self._run.stand_ins.best_of(resume_from_checkpoint), trial)
-            holds = Ranks.current().on_first("look for the place in the data", lambda: contents(path))[
-                "trainer"
-            ]
+            holds = Ranks.current().on_first("look for the data position", lambda: contents(path))["trainer"]
             now = self.args.gradient_accumulation_steps
             if (holds.get("accumulation"), holds["global_batch_size"]) == (now, self._global_batch_size):
                 place = holds["epoch"], 0 if self.args.ignore_data_skip else holds["batches"]

@@ -1,7 +1,7 @@
 """TRL support for sharded policies: reference models, the LM head's gradient, buffered completions.
 
-Read at TRL 0.29-1.16, of which no class, module or function is changed. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
-are made: of a model by loading it whole on every rank (``create_model_from_path``), of a ``PeftModel`` by a second adapter
+Read at TRL 0.29-1.16; no class, module or function of TRL is changed. Its DPO, KTO, GRPO and RLOO trainers create the reference model while they
+are created: for a model by loading it whole on every rank (``create_model_from_path``), for a ``PeftModel`` by a second adapter
 "ref", whose plain tensors they fill from sharded ones. :class:`References` gives them shards instead.
 """
 
