@@ -350,11 +350,42 @@ def test_plan_of_a_training(model: Path) -> None:
     needed = run_json(*large)["run"]["device_bytes"]
     changed = run(*large, "--fit", f"{needed * 9 // 10}B")
     assert changed.exit_code == 1, changed.output
-    first, second, third, *_ = changed.stdout.splitlines()
+    first, planned, _, second, third, *_ = changed.stdout.splitlines()
     assert first.startswith("Does not fit: ")
+    assert planned.startswith("Planned: adamw; parameters bfloat16")
     assert second == "It would fit with one of these changes:"
     assert re.fullmatch(r"  .+: .+ per device, .+ per host", third)
     assert run_json("plan", model, "--ranks", 4)["run"] is None
+
+
+def test_plan_says_what_it_planned_before_everything_else(model: Path) -> None:
+    """The dtypes above all: without an option they are the model's own."""
+    answer, planned, other, *_ = run("plan", model, "--fit", "80GiB").stdout.splitlines()
+    assert answer.startswith("1 GPU: ")
+    assert planned == (
+        "Planned: adamw; parameters bfloat16 (the model's own dtype; --dtype changes it), compute bfloat16, reductions bfloat16, "
+        "optimizer states bfloat16; 1 x 2048 tokens on each rank; storage at 1 GB/s"
+    )
+    options = other.partition(": ")[2].split()
+    asked = ("--optimizer", "momentum", "--batch-size", 2, "--sequence-length", 64, "--bandwidth", "2.5GB")
+    planned, path, *_ = run("plan", model, "--ranks", 4, *options, *asked).stdout.splitlines()
+    assert planned == (
+        "Planned: momentum; parameters float32, compute bfloat16, reductions float32, optimizer states float32; 2 x 64 tokens on each "
+        "rank; storage at 2.5 GB/s"
+    )
+    assert path == str(model)
+    setup = run_json("plan", model, "--ranks", 4, "--optimizer", "sgd")["run"]["setup"]
+    assert (setup["parameters"], setup["optimizer_states"]) == (["bfloat16"], [])
+    load, *_ = run("plan", model, "--ranks", 4).stdout.splitlines()
+    assert load.startswith("Planned: the load, in BF16 (the model's own dtype; --dtype changes it)")
+
+
+def test_plan_says_what_all_checkpoints_of_a_run_take(model: Path) -> None:
+    asked = ("plan", model, "--ranks", 4, "--keep-last", 5)
+    run_plan = run_json(*asked)["run"]
+    assert run_plan["run_storage_bytes"] == 6 * run_plan["checkpoint"]["nbytes"]
+    line = f"all checkpoints: {size(run_plan['run_storage_bytes'])} with keep_last=5: one more is written before the oldest is deleted"
+    assert line in run(*asked).stdout.splitlines()
 
 
 def test_plan_shows_ranks_that_are_alike_as_one_row(model: Path) -> None:

@@ -72,6 +72,13 @@ def test_a_config_without_weights(tmp_path: Path) -> None:
     assert directory.dtypes == ("BF16",)
 
 
+def test_a_config_without_weights_says_the_dtype_of_its_files() -> None:
+    own, wide = (sw.plan(CONFIGS / "llama-3-8b.json", ranks=2, dtype=d) for d in ("auto", torch.float32))
+    assert wide.model_bytes == 2 * own.model_bytes
+    assert wide.source_bytes == wide.total_bytes_read == own.source_bytes == own.model_bytes
+    assert wide.per_rank[0].staging_bytes > 0, "what is read is cast"
+
+
 def test_a_training_in_other_dtypes() -> None:
     narrow = planned("llama-3-8b", 8).run
     wide = planned("llama-3-8b", 8, dtype=torch.float32).run

@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError, SourceError
 from shardwise.operations.recorder import phase
-from shardwise.phases.records import Amount, Checkpoint, RunPlan
+from shardwise.phases.records import Amount, Checkpoint, RunPlan, Setup
 from shardwise.phases.records import Phase as PlannedPhase
 from shardwise.report import drawing
 from shardwise.report.against_plan import _peaks
@@ -251,8 +251,12 @@ def plan_of(path: Path, phases: dict[str, tuple[int, int]]) -> Path:
     }
     run = RunPlan(
         phases=tuple(PlannedPhase(name, of) for name, of in amounts.items()),
+        setup=Setup(
+            optimizer="sgd", parameters=("float32",), trained=("float32",), compute="float32", reductions="float32",
+            optimizer_states=(), batch_size=1, sequence_length=1, bytes_per_s=1e9,
+        ),
         nodes=1, ranks_per_host=1, is_unified=False, largest_gather_bytes=0, largest_reduce_bytes=0, network=(), files=(),
-        checkpoint=Checkpoint(nbytes=0, files=0, seconds=0.0, requests=0), assumptions=(),
+        checkpoint=Checkpoint(nbytes=0, files=0, seconds=0.0, requests=0, kept=3), assumptions=(),
     )  # fmt: skip
     document = {"per_rank": [], "ranks": 1, "model_class": "Linear", "run": run.to_json()}
     path.write_text(json.dumps(document))

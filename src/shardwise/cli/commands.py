@@ -170,7 +170,7 @@ def plan(
     if as_json:
         print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:
-        show_plan(console(), report, host if on_this_host else None)
+        show_plan(console(), report, host if on_this_host else None, is_own_dtype=dtype == "auto")
         if report.run is not None:
             show_phases(console(), report.run, explain=asked.explain, size=size)
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA

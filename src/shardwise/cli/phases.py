@@ -16,10 +16,11 @@ from .options import DTYPES, memory_size
 
 if TYPE_CHECKING:
     from ..phases.records import Phase, RunPlan
+    from ..phases.report import PlanReport
     from ..phases.training import TrainingSpec
     from ..sharding.groups import ShardPolicy
 
-__all__ = ["AskedTraining", "as_training", "asked_training", "show_phases"]
+__all__ = ["AskedTraining", "as_training", "asked_training", "planned_lines", "show_phases"]
 
 _OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "momentum")
 #: Options of which any one asks for the phases of a run.
@@ -33,6 +34,7 @@ _NAMES = (
     "offload",
     "device",
     "bandwidth",
+    "keep_last",
     "fit",
     "host",
     "explain",
@@ -60,6 +62,9 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
             "--device", type=click.Choice(("cuda", "unified", "cpu")), default=None, help="Default: cuda."
         ),
         click.option("--bandwidth", help="Bytes per second of the checkpoints' storage.", **sizes),
+        click.option(
+            "--keep-last", type=click.IntRange(1), default=None, help="Steps that the run keeps. Default: 3."
+        ),
         click.option("--fit", help="Memory of a device: does the run fit, or with which change?", **sizes),
         click.option("--host", help="Memory of a host: the same.", **sizes),
         click.option("--explain", is_flag=True, help="Show each number with its formula and error bar."),
@@ -103,6 +108,7 @@ def asked_training(options: dict[str, Any]) -> AskedTraining:
         "checkpointing": given["checkpointing"],
         "device": given["device"],
         "bytes_per_s": given["bandwidth"],
+        "keep_last": given["keep_last"],
     }
     mixed: dict[str, Any] = {
         name: given[name] and named_dtype(given[name]) for name in ("param_dtype", "reduce_dtype")
@@ -117,9 +123,31 @@ def asked_training(options: dict[str, Any]) -> AskedTraining:
     )
 
 
+def planned_lines(report: PlanReport, *, is_own_dtype: bool) -> list[str]:
+    """What was planned, for the first lines: the assumptions that change the numbers most. ``is_own_dtype``: nobody gave a dtype."""
+    own = " (the model's own dtype; --dtype changes it)" if is_own_dtype else ""
+    if report.run is None:
+        return [
+            f"Planned: the load, in {', '.join(report.dtypes)}{own}; --fit or another option of a training run plans that, too"
+        ]
+    setup = report.run.setup
+    trained = f", trained {', '.join(setup.trained)}" if setup.trained != setup.parameters else ""
+    states = ", ".join(setup.optimizer_states) or "none"
+    lines = [
+        f"Planned: {setup.optimizer}; parameters {', '.join(setup.parameters)}{trained}{own}, compute {setup.compute}, reductions "
+        f"{setup.reductions}, optimizer states {states}; {setup.batch_size} x {setup.sequence_length} tokens on each rank; storage at "
+        f"{setup.bytes_per_s / 1e9:g} GB/s"
+    ]
+    if is_own_dtype and {"bfloat16", "float16"}.issuperset(setup.trained):
+        lines.append(
+            "  with fp32 weights and bf16 compute: --dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
+        )
+    return lines
+
+
 def show_phases(out: Console, run: RunPlan, *, explain: bool, size: Callable[[int], str]) -> None:
     """Print the phases of a run."""
-    hosted = f"host, {run.ranks_per_host} ranks"
+    hosted = f"host, {run.ranks_per_host} rank{'s' * (run.ranks_per_host > 1)}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "device", "at most", hosted, "at most", "page cache"):
         table.add_column(column, justify="left" if column == "phase" else "right")
@@ -135,7 +163,8 @@ def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
     stored, nodes = run.checkpoint, "the node" if run.nodes == 1 else f"each of {run.nodes} nodes"
     lines = [
         f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; in a store "
-        f"{stored.requests} requests"
+        f"{stored.requests} requests",
+        f"all checkpoints: {size(stored.run_bytes)} with keep_last={stored.kept}: one more is written before the oldest is deleted",
     ]
     lines += [
         f"{one.phase}: a rank {one.verb} {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all "

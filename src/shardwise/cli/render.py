@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ from rich.tree import Tree
 from ..format.places import ranks_text
 from ..operations.records import size
 from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents
+from .phases import planned_lines
 from .program import rank_of_launcher
 from .terminal import console
 from .tree import Node
 
 if TYPE_CHECKING:
     from ..loading.store_requests import StoreRequests
-    from ..phases.fit import Search
+    from ..phases.fit import Change, Search
     from ..phases.report import PlanReport
     from ..planning.casts import Cast
     from ..quantized.dequantized import Dequantized
@@ -169,15 +170,14 @@ def _show_root(out: Console, root: RootContents) -> None:
 # plan
 
 
-def _show_verdict(out: Console, report: PlanReport) -> None:
-    """Whether the run fits, and with which changes it would."""
+def _verdict_of(report: PlanReport) -> Text:
+    """Whether the run fits."""
     verdict, run = report.verdict, report.run
     assert verdict is not None
     assert run is not None
     if verdict.outcome == "fits":
         needs = f"each device needs at most {size(run.device_bytes)}, each host {size(run.host_bytes)}"
-        out.print(Text(f"Fits: {needs}.", _GREEN), soft_wrap=True)
-        return
+        return Text(f"Fits: {needs}.", _GREEN)
     need = verdict.binds[0]
     text = (
         f"Does not fit: {need.phase} needs up to {size(need.needed_bytes)} of the {need.where}, which has "
@@ -185,10 +185,13 @@ def _show_verdict(out: Console, report: PlanReport) -> None:
     )
     if not verdict.changes:
         text += " None of the changes that were tried makes it fit."
-    out.print(Text(text, _RED), soft_wrap=True)
-    if verdict.changes:
+    return Text(text, _RED)
+
+
+def _show_changes(out: Console, changes: Sequence[Change]) -> None:
+    if changes:
         out.print(Text("It would fit with one of these changes:", _YELLOW))
-    for change in verdict.changes:
+    for change in changes:
         line = f"  {change.what}: {size(change.device_bytes)} per device, {size(change.host_bytes)} per host"
         out.print(Text(line), soft_wrap=True)
 
@@ -230,12 +233,17 @@ def _answer(search: Search) -> Text:
     return Text(f"{text}; {why}" if why else text, _GREEN)
 
 
-def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
-    """Print the result of ``plan``: the answer first, then the model, what each rank holds and reads, and whether a load fits on this host."""
+def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own_dtype: bool) -> None:
+    """Print the result of ``plan``: the answer, what was planned, the model, what each rank holds and reads, and whether a load fits on this
+    host."""
     if report.search is not None:
         out.print(_answer(report.search), soft_wrap=True)
-    if report.verdict is not None and (report.search is None or report.search.ranks is None):
-        _show_verdict(out, report)
+    has_verdict = report.verdict is not None and (report.search is None or report.search.ranks is None)
+    if has_verdict:
+        out.print(_verdict_of(report), soft_wrap=True)
+    out.print(Text("\n".join(planned_lines(report, is_own_dtype=is_own_dtype))), soft_wrap=True)
+    if has_verdict and report.verdict is not None:
+        _show_changes(out, report.verdict.changes)
     largest = report.largest_group
     shape = f"{report.ranks}"
     shards = report.ranks // report.replicas // report.tp
@@ -245,7 +253,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     if len(axes) > 1 or experts:
         shape += f" ({' x '.join(axes)}{experts})"
     total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
-    from_config = "; from its config alone, as if it were stored so" if report.from_config else ""
+    from_config = "; from its config alone, as if stored in its dtype" if report.from_config else ""
     facts = {
         "model": f"{report.model_class}, {', '.join(report.dtypes)}{from_config}",
         "tensors": f"{report.tensors}, {size(report.model_bytes)} ({size(report.source_bytes)} stored)",

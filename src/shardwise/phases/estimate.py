@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
+
 from ..planning import IOOptions
 from ..store.direct import BUFFER_BYTES
 from ..store.slice_file import LARGE_BYTES
@@ -13,7 +15,7 @@ from .activations import Step
 from .files import with_cached_reads
 from .held import Held
 from .products import COMPILED_BYTES, COMPILED_UPPER_BYTES
-from .records import Amount, Checkpoint, Files, Flow, Phase, RunPlan, Where
+from .records import Amount, Checkpoint, Files, Flow, Phase, RunPlan, Setup, Where
 from .step import StepPeak
 from .training import OPTIMIZERS
 from .variant import Variant
@@ -128,7 +130,7 @@ class _Run:
     def optimizer(self) -> list[Amount]:
         count, bytes_each = OPTIMIZERS[self.training.optimizer]
         each = (
-            f"{bytes_each:.3f} bytes" if bytes_each is not None else f"bytes of {self.held.optimizer_dtype}"
+            f"{bytes_each:.3f} bytes" if bytes_each is not None else f"bytes of {', '.join(self.held.trained_dtypes)}"
         )
         held, keeps = self.held, self.keeps
         text = f"{self.training.optimizer}: {held.trained} trained elements of the rank x {count} states x {each}"
@@ -313,7 +315,25 @@ class _Run:
             files=files,
             seconds=nbytes / self.training.bytes_per_s,
             requests=-(-nbytes // _PART_BYTES) + 2 * files,
+            kept=self.training.keep_last,
         )
+
+
+def _setup(held: Held, variant: Variant, compute: str) -> Setup:
+    training, precision = variant.training, variant.policy.mixed_precision
+    states, bytes_each = OPTIMIZERS[training.optimizer]
+    reduced = precision.reduce_dtype if precision is not None else None
+    return Setup(
+        optimizer=training.optimizer,
+        parameters=held.dtypes,
+        trained=held.trained_dtypes,
+        compute=compute,
+        reductions=compute if reduced is None else str(reduced).removeprefix("torch."),
+        optimizer_states=() if not states else held.trained_dtypes if bytes_each is None else ("8 bits",),
+        batch_size=training.batch_size,
+        sequence_length=training.sequence_length,
+        bytes_per_s=training.bytes_per_s,
+    )
 
 
 def run_plan(
@@ -324,9 +344,10 @@ def run_plan(
     network: tuple[Flow, ...],
     files: tuple[Files, ...],
     *,
+    compute_dtype: torch.dtype,
     load_staging_bytes: int | None = None,
 ) -> RunPlan:
-    """The phases of a run. ``load_staging_bytes``: what rank 0's load stages; None: not known."""
+    """The phases of a run. ``compute_dtype``: of the forward. ``load_staging_bytes``: what rank 0's load stages; None: not known."""
     run, training = _Run(held, step, variant, io, load_staging_bytes), variant.training
     assumptions, wrapped = list(step.assumptions), step.groups if variant.is_wrapped else ()
     if training.device != "cpu":
@@ -334,6 +355,7 @@ def run_plan(
             "the device's memory is this process's alone, and its allocator wastes at most 10 %"
         )
     return RunPlan(
+        setup=_setup(held, variant, str(compute_dtype).removeprefix("torch.")),
         phases=with_cached_reads(run.phases(), files, variant, io),
         nodes=variant.hosts,
         ranks_per_host=min(variant.ranks_per_host, variant.ranks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,7 +41,9 @@ class Held:
     stored_model: int
     """Over all ranks: parameters and persistent buffers."""
     stored_optimizer: int
-    optimizer_dtype: str
+    dtypes: tuple[str, ...]
+    """Of all parameters, by falling bytes; torch's names."""
+    trained_dtypes: tuple[str, ...]
 
 
 def held_by_first(
@@ -81,8 +83,17 @@ def held_by_first(
         count=len(parameters),
         stored_model=sum(t.tensor.numel() * t.tensor.dtype.itemsize for t in live.stored),
         stored_optimizer=sum(_states(p, training) for p in trained),
-        optimizer_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+        dtypes=_dtypes(parameters),
+        trained_dtypes=_dtypes(trained),
     )
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    held: dict[str, int] = {}
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        held[name] = held.get(name, 0) + tensor.numel() * tensor.dtype.itemsize
+    return tuple(sorted(held, key=lambda name: (-held[name], name)))
 
 
 def _states(tensor: torch.Tensor, training: TrainingSpec) -> int:

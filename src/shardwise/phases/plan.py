@@ -182,7 +182,7 @@ def _report_of(
     """
     prepared = source.prepared(variant.adapter)
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
-    step, network = None, tuple[Flow, ...]()
+    step, network, compute = None, tuple[Flow, ...](), _compute_dtype(prepared.model, variant.policy)
     with _fake_ranks(variant.ranks):
         spread = Spread.cut(prepared.model, variant)
         whole = spread.whole_gradients()
@@ -200,7 +200,7 @@ def _report_of(
                     known=measurements,
                 )
                 step = exchange.counted(step, is_wrapped=variant.is_wrapped)
-                network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
+                network = flows_of(step, variant, exchange.sent, compute.itemsize)
         spread.shard()
         live = describe(prepared.model)
         ranks = _ranks_to_plan(variant.ranks) if every_rank else sorted({0, variant.ranks - 1})
@@ -211,14 +211,16 @@ def _report_of(
         held = held_by_first(live, variant.training, step.reached, {} if variant.is_wrapped else whole)
     files = files_of(held, variant, [cost.bytes_read for cost in planned.costs])
     staging = planned.costs[0].staging_bytes
-    return report, run_plan(held, step, variant, io, network, files, load_staging_bytes=staging)
+    return report, run_plan(
+        held, step, variant, io, network, files, compute_dtype=compute, load_staging_bytes=staging
+    )
 
 
-def _itemsize(model: Any, policy: ShardPolicy) -> int:
-    """Bytes of an element of activations: the dtype of the forward."""
+def _compute_dtype(model: Any, policy: ShardPolicy) -> torch.dtype:
+    """The dtype of the forward."""
     precision = policy.mixed_precision
-    given = precision.param_dtype if precision is not None else None
-    return (given or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
+    given: torch.dtype | None = precision.param_dtype if precision is not None else None
+    return given or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 # ----------------------------------------------------------------------------------------------------

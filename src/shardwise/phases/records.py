@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Amount", "Checkpoint", "Files", "Flow", "Phase", "RunPlan", "Where"]
+__all__ = ["Amount", "Checkpoint", "Files", "Flow", "Phase", "RunPlan", "Setup", "Where"]
 
 Where = Literal["device", "host", "page cache"]
 
@@ -50,6 +50,13 @@ class Checkpoint:
     """At the bandwidth of :class:`TrainingSpec`."""
     requests: int
     """Writes of parts to an object store: each file's parts, and one that begins and one that ends it."""
+    kept: int
+    """``keep_last`` of the ``Checkpointer``."""
+
+    @property
+    def run_bytes(self) -> int:
+        """Storage of all steps of the run at its peak: a new step is written before the oldest is deleted."""
+        return (self.kept + 1) * self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +87,31 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What was planned: the assumptions that change the numbers most. Dtypes are torch's names."""
+
+    optimizer: str
+    parameters: tuple[str, ...]
+    """By falling bytes."""
+    trained: tuple[str, ...]
+    """Dtypes of the parameters that are trained."""
+    compute: str
+    """Of forward and backward."""
+    reductions: str
+    """In which gradients are reduced."""
+    optimizer_states: tuple[str, ...]
+    """Empty for an optimizer without states."""
+    batch_size: int
+    sequence_length: int
+    bytes_per_s: float
+    """Of the storage of models and checkpoints, from all ranks together. Network traffic is counted, not timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """What a training run takes on each rank, by phases."""
 
+    setup: Setup
     phases: tuple[Phase, ...]
     nodes: int
     """Hosts of the run."""
@@ -143,6 +172,7 @@ class RunPlan:
         return document | {
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
+            "run_storage_bytes": self.checkpoint.run_bytes,
             "network_bytes_per_step": self.network_bytes_per_step,
             "node_bytes_per_step": self.node_bytes_per_step,
         }

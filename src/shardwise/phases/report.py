@@ -98,7 +98,7 @@ class PlanReport(Printed):
     store: StoreRequests | None
     """Requests of the load to object stores; None for local files."""
     from_config: bool = False
-    """Planned from a config alone: the source is taken to hold the model's tensors in the model's dtypes."""
+    """Planned from a config alone: the source is taken to hold the model's tensors in the dtype that the config names."""
     run: RunPlan | None = None
     """The phases of the training; None without ``training=``."""
     verdict: Verdict | None = None

@@ -45,7 +45,7 @@ class Source:
     request: Pretrained
     asked: Arguments
     directory: str
-    catalog: Catalog | None
+    catalog: Catalog
     is_config_alone: bool
     looks: Requests
     """What looking at the source asked of an object store."""
@@ -57,20 +57,8 @@ class Source:
         request = replace(self.request, adapter=adapter)
         if not self.is_config_alone:
             return prepare(request, self.asked, self.directory, catalog=self.catalog)
-        given, trusted = (request.config, request.auto_class), request.trust_remote_code
-        config, model_class = config_and_class(self.directory, *given, trust_remote_code=trusted)
-        dtype = _dtype_of(config) if self.asked.dtype == "auto" else self.asked.dtype
-        forget_quantization(config)
-        for field, value in self.asked.implementations.items():
-            setattr(config, field, value)
-        refusal = FormatError(
-            f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; see the numbers of layers",
-            path=self.shown,
-        )
-        with at_most(_MOST_PARTS, refusal):
-            base = build_meta(self.directory, dtype=dtype, auto_class=model_class, config=config)
-        catalog = _as_saved(base, self.shown)
-        return prepare(request, self.asked, self.directory, (base.config, type(base)), catalog, base)
+        base = _from_config(request, self.asked, self.directory, self.shown, self.asked.dtype)
+        return prepare(request, self.asked, self.directory, (base.config, type(base)), self.catalog, base)
 
 
 @contextmanager
@@ -79,7 +67,8 @@ def source_of(request: Pretrained) -> Iterator[Source]:
     path, asked = os.fspath(request.path), request.understood()
     if not is_url(path) and _is_config_alone(path):
         with _directory_of(path) as directory:
-            yield Source(request, asked, directory, None, True, Requests(), path)
+            catalog = _as_saved(_from_config(request, asked, directory, path, "auto"), path)
+            yield Source(request, asked, directory, catalog, True, Requests(), path)
         return
     with counting() as looks:  # those of rank 0 of a load
         located = locate(request, asked, Ranks())
@@ -109,6 +98,22 @@ def _is_config_alone(path: str) -> bool:
     return not any(name.endswith(_WEIGHTS) for name in os.listdir(path))
 
 
+def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: str, dtype: Any) -> Any:
+    """The model of a config on meta, in ``dtype``; ``"auto"``: that of its files, which the config names."""
+    given, trusted = (request.config, request.auto_class), request.trust_remote_code
+    config, model_class = config_and_class(directory, *given, trust_remote_code=trusted)
+    dtype = _dtype_of(config) if dtype == "auto" else dtype
+    forget_quantization(config)
+    for field, value in asked.implementations.items():
+        setattr(config, field, value)
+    refusal = FormatError(
+        f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; see the numbers of layers",
+        path=shown,
+    )
+    with at_most(_MOST_PARTS, refusal):
+        return build_meta(directory, dtype=dtype, auto_class=model_class, config=config)
+
+
 def _dtype_of(config: Any) -> Any:
     """The dtype that a config declares, or its text part; codes are dequantised to bfloat16; else transformers' default."""
     for part in (config, config.get_text_config()):
@@ -118,7 +123,7 @@ def _dtype_of(config: Any) -> Any:
 
 
 def _as_saved(model: Any, path: str) -> Catalog:
-    """A catalog as if ``model`` were saved under its own names, in one file that does not exist."""
+    """A catalog as if ``model`` were saved under its own names and dtypes, in one file that does not exist."""
     tensors, end = {}, 0
     for entry in describe(model).stored:
         shape = tuple(entry.tensor.shape)

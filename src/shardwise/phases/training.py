@@ -38,9 +38,12 @@ class TrainingSpec:
     """The staging limit of an async ``Checkpointer``; None: the whole state of the rank."""
     bytes_per_s: float = 1e9
     """Bytes a second that the storage of checkpoints accepts from all ranks together."""
+    keep_last: int = 3
+    """``keep_last`` of the ``Checkpointer``: with one more, which is written before the oldest is deleted, what the run takes of
+    the storage."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "bytes_per_s"):
+        for name in ("batch_size", "sequence_length", "bytes_per_s", "keep_last"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_staging_bytes is not None and self.max_staging_bytes < 1:
