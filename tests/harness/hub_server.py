@@ -29,6 +29,8 @@ class HubServer:
         self.root = root
         self.pause_s = pause_s
         self.log: list[tuple[str, str]] = []
+        self.sent: Counter[str] = Counter()
+        """Bytes of each file, by ``name/file``."""
         self.stalled = threading.Event()
         self._end = threading.Event()
         hub = self
@@ -129,15 +131,18 @@ class _Handler(BaseHTTPRequestHandler):
             "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
             "Accept-Ranges": "bytes",
         }
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, stop = int(first), min(int(last or len(content)) + 1, len(content))
         kind = repository.partition("-")[0]
         is_odd = self.command == "GET" and file.suffix == ".safetensors"
         if is_odd and kind == "broken" and start:
             return self._send(500, b"", {})
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if (start, stop) != (0, len(content)):
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         if not is_odd or kind not in ("broken", "slow", "stalls"):
-            return self._send(206 if start else 200, content[start:], headers)
+            if self.command == "GET":
+                self.server_of.sent[f"{repository}/{file.name}"] += stop - start
+            return self._send(206 if (start, stop) != (0, len(content)) else 200, content[start:stop], headers)
         self._head(200, len(content), headers)
         half = len(content) // 2
         self.wfile.write(content[:half])

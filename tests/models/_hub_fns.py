@@ -49,6 +49,25 @@ def refusal(path: str, **options: Any) -> str:
     raise AssertionError(f"{path} was loaded")
 
 
+def plans() -> dict[str, Any]:
+    """Plans of hub models, in a process without ranks: what each read and held."""
+
+    def plan(path: str, **options: Any) -> dict[str, Any]:
+        report = sw.plan(path, ranks=2, **options)
+        names = ("path", "model_bytes", "source_bytes", "from_config", "dtypes")
+        return {name: getattr(report, name) for name in names}
+
+    return {
+        "one": plan("tiny/one"),
+        "large": plan("tiny/large"),
+        "files": plan("tiny/good", dtype=torch.bfloat16),
+        "old": plan("tiny/good", revision="v1"),
+        "pickled": plan("tiny/pickled"),
+        "no weights": plan("tiny/empty"),
+        "inner": plan("tiny/variants", subfolder="inner"),
+    }
+
+
 def online(root: str, caches: str) -> dict[str, Any]:
     """Everything that needs the server, in one go; what was fetched is noted after each."""
     origin = Path(root, "tiny")

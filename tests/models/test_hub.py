@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from tests.harness.launch import Launch
 from tests.models import _hub_fns as fns
 
 TIMEOUT_S = 170
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,13 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changed.save_pretrained(tiny / "good" / "v1")
     state = {n: t for f in main.glob("*.safetensors") for n, t in load_file(f).items()}
     one = _repository(tiny, "one", main, state)
+    large = tiny / "large" / "main"
+    large.mkdir(parents=True)
+    config = json.loads((one / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps({**config, "vocab_size": 10_000, "dtype": "bfloat16"}))
+    vocabulary = config["vocab_size"]
+    shapes = {name: [10_000 if n == vocabulary else n for n in t.shape] for name, t in state.items()}
+    models.sparse_file(large / "model.safetensors", shapes)
     variants = tiny / "variants" / "main"
     shutil.copytree(one, variants / "inner")
     shutil.copy(one / "config.json", variants)
@@ -81,6 +94,45 @@ def _env(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, s
         "NO_PROXY": "127.0.0.1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+
+
+def _planned(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, Any]:
+    code = "import json; from tests.models import _hub_fns as fns; print(json.dumps(fns.plans()))"
+    env = {**os.environ, **_env(server, home, offline=offline)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_plan_of_a_hub_model_downloads_no_weights(
+    server: HubServer, repositories: Path, tmp_path: Path
+) -> None:
+    """Configs, the index, and of each file of weights its beginning, which has the header; offline, what the cache has."""
+    home = tmp_path / "home"
+    found = _planned(server, home)
+    assert found["large"]["source_bytes"] > 5 * 100_001
+    assert server.sent["large/model.safetensors"] == 100_001, "what huggingface_hub asks for to get a header"
+    assert server.sent["pickled/pytorch_model.bin"] == 0
+    cached = {p.name for p in home.rglob("*") if p.is_file() or p.is_symlink()}
+    assert {"config.json", "model.safetensors.index.json"} <= cached
+    assert not any(name.endswith((".safetensors", ".bin", "tokenizer.json")) for name in cached), cached
+    model_bytes = sum(t.nbytes for t in load_file(repositories / "tiny/one/main/model.safetensors").values())
+    for name, source, is_config in (
+        ("one", model_bytes, False),
+        ("files", model_bytes, False),
+        ("old", model_bytes, False),
+        ("pickled", model_bytes, True),
+        ("no weights", model_bytes, True),
+        ("inner", model_bytes, False),
+    ):
+        assert (found[name]["source_bytes"], found[name]["from_config"]) == (source, is_config), name
+    assert found["one"]["path"] == "tiny/one"
+    assert found["files"]["model_bytes"] == model_bytes // 2
+    asked = len(server.log)
+    offline = _planned(server, home, offline=True)
+    assert len(server.log) == asked
+    assert offline == {name: {**one, "from_config": True} for name, one in found.items()}
 
 
 @pytest.mark.slow

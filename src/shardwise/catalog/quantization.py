@@ -13,7 +13,7 @@ from .quantized import method_of_config, quantized, settings_of_config
 from .records import Catalog, Quantization
 from .small_reads import each, open_file
 
-__all__ = ["with_quantization"]
+__all__ = ["DESCRIBING", "with_quantization"]
 
 #: Suffixes of tensors that describe others, and the most bytes of one.
 _DESCRIBE = (
@@ -25,6 +25,8 @@ _DESCRIBE = (
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 #: Of packed integers: said by the scales, too, where these are for groups of columns. A model of many experts has 70,000.
 _SHAPE = ".weight_shape"
+#: All suffixes of tensors whose content is read.
+DESCRIBING = (*_DESCRIBE, _SHAPE)
 _MOST_BYTES = 1024**2
 
 
@@ -48,7 +50,7 @@ def _describing(settings: Mapping[str, Any]) -> tuple[str, ...]:
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
     in_groups = [isinstance(w, dict) and w.get("strategy") == "group" for w in weights]
-    return _DESCRIBE if in_groups and all(in_groups) else (*_DESCRIBE, _SHAPE)
+    return _DESCRIBE if in_groups and all(in_groups) else DESCRIBING
 
 
 def _content(catalog: Catalog, describing: tuple[str, ...]) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
+from .chosen import one_step
 from .manual import ERRORS, anchor_of, rows_of, section_of
 from .options import (
     DTYPES,
@@ -69,7 +71,7 @@ def _is_sound(contents: Inspection) -> bool:
     from .inspection import CheckpointContents, RootContents
 
     if isinstance(contents, RootContents):
-        return bool(contents.steps) and all(step.ok for step in contents.steps)
+        return bool(contents.steps) and all(step.ok is not False for step in contents.steps)
     return not (isinstance(contents, CheckpointContents) and contents.problems)
 
 
@@ -128,7 +130,7 @@ def plan(
     plan PATH --fit 80GiB answers how many GPUs of 80 GiB a training needs, and what takes the memory.
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, the
-    id of a model on the hub, which is downloaded if the cache lacks it, or a URL, to which the requests are counted.
+    id of a model on the hub (its weights are not downloaded, only their headers), or a URL, to which the requests are counted.
     With --device cpu it warns if the memory of this host, or of its container, would not suffice for the ranks of one of H hosts.
 
     With any of the options of a training run (from --batch-size to --explain) it shows each phase of the run: load, steps,
@@ -150,7 +152,7 @@ def plan(
         check_axes(ranks=ranks, nodes=nodes or 1, replicas=replicas, tp=tp, ep=ep)
         nodes = nodes or nodes_like_this(ranks)
     report = plan_model(
-        path,
+        one_step(path),
         ranks=ranks,
         nodes=nodes or 1,
         replicas=replicas,
@@ -211,12 +213,12 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     """Compare two sources tensor by tensor: added, removed, changed, and by how much.
 
-    Compares the optimizers of two checkpoints, too. Status 1 if the sources differ.
+    Compares the optimizers of two checkpoints, too. Of a run's directory it takes the newest valid step. Status 1 if the sources differ.
     """
     from ..runs.diff import diff as diff_sources
     from .render import console, show_diff
 
-    report = diff_sources(first, second)
+    report = diff_sources(one_step(first), one_step(second))
     if as_json:
         print_json(report.to_json())
     else:
@@ -241,8 +243,8 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
         steps = {step: path for step, path in others.items() if is_file(join(path, MANIFEST_NAME))}
         if not steps:
             raise NoCheckpointError(
-                f"{root}: holds checkpoints of the HF Trainer or Accelerate, which record no checksums to verify; "
-                f"inspect shows them, and diff compares two of them"
+                f"{root}: holds checkpoints of the HF Trainer or Accelerate, which record no checksums to verify. To look for files that a "
+                f"resume needs and that are lost: shardwise doctor {shlex.quote(root)}"
             )
     if not steps:
         raise NoCheckpointError(
@@ -341,8 +343,8 @@ def export(
 ) -> None:
     """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
 
-    PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
-    meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
+    PATH and OUT may be URLs of object stores. Of a run's directory it takes the newest valid step. Runs in one process, or under torchrun, where all
+    ranks share the work. A training run may save and delete steps meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
     """
     if (quantize is None) != (source is None):
         raise click.UsageError("--quantize as-source and --source go together: give both, or neither")
@@ -355,7 +357,7 @@ def export(
 
     with _ranks_of_launcher() as rank:
         report = export_hf(
-            path,
+            one_step(path),
             out,
             model_name=model_name,
             config=config,
@@ -394,7 +396,8 @@ def convert(
     """Write the run at PATH as a checkpoint, or its model as a Hugging Face directory (as export does).
 
     PATH is a checkpoint of Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint, sharded
-    or as full state; safetensors; or a shardwise checkpoint, whose files are then cut anew. A checkpoint also gets
+    or as full state; safetensors; or a shardwise checkpoint, whose files are then cut anew. Of a run's directory it takes the
+    newest valid step. A checkpoint also gets
     optimizer, scheduler and scaler, if they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in
     its directory. PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work.
     """
@@ -409,6 +412,7 @@ def convert(
     with _ranks_of_launcher() as rank:
         given: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
         report: Any
+        path = one_step(path)
         if to == "hf":
             report, show = export_hf(path, out, model_name=model_name, **given), show_export
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from ..format.places import ranks_text
 from ..operations.records import size
-from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents
+from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents, StepSummary
 from .phases import planned_lines
 from .program import rank_of_launcher
 from .terminal import console
@@ -153,8 +153,11 @@ def _show_root(out: Console, root: RootContents) -> None:
                 parent,
                 (s.run_id or "-")[:8],
             ]
-            table.add_row(str(s.step), _verdict(s.ok, s.part), *(Text(plain(cell)) for cell in row))
+            valid = Text("not checked") if s.ok is None else _verdict(s.ok, s.part)
+            table.add_row(str(s.step), valid, *(Text(plain(cell)) for cell in row))
         out.print(table)
+        for told in _what_was_checked(history):
+            out.print(Text(told, "dim"), soft_wrap=True)
     for s in history:
         if s.problem:
             out.print(Text(plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
@@ -162,8 +165,17 @@ def _show_root(out: Console, root: RootContents) -> None:
         out.print(Text(plain(f"{os.path.basename(part.path)}: {part.part}"), _YELLOW), soft_wrap=True)
     if root.leftovers:
         out.print(Text(plain(f"leftovers of stopped saves: {', '.join(root.leftovers)}")), soft_wrap=True)
+    if root.missing:
+        out.print(Text(plain(root.missing)), soft_wrap=True)
     if not root.steps:
         out.print(Text("no published step", _RED))
+
+
+def _what_was_checked(steps: Sequence[StepSummary]) -> Iterator[str]:
+    if any(s.ok for s in steps):
+        yield "ok: manifest, headers and sizes of files agree; shardwise verify reads every byte"
+    if any(s.ok is None for s in steps):
+        yield "not checked: it records no sizes and no checksums; shardwise doctor looks for lost files"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
         for name in ("attn_implementation", "experts_implementation")
         if (value := rest.pop(name, None)) is not None
     }
-    taken = HubOptions.__dataclass_fields__.keys() - {"config"}
+    taken = HubOptions.__dataclass_fields__.keys() - {"config", "outlines"}
     hub = {name: rest.pop(name) for name in taken if name in rest}
     if hub.get("subfolder", "") is None:
         hub["subfolder"] = ""

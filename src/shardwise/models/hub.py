@@ -1,7 +1,7 @@
 """Locates a model's files: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
 
 One rank per cache downloads, and the ranks that share the cache wait as long as it works. It downloads only the files
-that a load needs.
+that a load needs; a plan needs no weights (:mod:`.outlines`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ..storage import is_url, place_of
 from .classes import same_directory
 from .documents import MODULES_NAME, documents_among, modules_in, named_in
 from .lend import lend_documents
+from .outlines import outline, outline_of_cache
 
 __all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "needed_files"]
 
@@ -71,6 +72,8 @@ class HubOptions:
     force_download: bool = False
     config: Any = field(default=None, repr=False)
     """The config object that the caller gave instead of the stored one: it may name the file of the weights."""
+    outlines: str | None = None
+    """A directory for outlines of models that the cache lacks: of their weights only the headers are fetched."""
 
     @property
     def choice(self) -> Choice:
@@ -216,7 +219,7 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
     is_fixed = options.revision is not None and _COMMIT.fullmatch(options.revision) is not None
     if is_offline or (is_fixed and not with_code and not options.force_download):
         try:
-            return _cached(model, options.revision, options)
+            return _cached_or_outline(model, options) if is_offline else _cached(model, options.revision, options)
         except SourceError:
             if is_offline:
                 raise
@@ -236,7 +239,7 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
     if is_refused or options.force_download:
         raise refusal
     try:
-        found = _cached(model, options.revision, options)
+        found = _cached_or_outline(model, options)
     except SourceError:
         raise refusal from None
     _log.warning("%s; taking what the cache holds: %s", refusal, found)
@@ -261,15 +264,21 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
     modules: list[str] = []
     if listed in files:
         modules = modules_in(read_small(hf_hub_download(model, listed, revision=commit, **common)))
-    names, index = needed_files(
-        files,
-        subfolder=options.subfolder,
-        choice=options.choice,
-        named=_named(at, options),
-        with_code=with_code,
-        modules=modules,
-        where=model,
-    )
+    try:
+        names, index = needed_files(
+            files,
+            subfolder=options.subfolder,
+            choice=options.choice,
+            named=_named(at, options),
+            with_code=with_code,
+            modules=modules,
+            where=model,
+        )
+    except SourceError:
+        if options.outlines is None or not at:
+            raise
+        code = [n for n in files if with_code and n.endswith(".py")]
+        return outline(options.outlines, model, options.revision, commit, [config, *code], common)
     if index is not None:
         found = hf_hub_download(model, index, revision=commit, **common)
         names += _listed_weights(found, options.subfolder.strip("/"))
@@ -281,6 +290,8 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
                 return folder
         except SourceError:
             pass  # the cache lacks this commit: download it
+    if options.outlines is not None:
+        return outline(options.outlines, model, options.revision, commit, names, common)
     _log.info("downloading %d files of %s at %s", len(names), model, commit)
     patterns = [glob.escape(name) for name in names]
     folder = str(snapshot_download(model, revision=options.revision, allow_patterns=patterns, **common))
@@ -325,6 +336,20 @@ def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
         ) from error
     except (ValueError, OSError) as error:
         raise SourceError(f"the cache of the hub can't be read: {error}", path=model) from error
+
+
+def _cached_or_outline(model: str, options: HubOptions) -> str:
+    """As :func:`_cached`; with ``options.outlines`` a config is enough."""
+    try:
+        return _cached(model, options.revision, options)
+    except SourceError:
+        if options.outlines is None:
+            raise
+        snapshot = _snapshot(model, options.revision, options)
+        found = outline_of_cache(options.outlines, model, snapshot, options.subfolder.strip("/"))
+        if found is None:
+            raise
+        return found
 
 
 def _cached(model: str, revision: str | None, options: HubOptions) -> str:

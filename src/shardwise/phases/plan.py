@@ -83,8 +83,8 @@ def plan(
 
     Args:
         path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
-            a model on the Hugging Face hub, which is downloaded if the cache lacks it. A config alone is enough: a JSON
-            file, or a directory that holds config.json and no weights.
+            a model on the Hugging Face hub: if the cache lacks it, its config and the headers of its weights are fetched. A
+            config alone is enough: a JSON file, or a directory or hub model that holds config.json and no weights.
         ranks: number of ranks of the load, at most 16,384. None: the smallest number with which the run fits into
             ``device_limit_bytes``, on hosts of 8 devices; ``report.search`` has the numbers that were tried.
         nodes: hosts, each with equally many consecutive ranks, or the last with fewer: the ranks of one share its memory, and

@@ -1,4 +1,4 @@
-"""What a plan is made of: a model directory with its weights, or a config alone."""
+"""What a plan is made of: a model directory with its weights, the outline of one on the hub, or a config alone."""
 
 from __future__ import annotations
 
@@ -70,12 +70,19 @@ def source_of(request: Pretrained) -> Iterator[Source]:
             catalog = _as_saved(_from_config(request, asked, directory, path, "auto"), path)
             yield Source(request, asked, directory, catalog, True, Requests(), path)
         return
-    with counting() as looks:  # those of rank 0 of a load
-        located = locate(request, asked, Ranks())
-        request, found = located.request, located.found
-        choice = choice_of(request, asked, found.directory)
-        catalog = open_for_all(found.lent or found.directory, Ranks(), choice=choice)
-    yield Source(request, asked, found.directory, catalog, False, looks, catalog.root)
+    with TemporaryDirectory(prefix="shardwise-plan-") as outlines:
+        asked = replace(asked, hub=replace(asked.hub, outlines=outlines))
+        with counting() as looks:  # those of rank 0 of a load
+            located = locate(request, asked, Ranks())
+            request, directory = located.request, located.found.directory
+            is_alone = located.found.lent is None and _is_config_alone(directory)
+            if is_alone:
+                catalog = _as_saved(_from_config(request, asked, directory, path, "auto"), path)
+            else:
+                choice = choice_of(request, asked, directory)
+                catalog = open_for_all(located.found.lent or directory, Ranks(), choice=choice)
+        shown = path if directory.startswith(outlines) else catalog.root
+        yield Source(request, asked, directory, catalog, is_alone, looks, shown)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ _VERBS = {
 
 def conclusion(material: Material) -> Cell:
     """What became of the run. Its tone is ``bad`` if the last start crashed, or if a stored step is damaged."""
-    damaged = [step.step for run in material.runs for step in run.steps if not step.ok]
+    damaged = [step.step for run in material.runs for step in run.steps if step.ok is False]
     told = [*_crashes(material.starts), *_losses(material), *_steps(material, damaged)]
     is_bad = bool(damaged) or (bool(material.starts) and not material.starts[-1].is_whole)
     return Cell(" ".join(told), tone="bad" if is_bad else "good")
@@ -102,6 +102,8 @@ def _steps(material: Material, damaged: Sequence[int]) -> Iterator[str]:
     sound = [step.step for run in material.runs for step in run.steps if step.ok]
     if sound:
         yield f"The newest valid checkpoint is step {max(sound)}."
+    elif unchecked := [step.step for run in material.runs for step in run.steps if step.ok is None]:
+        yield f"The newest checkpoint is step {max(unchecked)}, which was not checked."
     elif material.runs:
         yield "No valid checkpoint is stored."
     if damaged:

@@ -121,6 +121,8 @@ def _history(runs: Sequence[RootContents]) -> Section | None:
         )
         head = cells(">step", "fate", "state", "written", ">resumed from", ">ranks", ">size", "run")
         parts.append(Part(table=Table(caption, head, [_step_row(s) for s in shown])))
+        if run.missing:
+            parts.append(Part(text=plain(f"{run.missing}.", 400)))
         if run.leftovers:
             left = ", ".join(plain(name, 60) for name in run.leftovers[:10])
             parts.append(Part(text=f"Leftovers of {counted(len(run.leftovers), 'killed save')}: {left}"))
@@ -133,6 +135,8 @@ def _history(runs: Sequence[RootContents]) -> Section | None:
 def _step_row(step: StepSummary) -> list[Cell]:
     whole = Cell(plain(step.part)) if step.part else Cell("whole", tone="good")
     state = whole if step.ok else Cell(plain(step.problem or "damaged"), tone="bad")
+    if step.ok is None:
+        state = Cell("not checked")
     nbytes = Cell("–" if step.file_bytes is None else size(step.file_bytes), number=True)
     return cells(
         step.step,

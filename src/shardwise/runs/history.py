@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ..checkpoint.check import check_part
-from ..errors import ShardwiseError, SourceError
+from ..errors import NoCheckpointError, ShardwiseError, SourceError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..format.steps import OTHERS_NAME, TRAINER_FILE
@@ -25,7 +25,9 @@ __all__ = [
     "is_root",
     "losses_of_steps",
     "losses_of_trainer",
+    "losses_in",
     "lost_parts",
+    "newest_step",
     "numbered_steps",
     "others_steps",
     "steps_below",
@@ -51,7 +53,8 @@ class StepSummary:
 
     step: int
     path: str
-    ok: bool
+    ok: bool | None
+    """Whether manifest, headers and sizes agree. None: not checked, because another program records no sizes and no checksums."""
     fate: str = "published"
     """``published``; ``superseded`` or ``damaged`` for a step that a resume has set aside; ``of the HF Trainer`` or ``of another
     program`` for a checkpoint without a manifest of ours."""
@@ -76,6 +79,8 @@ class RootContents:
     set_aside: tuple[StepSummary, ...]
     """Steps that a resume superseded or found damaged: in the history, but never resumed from."""
     leftovers: tuple[str, ...]
+    missing: str | None = None
+    """What these checkpoints don't tell, and why."""
 
 
 def is_root(path: str) -> bool:
@@ -135,7 +140,8 @@ def steps_below(path: str) -> RootContents:
     if not is_url(path) and not was_ever_published(path):
         others = others_steps(path)
         steps = tuple(_step_of_another(step, place) for step, place in others.items())
-        return RootContents(path=path, steps=steps, set_aside=(), leftovers=())
+        missing = _not_told(others) if any(s.ok is None for s in steps) else None
+        return RootContents(path=path, steps=steps, set_aside=(), leftovers=(), missing=missing)
     line = line_of(path)
     aside = sorted(line.set_aside(), key=lambda one: -one.step)
     return RootContents(
@@ -144,6 +150,38 @@ def steps_below(path: str) -> RootContents:
         set_aside=tuple(_step(one.step, join(path, one.name), one.why) for one in aside),
         leftovers=tuple(line.leftovers()),
     )
+
+
+def newest_step(path: str) -> StepSummary | None:
+    """The newest step of the run at ``path`` that is valid, as a resume would take it; None of a path that is no directory of steps.
+
+    Another program's newest step is taken unchecked. Raises :class:`NoCheckpointError` if no step is valid, :class:`SourceError`.
+    """
+    if not is_root(path):
+        return None
+    if is_url(path) or was_ever_published(path):
+        places = {step: join(path, name) for step, name in line_of(path).seen_steps().items()}
+    else:
+        places = dict(others_steps(path))
+    for step, place in places.items():
+        found = _step_of_another(step, place) if not is_url(place) else _step(step, place, "published")
+        if found.ok is not False:
+            return found
+    raise NoCheckpointError(f"{path}: holds no valid step; shardwise inspect says what each of them lacks")
+
+
+def _not_told(steps: Mapping[int, str]) -> str:
+    """What the newest of another program's checkpoints tells of the run, and what none tells."""
+    nothing = "they don't record from which step a start resumed, so parents and resumes aren't known"
+    file = os.path.join(next(iter(steps.values())), TRAINER_FILE)
+    try:
+        state = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
+    except SourceError:
+        return f"Checkpoints of another program: {nothing}"
+    known = state if isinstance(state, dict) else {}
+    step, last = known.get("global_step"), known.get("max_steps")
+    at = f", at step {step} of {last}" if type(step) is int and type(last) is int else ""
+    return f"Checkpoints of the HF Trainer{at}: {nothing}; a log of the run may say it: shardwise report train.log"
 
 
 def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:
@@ -155,22 +193,24 @@ def losses_of_steps(steps: Mapping[int, str]) -> tuple[str, dict[int, float]] | 
     """As :func:`losses_of_trainer`, of numbered checkpoints, newest first."""
     for place in steps.values():
         file = os.path.join(place, TRAINER_FILE)
-        if not os.path.isfile(file):
-            continue
-        history = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
-        entries = history.get("log_history") if isinstance(history, dict) else None
-        points = {
-            entry["step"]: float(entry["loss"])
-            for entry in (entries if isinstance(entries, list) else ())
-            if isinstance(entry, dict)
-            and type(entry.get("step")) is int
-            and isinstance(entry.get("loss"), int | float)
-            and 0 <= entry["step"] < 2**53
-            and abs(entry["loss"]) < 2**62
-        }
-        if points:
+        if os.path.isfile(file) and (points := losses_in(file)):
             return file, points
     return None
+
+
+def losses_in(file: str) -> dict[int, float]:
+    """The losses by step that a ``trainer_state.json`` logs. Raises :class:`SourceError`, :class:`FormatError`."""
+    history = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
+    entries = history.get("log_history") if isinstance(history, dict) else None
+    return {
+        entry["step"]: float(entry["loss"])
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, dict)
+        and type(entry.get("step")) is int
+        and isinstance(entry.get("loss"), int | float)
+        and 0 <= entry["step"] < 2**53
+        and abs(entry["loss"]) < 2**62
+    }
 
 
 def _step_of_another(step: int, path: str) -> StepSummary:
@@ -184,7 +224,7 @@ def _step_of_another(step: int, path: str) -> StepSummary:
             nbytes, files = nbytes + os.lstat(os.path.join(folder, name)).st_size, files + 1
     written = datetime.fromtimestamp(os.stat(path).st_mtime).astimezone().isoformat(timespec="seconds")
     fate = "of the HF Trainer" if is_trainer else "of another program"
-    return StepSummary(step=step, path=path, ok=True, fate=fate, written=written, file_bytes=nbytes)
+    return StepSummary(step=step, path=path, ok=None, fate=fate, written=written, file_bytes=nbytes)
 
 
 def _step(step: int, path: str, fate: str) -> StepSummary:
