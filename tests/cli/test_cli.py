@@ -204,6 +204,7 @@ def test_the_history_of_a_run_that_went_back(steps: Path) -> None:
     assert all(datetime.fromisoformat(t).tzinfo is not None for t in times)
     assert len({s["run_id"] for s in document["steps"]}) == 1
     lines = [line.split() for line in run("inspect", steps).stdout.splitlines()]
+    assert ["ok:", "manifest,", "headers", "and", "sizes"] in [line[:5] for line in lines], "what was checked"
     rows = [(line[0], line[1], line[2]) for line in lines if line and line[0] in ("10", "15", "17", "20")]
     assert rows == [
         ("20", "damaged", "damaged"),
@@ -541,9 +542,10 @@ def test_export(model: Path, saved: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_export_under_torchrun(saved: Path, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    step = saved / "step-00000010"
-    status, out, err = finish(start("export", step, tmp_path / "two", "--json", launch=launch))
+    step = saved / "step-00000020"
+    status, out, err = finish(start("export", saved, tmp_path / "two", "--json", launch=launch))
     assert status == 0, err
+    assert err.count("took step 20, the newest valid one") == 1
     assert json.loads(out)["tensors"] == 36
     assert run_json("export", step, tmp_path / "one")["tensors"] == 36
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
@@ -689,10 +691,32 @@ def test_an_empty_directory(command: str, tmp_path: Path) -> None:
     check_both(command, tmp_path / "empty", tmp_path / "out", status=1)
 
 
-@pytest.mark.parametrize("command", ["plan", "export", "convert", "diff"])
-def test_a_directory_of_steps(command: str, saved: Path, tmp_path: Path) -> None:
-    said = f"holds steps 10, 20; give one of them, e.g. {saved}/step-00000020"
-    check_both(command, saved, tmp_path / "out", said, status=1)
+#: Commands that need one step, with what follows the run's directory.
+OF_ONE_STEP: dict[str, tuple[object, ...]] = {
+    "plan": ("--ranks", 2),
+    "export": ("{out}",),
+    "convert": ("{out}", "--to", "checkpoint"),
+    "diff": ("{saved}/step-00000020",),
+}
+
+
+@pytest.mark.parametrize("command", OF_ONE_STEP)
+def test_a_directory_of_steps_stands_for_its_newest_valid_one(
+    command: str, saved: Path, steps: Path, tmp_path: Path
+) -> None:
+    rest = [str(word).format(out=tmp_path / "out", saved=saved) for word in OF_ONE_STEP[command]]
+    found = run(command, saved, *rest)
+    assert found.exit_code == 0, found.output
+    newest = f"{saved}/step-00000020"
+    assert f"{saved}: took step 20, the newest valid one: {newest}\n" in found.stderr
+    truncate(slice_file(steps / "step-00000020"))
+    found = run(command, steps, *[word.replace("out", "older") for word in rest])
+    assert f"{steps}: took step 10, the newest valid one: {steps}/step-00000010\n" in found.stderr
+    assert found.exit_code == 0, found.output
+    (steps / "step-00000010" / "manifest.json").unlink()
+    found = run(command, steps, *[word.replace("out", "none") for word in rest])
+    assert found.exit_code == 1
+    assert "holds no valid step" in found.stderr
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan", "export", "convert"])

@@ -28,6 +28,7 @@ from shardwise.doctor.mounts import mount_of
 from shardwise.doctor.probe import look_at_place
 from shardwise.doctor.software import classes_of
 from shardwise.doctor.table import findings_of
+from shardwise.errors import FormatError
 from shardwise.models.host_budget import host_budget
 from shardwise.store.publish import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
@@ -365,6 +366,27 @@ def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: se
     check(found(tmp_path / "out", given), here, "checkpoint.model-only")
 
 
+def test_files_of_a_trainers_run_stand_for_themselves(trained: Path, tmp_path: Path, here: set[str]) -> None:
+    """Its list of losses, and its arguments, whose pickle is read without running anything of it."""
+    state, pickled = (trained / "checkpoint-4" / name for name in ("trainer_state.json", "training_args.bin"))
+    facts = collect([str(state), str(pickled)])
+    assert facts.taken_for == {
+        str(state): "the state of the HF Trainer, 4 losses",
+        str(pickled): "TrainingArguments, read from a pickle without running it",
+    }
+    check(found(state, pickled), here)
+    real = torch.load(pickled, weights_only=False)
+    (read,) = facts.arguments
+    told = {name: read.values[name] for name in ("optim", "save_strategy", "bf16", "ignore_data_skip")}
+    assert told == {name: getattr(real, name) for name in told}
+    real.ignore_data_skip = True
+    torch.save(real, tmp_path / "training_args.bin")
+    check(found(tmp_path / "training_args.bin"), here, "trainer.data-skip")
+    torch.save({"weights": torch.ones(2)}, tmp_path / "training_args.bin")
+    with pytest.raises(FormatError, match="holds no arguments of the HF Trainer"):
+        found(tmp_path / "training_args.bin")
+
+
 def test_a_checkpoint_of_accelerate(tmp_path: Path, here: set[str]) -> None:
     """It has a scheduler only if one was prepared."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -664,3 +686,4 @@ def test_a_jump_after_a_checkpoint_of_the_trainer(trained: Path, tmp_path: Path,
         rules = ("log.loss-jump",) * (after is not STEADY)
         words = "The loss jumped after checkpoint-20, from which a run may have resumed: 0.708 before"
         check(found(root), here | {"checkpoint.pickle"}, *rules, words=words * bool(rules))
+        check(found(file), here, *rules, words=words * bool(rules))

@@ -29,7 +29,7 @@ from shardwise.report.against_plan import _peaks
 from shardwise.report.ledger_files import read_process, starts_of
 from shardwise.report.material import find_material
 from shardwise.report.sections import marks_of
-from shardwise.report.write import write_report
+from shardwise.report.write import render, write_report
 from tests.harness.bombs import run_apart
 from tests.harness.command import runner
 
@@ -607,6 +607,30 @@ def test_processes_are_grouped_by_start(finished: Path) -> None:
     assert [len(start.processes) for start in starts_of(p for p in two if p is not None)] == [2]
 
 
+def test_a_file_of_a_run_stands_for_itself(tmp_path: Path) -> None:
+    """What the HF Trainer printed, with a second start in it, and its list of losses."""
+    log = tmp_path / "train.log"
+    lines = [f"{{'loss': '{2 - k / 10}', 'epoch': '{k / 10}'}}" for k in range(1, 7)]
+    ends = "{'train_runtime': '1.2', 'train_steps_per_second': '5.0', 'train_loss': '1.7', 'epoch': '0.4'}"
+    log.write_text("\n".join([*lines[:4], ends, *lines[4:]]))
+    material = find_material([str(log)])
+    (found,) = material.losses
+    assert found.points == {k: pytest.approx(2 - k / 10) for k in range(1, 7)}
+    assert [(m.step, m.kind) for m in marks_of(material)] == [(5, "resume")]
+    text = Page(render(material)).text
+    assert "names no steps: its losses are numbered in their order; a resume begins at 5." in text
+
+    log.write_text("step 10 loss=2.5\nstep 20: loss: 2.25\nResumed from step-00000020\n{'loss': 2.0, 'step': 30}\nloss: nan step 40\n")
+    (found,) = find_material([str(log)]).losses
+    assert (found.points, found.names_steps, found.resumes) == ({10: 2.5, 20: 2.25, 30: 2.0}, True, (30,))
+
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps({"log_history": [{"loss": 2.5, "step": 1}, {"loss": 2.25, "step": 2}]}))
+    for path in (state, tmp_path):
+        (found,) = find_material([str(path)]).losses
+        assert (found.file, found.points) == (str(state), {1: 2.5, 2: 2.25})
+
+
 def test_the_command(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "page.html"
     plan = tmp_path / "plan.json"
@@ -640,7 +664,7 @@ def test_the_command(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path, said in (
         (tmp_path / "empty", "holds nothing to report"),
         (tmp_path / "nowhere", "no such file"),
-        (tmp_path / "other.jsonl", "neither a ledger nor a loss log"),
+        (tmp_path / "other.jsonl", "holds no losses: expected a ledger"),
     ):
         done = run(path, "--out", out)
         assert (done.exit_code, said in done.stderr) == (1, True), done.output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,39 @@ def run(*words: object) -> tuple[int, str]:
 def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
     status, shown = run("inspect", trained)
     assert status == 0, shown
-    assert shown.count("of the HF Trainer") == 2
+    assert [line.split()[1:3] for line in shown.splitlines() if " of the HF Trainer " in line] == [
+        ["not", "checked"]
+    ] * 2
+    assert "not checked: without checksums; shardwise doctor" in shown
+    assert "Checkpoints of the HF Trainer, at step 4 of 4: they don't record from which step a start resumed" in shown
     found = json.loads(run("inspect", trained, "--json")[1])
+    assert [step["ok"] for step in found["steps"]] == [None, None]
     assert [step["step"] for step in found["steps"]] == [4, 2]
     assert all(step["file_bytes"] > 10_000 for step in found["steps"])
     status, shown = run("verify", trained)
     assert status == 1
     assert "record no checksums" in shown
+    assert (command := re.search(r"shardwise (doctor .+)", " ".join(shown.split(" Causes")[0].split()))) is not None
+    status, shown = run(*shlex.split(command[1].partition(" Causes")[0]))
+    assert status == 0, shown
+    assert "a run of the HF Trainer or Accelerate, steps 2, 4" in shown
     status, shown = run("report", trained, "--out", tmp_path / "report.html")
     assert status == 0, shown
     page = (tmp_path / "report.html").read_text()
     losses = json.loads((trained / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert "trainer_state.json" in page
+    assert "record from which step a start resumed" in page
+    assert page.count("not checked") >= 2
+    assert "No valid checkpoint" not in page
     assert sum("loss" in entry for entry in losses) == 4
     assert "<svg" in page, "the losses are drawn"
+
+
+def test_the_newest_step_of_a_trainer(trained: Path, tmp_path: Path) -> None:
+    status, shown = run("export", trained, tmp_path / "export")
+    assert status == 0, shown
+    assert f"took step 4, the newest one (not checked): {trained}/checkpoint-4" in shown
+    assert (tmp_path / "export" / "config.json").is_file()
 
 
 def test_ours_below_a_trainers_names(tmp_path: Path) -> None:
@@ -98,7 +119,9 @@ def test_an_accelerate_project(tmp_path: Path) -> None:
     for given in (tmp_path / "project", tmp_path / "project" / "checkpoints"):
         status, shown = run("inspect", given)
         assert status == 0, shown
-        assert shown.count("of another program") == 2
+        assert shown.count(" of another program ") == 2
+        assert shown.count("not checked ") == 2
+        assert "Checkpoints of another program: they don't record" in shown
 
 
 def test_a_model_with_checkpoints_below_is_a_model(trained: Path, tmp_path: Path) -> None:
@@ -114,6 +137,11 @@ def test_a_model_with_checkpoints_below_is_a_model(trained: Path, tmp_path: Path
     status, shown = run("inspect", both)
     assert status == 0, shown
     assert "directory of checkpoints" not in shown
+    status, shown = run("report", both, "--out", tmp_path / "report.html")
+    assert status == 0, shown
+    page = (tmp_path / "report.html").read_text()
+    assert "checkpoint-4/trainer_state.json" in page
+    assert "at step 4 of 4" in page, "the steps are told of, too"
 
 
 def test_one_level_above_names_what_to_give(tmp_path: Path) -> None:

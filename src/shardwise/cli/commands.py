@@ -438,8 +438,9 @@ def convert(
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:
     """Write one HTML file about a run: losses, crashes, proof of each resume, memory by phase, checkpoints.
 
-    RUN is the directory of a run (with checkpoints, or with checkpoints/, ledger/ and loss.jsonl in it), a URL of
-    checkpoints, a directory of sw.memory_ledger, or a file of JSON lines with step and loss. Several are put together. The file needs no network. Needs
+    RUN is the directory of a run (with checkpoints, or with checkpoints/, ledger/ and loss.jsonl in it; also the HF Trainer's
+    output_dir), a URL of checkpoints, a directory of sw.memory_ledger, a file of JSON lines with step and loss, a
+    trainer_state.json, or a log whose lines have a loss. Several are put together. The file needs no network. Needs
     the extra "plot".
     """
     from ..report.write import write_report

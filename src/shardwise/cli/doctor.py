@@ -43,8 +43,9 @@ __all__: list[str] = []
 def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
     """Check this machine and these files for known problems; explain each and how to fix it.
 
-    Each PATH may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them
-    (also the HF Trainer's output_dir or an Accelerate project), a log, or a directory or URL in which the run will write:
+    Each PATH may be an Accelerate YAML, TrainingArguments as JSON or in training_args.bin, a model directory, a checkpoint or a
+    directory of them (also the HF Trainer's output_dir or an Accelerate project), a trainer_state.json, a log, or a directory or
+    URL in which the run will write:
     that one is tried with a few files, which are deleted. It says first what each PATH was taken for. Under
     torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if something will
     fail, or cost time, memory or data; a note, which is worth knowing, leaves it 0.

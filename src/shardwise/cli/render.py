@@ -157,7 +157,7 @@ def _show_root(out: Console, root: RootContents) -> None:
             table.add_row(str(s.step), valid, *(Text(plain(cell)) for cell in row))
         out.print(table)
         for told in _what_was_checked(history):
-            out.print(Text(told, "dim"), soft_wrap=True)
+            out.print(Text(told, "dim"))
     for s in history:
         if s.problem:
             out.print(Text(plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
@@ -173,9 +173,9 @@ def _show_root(out: Console, root: RootContents) -> None:
 
 def _what_was_checked(steps: Sequence[StepSummary]) -> Iterator[str]:
     if any(s.ok for s in steps):
-        yield "ok: manifest, headers and sizes of files agree; shardwise verify reads every byte"
+        yield "ok: manifest, headers and sizes agree; shardwise verify reads every byte"
     if any(s.ok is None for s in steps):
-        yield "not checked: it records no sizes and no checksums; shardwise doctor looks for lost files"
+        yield "not checked: without checksums; shardwise doctor looks for lost files"
 
 
 # ----------------------------------------------------------------------------------------------------

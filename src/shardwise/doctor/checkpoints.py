@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..catalog.dcp import METADATA_NAME
 from ..checkpoint.check import check_part
-from ..errors import ShardwiseError
+from ..errors import ShardwiseError, SourceError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..format.steps import OTHERS_NAME
@@ -18,6 +18,7 @@ from ..storage import is_url, join
 from ..store.line import line_of
 from ..store.publish import leftovers, was_ever_published
 from .facts import Checkpoint
+from .settings import ARGUMENTS_FILE, read_pickled_arguments
 from .weights import PICKLES
 
 __all__ = ["holds_checkpoint", "look_at_checkpoint", "look_for_lost"]
@@ -33,9 +34,6 @@ _OF_OTHERS = re.compile(
 #: Files that no resume reads.
 _TEXTS = re.compile(r"\..*|.*\.(md|txt|log)")
 _NUMBERS = re.compile(r"\d+")
-#: The Trainer's pickle of its arguments, in which True follows the name and its place in the memo. Nothing of it is run.
-_ARGUMENTS_FILE, _ARGUMENTS_BYTES = "training_args.bin", 1024**2
-_SAYS_MODEL_ONLY = re.compile(rb"save_only_model(q.|r....)\x88", re.DOTALL)
 
 
 def holds_checkpoint(path: str, names: Iterable[str]) -> bool:
@@ -125,7 +123,7 @@ def look_for_lost(found: Checkpoint, names: Sequence[str], neighbours: Sequence[
         found,
         lost=lost,
         lost_files=_lost_files(names, neighbours),
-        is_model_only=bool(lost) and _says_model_only(os.path.join(found.path, _ARGUMENTS_FILE)),
+        is_model_only=bool(lost) and _says_model_only(os.path.join(found.path, ARGUMENTS_FILE)),
     )
 
 
@@ -142,7 +140,6 @@ def _lost_files(names: Sequence[str], others: Sequence[Sequence[str]]) -> tuple[
 
 def _says_model_only(path: str) -> bool:
     try:
-        with open(path, "rb") as file:
-            return _SAYS_MODEL_ONLY.search(file.read(_ARGUMENTS_BYTES)) is not None
-    except OSError:
+        return read_pickled_arguments(path).values.get("save_only_model") is True
+    except SourceError:
         return False

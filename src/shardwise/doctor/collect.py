@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from ..catalog.kinds import kind_of
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
-from ..format.steps import OTHERS_NAME
+from ..format.steps import OTHERS_NAME, TRAINER_FILE
 from ..limits import brief
-from ..runs.history import losses_of_steps, numbered_steps, others_steps
+from ..runs.history import losses_in, losses_of_steps, numbered_steps, others_steps
 from ..storage import absolute, is_directory, is_file, is_url, names_in
 from .bucket import look_at_bucket
 from .checkpoints import holds_checkpoint, look_at_checkpoint, look_for_lost
@@ -23,7 +23,7 @@ from .logs import log_of_losses, read_log
 from .machine import look_at_machine
 from .probe import PREFIX, delete_probes, look_at_place
 from .rule import count, number
-from .settings import is_accelerate, is_arguments, read_settings
+from .settings import ARGUMENTS_FILE, is_accelerate, is_arguments, read_pickled_arguments, read_settings
 from .software import launch_variables, requirements, versions
 from .weights import holds_weights, look_at_model, look_at_stored_model
 
@@ -74,8 +74,8 @@ class _Found:
 def collect(paths: Iterable[str], *, outputs: Iterable[str] = (), ranks: int | None = None) -> Facts:
     """Facts of this machine and of ``paths``. Rank-local.
 
-    A path may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them, a
-    log, a URL, or a directory in which a run will write. ``outputs``: directories or URLs in which a run will write; one
+    A path may be an Accelerate YAML, TrainingArguments as JSON or in ``training_args.bin``, a model directory, a checkpoint or a
+    directory of them, a ``trainer_state.json``, a log, a URL, or a directory in which a run will write. ``outputs``: directories or URLs in which a run will write; one
     that does not exist yet is looked at through the nearest directory above it. ``ranks``: how many are to run on this host; None: as the launcher, the given YAML or the devices
     say. Writes at most 64 MiB into each directory to be written, and deletes them. Takes at most about 20 s.
 
@@ -282,6 +282,12 @@ def _note_foreign(path: str, found: _Found) -> str | None:
 def _look_at_file(path: str, found: _Found) -> str:
     if foreign := _note_foreign(path, found):
         return foreign
+    name = os.path.basename(path)
+    if name == TRAINER_FILE:
+        return _look_at_state(path, found)
+    if name == ARGUMENTS_FILE:
+        found.arguments.append(read_pickled_arguments(path))
+        return "TrainingArguments, read from a pickle without running it"
     if path.endswith((".yaml", ".yml", ".json")):
         settings = read_settings(path)
         if is_arguments(settings):
@@ -296,6 +302,15 @@ def _look_at_file(path: str, found: _Found) -> str:
         return f"a log, {count(log.losses, 'loss', 'losses')}, {count(len(log.lines), 'known line')}"
     found.unknown.append(path)
     return "nothing that doctor knows"
+
+
+def _look_at_state(path: str, found: _Found) -> str:
+    """The Trainer's list of losses, in one of its checkpoints or next to them."""
+    folder = os.path.dirname(path)
+    root = os.path.dirname(folder) if OTHERS_NAME.fullmatch(os.path.basename(folder)) else folder
+    points = losses_in(path)
+    found.logs.append(log_of_losses(path, points, numbered_steps(root)))
+    return f"the state of the HF Trainer, {count(len(points), 'loss', 'losses')}"
 
 
 def _words_of(checkpoint: Checkpoint) -> str:

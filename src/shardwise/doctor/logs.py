@@ -14,7 +14,7 @@ from statistics import fmean, median, stdev
 from ..errors import SourceError
 from .facts import Log
 
-__all__ = ["KNOWN", "Known", "log_of_losses", "read_log"]
+__all__ = ["KNOWN", "Known", "LoggedLosses", "log_of_losses", "losses_of_log", "read_log"]
 
 #: Of a longer log, its beginning and its end are read.
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
@@ -30,6 +30,7 @@ _STARTS = re.compile(
     r"train_runtime|\*{5} Running training|Traceback \(most recent call last\)|Loading weights:|Loading checkpoint shards:|"
     r"\btrainable params:"
 )
+_STEP = re.compile(r"\b(?:global_?)?step['\"]?\s{0,9}[:=]?\s{0,9}(\d{1,15})\b", re.IGNORECASE)
 _EPOCH = re.compile(r"\bepoch['\"]?\s{0,9}[:=]\s{0,9}['\"]?(\d{1,9}(?:\.\d{1,16})?)", re.IGNORECASE)
 #: Losses that are compared on either side of a resume.
 _BEFORE, _AFTER, _WORST = 20, 8, 3
@@ -237,16 +238,7 @@ KNOWN = (
 
 def read_log(path: str) -> Log:
     """The known lines of a text file. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
-    try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            raw = file.read(_BEGIN_BYTES if size > _BEGIN_BYTES + _END_BYTES else _BEGIN_BYTES + _END_BYTES)
-            if size > _BEGIN_BYTES + _END_BYTES:
-                file.seek(-_END_BYTES, os.SEEK_END)
-                raw += b"\n" + file.read(_END_BYTES)
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
-    text = raw.decode(errors="replace")
+    text = _text_of(path)
     lines = {known.name: line for known in KNOWN if (line := _first_line(known, text))}
     losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text)]
     finite = [(place, loss) for place, loss in losses if math.isfinite(loss)]
@@ -260,6 +252,52 @@ def read_log(path: str) -> Log:
         not_a_number=None if bad is None else _line_at(text, bad),
         rise=_rise([loss for _, loss in finite]),
     )
+
+
+def _text_of(path: str) -> str:
+    """A log, or its beginning and its end. Raises :class:`SourceError`."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            raw = file.read(_BEGIN_BYTES if size > _BEGIN_BYTES + _END_BYTES else _BEGIN_BYTES + _END_BYTES)
+            if size > _BEGIN_BYTES + _END_BYTES:
+                file.seek(-_END_BYTES, os.SEEK_END)
+                raw += b"\n" + file.read(_END_BYTES)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    return raw.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedLosses:
+    """The losses of a log by step."""
+
+    points: Mapping[int, float]
+    names_steps: bool
+    """Whether each line with a loss names a step; otherwise the losses are numbered from 1."""
+    resumes: tuple[int, ...]
+    """The first step after each resume, as the lines or the epochs say."""
+
+
+def losses_of_log(path: str) -> LoggedLosses:
+    """The losses of a text file, and where resumes begin. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
+    text = _text_of(path)
+    losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text) if math.isfinite(float(m[1]))]
+    named = [_step_at(text, place) for place, _ in losses]
+    steps = [step for step in named if step is not None]
+    names_steps = bool(steps) and len(steps) == len(losses)
+    if not names_steps:
+        steps = list(range(1, len(losses) + 1))
+    points = {step: loss for step, (_, loss) in zip(steps, losses, strict=True)}
+    return LoggedLosses(points, names_steps, tuple(steps[at] for _, _, at in _resumes(text, losses)))
+
+
+def _step_at(text: str, place: int) -> int | None:
+    """The step that the line of a loss names."""
+    start = text.rfind("\n", max(0, place - _LINE_CHARS), place) + 1 or max(0, place - _LINE_CHARS)
+    end = text.find("\n", place, place + _LINE_CHARS)
+    found = _STEP.search(text, start, place + _LINE_CHARS if end < 0 else end)
+    return None if found is None else int(found[1])
 
 
 def log_of_losses(path: str, points: Mapping[int, float], saved: Mapping[int, str]) -> Log:

@@ -1,9 +1,11 @@
-"""Reads configurations: Accelerate's YAML or JSON, and TrainingArguments as JSON. Values are taken as they stand."""
+"""Reads configurations: Accelerate's YAML or JSON, and TrainingArguments as JSON or pickled. Values are taken as they stand."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..catalog.pickled_trees import Record
+from ..catalog.torchfile import ANY_NAMES, read_torch_file
 from ..errors import FormatError
 from ..limits import MAX_CONFIG_DEPTH, MAX_COUNT, parse_json, read_small
 from .facts import Settings
@@ -57,7 +59,10 @@ _READ = frozenset(
 )
 _HIDDEN = "…"
 
-__all__ = ["is_accelerate", "is_arguments", "read_settings"]
+__all__ = ["ARGUMENTS_FILE", "is_accelerate", "is_arguments", "read_pickled_arguments", "read_settings"]
+
+#: The HF Trainer's pickle of its arguments.
+ARGUMENTS_FILE = "training_args.bin"
 
 _OF_ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "num_processes"}
 _OF_ARGUMENTS = {"output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "save_strategy"}
@@ -71,6 +76,32 @@ def read_settings(path: str) -> Settings:
         raise FormatError("holds no settings: expected names and values", path=path)
     _check_size(found, path)
     return Settings(path=path, values={name: _shown(name, value) for name, value in found.items()})
+
+
+def read_pickled_arguments(path: str) -> Settings:
+    """The fields of the TrainingArguments in a ``training_args.bin``. Nothing of it is run: an enum is its value, another object None.
+
+    Raises :class:`SourceError`, :class:`FormatError`.
+    """
+
+    def pick(content: Any) -> Any:
+        return _plain(content.state if isinstance(content, Record) else None)
+
+    found, _ = read_torch_file(path, pick, names=ANY_NAMES)
+    if not isinstance(found, dict):
+        raise FormatError("holds no arguments of the HF Trainer", path=path)
+    _check_size(found, path)
+    return Settings(path=path, values={str(name): _shown(name, value) for name, value in found.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):  # an enum's member is a call with its value
+        return value.args[0] if len(value.args) == 1 and isinstance(value.args[0], str) else None
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _check_size(found: Any, path: str) -> None:

@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..doctor.logs import losses_of_log
 from ..errors import FormatError, SourceError
 from ..limits import MAX_VALUE_BYTES, read_small
-from ..runs.history import RootContents, is_root, losses_of_trainer, steps_below
+from ..runs.history import (
+    RootContents,
+    is_root,
+    losses_in,
+    losses_of_trainer,
+    numbered_steps,
+    steps_below,
+)
 from ..storage import absolute, is_url
 from .ledger_files import Start, json_lines, json_object, read_process, starts_of
 
@@ -24,6 +32,10 @@ class LossLog:
 
     file: str
     points: Mapping[int, float]
+    names_steps: bool = True
+    """False: the losses are numbered, because the file names no steps."""
+    resumes: tuple[int, ...] = ()
+    """The first step after each resume that the file tells of."""
 
 
 @dataclass(slots=True)
@@ -41,7 +53,7 @@ class Material:
 
 def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
     """Look at each path: a directory of checkpoints, or one that holds ``checkpoints``, ``ledger`` or ``loss.jsonl``; a URL of
-    checkpoints; a ledger or a loss log. Without ``plan``, those are taken that lie in a directory of ``paths`` as ``plan*.json``.
+    checkpoints; a ledger, a loss log, a ``trainer_state.json`` or the text that a run printed. Without ``plan``, those are taken that lie in a directory of ``paths`` as ``plan*.json``.
 
     Raises :class:`SourceError` for a path that holds none of these, and for a ``plan`` that is none.
     """
@@ -53,10 +65,11 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             continue
         place = Path(path)
         if place.is_dir():
-            roots = [str(one) for one in (place, place / "checkpoints") if one.is_dir() and is_root(str(one))]
+            roots = [str(one) for one in (place, place / "checkpoints") if one.is_dir() and _has_steps(str(one))]
             found = _files_of(place)
             material.runs += [steps_below(root) for root in roots]
             if logged := losses_of_trainer(str(place)):
+                roots.append(logged[0])
                 material.losses.append(LossLog(*logged))
             if plan is None:
                 material.plans += _plans_in(place)
@@ -67,7 +80,7 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
         if not roots and not found:
             raise SourceError(
                 "holds nothing to report: no steps of a Checkpointer (here or in checkpoints/), no ledger (in ledger/), "
-                "no loss.jsonl; give the directory of a run, of its checkpoints or of its ledger",
+                "no loss.jsonl and no trainer_state.json; give the directory of a run, of its checkpoints or of its ledger, or a log",
                 path=path,
             )
         files.update({one.resolve(): one for one in found})
@@ -78,9 +91,7 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
         elif points := _losses(file):
             material.losses.append(LossLog(str(file), points))
         elif str(file) in map(str, map(Path, paths)):
-            raise SourceError(
-                "is neither a ledger nor a loss log: JSON lines with step and loss", path=str(file)
-            )
+            material.losses.append(_log_given(file))
     material.starts = starts_of(processes)
     return material
 
@@ -88,6 +99,26 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
 def _files_of(place: Path) -> list[Path]:
     ledgers = [*place.glob("rank-*.jsonl"), *place.glob("ledger/rank-*.jsonl")]
     return sorted(ledgers) + sorted([*place.glob("loss.jsonl"), *place.glob("*/loss.jsonl")])
+
+
+def _has_steps(path: str) -> bool:
+    """Whether a directory has steps, a model next to them or not."""
+    return is_root(path) or bool(numbered_steps(path))
+
+
+def _log_given(file: Path) -> LossLog:
+    """The losses of the Trainer's state, or of the text that a run printed. Raises :class:`SourceError` if there are none."""
+    if file.suffix == ".json":
+        found = LossLog(str(file), losses_in(str(file)))
+    else:
+        logged = losses_of_log(str(file))
+        found = LossLog(str(file), logged.points, logged.names_steps, logged.resumes)
+    if not found.points:
+        raise SourceError(
+            "holds no losses: expected a ledger, JSON lines with step and loss, a trainer_state.json, or a log whose lines have a loss",
+            path=str(file),
+        )
+    return found
 
 
 def _losses(file: Path) -> dict[int, float]:

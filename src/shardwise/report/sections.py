@@ -92,6 +92,7 @@ def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) 
 def marks_of(material: Material) -> list[Mark]:
     """Saves, stops and resumes by step."""
     found = {Mark(s.step, "save") for run in material.runs for s in (*run.steps, *run.set_aside)}
+    found |= {Mark(step, "resume") for log in material.losses for step in log.resumes}
     for start in material.starts:
         for name, kind in (("save", "save"), ("resume", "resume"), ("restore", "resume")):
             for _, note in start.notes(name):
@@ -122,6 +123,10 @@ def loss_section(material: Material) -> Section | None:
     ]  # fmt: skip
     head = cells("name", "file", ">steps", ">first step", ">last step", ">first loss", ">last loss")
     parts = [Part(drawn=draw_losses(losses, marks)), *_tables("Loss logs", head, rows)]
+    for log in losses:
+        told = [f"{plain(log.file)} names no steps: its losses are numbered in their order"] * (not log.names_steps)
+        told += [f"a resume begins at {', '.join(map(str, log.resumes))}"] * bool(log.resumes)
+        parts += [Part(text=f"{'; '.join(told)}.")] * bool(told)
     steps, largest = trained_twice([log.points for log in losses])
     if steps:
         was = "step was" if len(steps) == 1 else "steps were"

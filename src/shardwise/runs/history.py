@@ -138,7 +138,7 @@ def lost_parts(names: Sequence[str]) -> tuple[str, ...]:
 def steps_below(path: str) -> RootContents:
     """The steps of the run at ``path``. Raises :class:`SourceError`, :class:`CheckpointError`."""
     if not is_url(path) and not was_ever_published(path):
-        others = others_steps(path)
+        others = numbered_steps(path)
         steps = tuple(_step_of_another(step, place) for step, place in others.items())
         missing = _not_told(others) if any(s.ok is None for s in steps) else None
         return RootContents(path=path, steps=steps, set_aside=(), leftovers=(), missing=missing)
@@ -160,13 +160,13 @@ def newest_step(path: str) -> StepSummary | None:
     if not is_root(path):
         return None
     if is_url(path) or was_ever_published(path):
-        places = {step: join(path, name) for step, name in line_of(path).seen_steps().items()}
+        steps = line_of(path).seen_steps()
+        found = (_step(step, join(path, name), "published") for step, name in steps.items())
     else:
-        places = dict(others_steps(path))
-    for step, place in places.items():
-        found = _step_of_another(step, place) if not is_url(place) else _step(step, place, "published")
-        if found.ok is not False:
-            return found
+        found = (_step_of_another(step, place) for step, place in others_steps(path).items())
+    for step in found:
+        if step.ok is not False:
+            return step
     raise NoCheckpointError(f"{path}: holds no valid step; shardwise inspect says what each of them lacks")
 
 
@@ -185,8 +185,11 @@ def _not_told(steps: Mapping[int, str]) -> str:
 
 
 def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:
-    """The losses by step that the newest ``trainer_state.json`` below a local directory logs, and that file; None without one."""
-    return losses_of_steps(others_steps(path))
+    """The losses by step that the newest ``trainer_state.json`` in or below a local directory logs, and that file; None without one."""
+    own = os.path.join(path, TRAINER_FILE)
+    if os.path.isfile(own) and (points := losses_in(own)):
+        return own, points
+    return losses_of_steps(numbered_steps(path))
 
 
 def losses_of_steps(steps: Mapping[int, str]) -> tuple[str, dict[int, float]] | None:
