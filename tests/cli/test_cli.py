@@ -381,6 +381,12 @@ def test_plan_says_what_it_planned_before_everything_else(model: Path) -> None:
     assert load.startswith("Planned: the load, in BF16 (the model's own dtype; --dtype changes it)")
 
 
+def test_messages_of_other_packages_are_not_shown(model: Path) -> None:
+    """torchao and bitsandbytes say on import which of their extensions can't be loaded."""
+    status, _, err = finish(start("plan", model, "--ranks", 2, "--batch-size", 1))
+    assert (status, err) == (0, "")
+
+
 def test_plan_says_what_all_checkpoints_of_a_run_take(model: Path) -> None:
     asked = ("plan", model, "--ranks", 4, "--keep-last", 5)
     run_plan = run_json(*asked)["run"]

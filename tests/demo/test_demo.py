@@ -18,6 +18,7 @@ from shardwise.demo.data import PairBatches, docstring_pairs, split
 from shardwise.demo.prepare import clear_output, prepare_model
 from shardwise.demo.run import run_demo
 from shardwise.errors import ShardwiseError, SourceError, StateError
+from tests.docs.blocks import ROOT
 from tests.harness.object_store import BUCKET, SECRET, s3_server, use_store
 
 
@@ -61,9 +62,24 @@ def save_tokenizer(directory: Path) -> int:
     return len(vocabulary)
 
 
+def test_make_demo_installs_quietly_and_only_its_own_set(tmp_path: Path) -> None:
+    """In a directory without an environment; nothing is run."""
+    done = subprocess.run(
+        ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    commands = done.stdout.splitlines()
+    installs = [line for line in commands if " pip " in line]
+    assert installs
+    assert all(re.search(r" (-q+|--quiet) ", line) for line in installs), installs
+    assert sum("[demo]" in line for line in installs) == 1
+    extras = set(re.findall(r"\[([\w,]+)\]", " ".join(installs)))
+    assert extras == {"demo"}, "torchao and the like come with [dev]"
+    assert "shardwise demo" in commands[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
+def test_the_whole_demo(masked_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = StringIO()
     out = tmp_path / "out"
 
@@ -107,6 +123,7 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     assert "ABOVE the plan" not in page
     for said in ("Resume report", "killed by SIGKILL", "retrieval accuracy", "DIFFERENT"):
         assert (said in text.getvalue()) == (said != "DIFFERENT")
+    assert "".join(capfd.readouterr()) == "", "its ranks and other packages print nothing"
 
 
 @pytest.mark.nightly

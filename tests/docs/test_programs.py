@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from shardwise.cli import main
 from tests.docs.blocks import ROOT, blocks
+from tests.harness.command import runner
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +99,29 @@ def run(folder: Path, kill_in_step: int = 0) -> tuple[int, int]:
     if done.returncode and not kill_in_step:
         pytest.fail(f"{done.stdout}\n{done.stderr[-6000:]}")
     return done.returncode, done.stdout.count("trained")
+
+
+def test_the_plan_that_the_readme_names_is_of_its_program(tmp_path: Path) -> None:
+    """No dtype, optimizer or number of kept steps has to be guessed."""
+    text, whole = readme(), " ".join((ROOT / "README.md").read_text().split())
+    (words,) = re.findall(r"`shardwise (plan [^`]+ --param-dtype [^`]+)`", whole)
+    base(tmp_path)
+    _, path, *options = words.split()
+    done = runner().invoke(main, ["plan", str(tmp_path / "base"), *options, "--json"])
+    assert done.exit_code == 0, done.output
+    planned = json.loads(done.stdout)["run"]
+    dtypes = re.search(r"param_dtype=torch\.(\w+), reduce_dtype=torch\.(\w+)", text)
+    loaded = re.search(r'load_pretrained\("([^"]+)", mesh, dtype=torch\.(\w+)', text)
+    kept = re.search(r"keep_last=(\d+)", text)
+    assert dtypes is not None
+    assert loaded is not None
+    assert kept is not None
+    assert "torch.optim.AdamW(" in text
+    setup = planned["setup"]
+    assert (path, *setup["parameters"]) == loaded.groups()
+    assert (setup["compute"], setup["reductions"]) == dtypes.groups()
+    assert (setup["optimizer"], setup["optimizer_states"]) == ("adamw", setup["parameters"])
+    assert planned["checkpoint"]["kept"] == int(kept[1])
 
 
 def base(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -42,6 +43,34 @@ def test_the_first_page_says_what_the_charts_measured() -> None:
     assert f"all {len(again)} steps after it have bit-identical losses" in " ".join(
         (DOCS / "index.md").read_text().split()
     )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md"])
+def test_pages_where_people_decide_link_what_was_never_run(page: str) -> None:
+    assert links(page) & {"docs/status.md"}
+    status = (DOCS / "status.md").read_text()
+    assert "\n## Never tested\n" in status
+
+
+def test_pages_about_a_loss_spike_name_the_trainer_and_say_that_it_was_not_reproduced() -> None:
+    case = "docs/cases/5-loss-spike.md"
+    text = (ROOT / case).read_text()
+    assert "\n## Not reproduced\n" in text
+    assert {"docs/howto/trainer.md", "docs/status.md"} <= links(case)
+    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "loss spike after" in line)
+    _, section = (DOCS / "troubleshooting.md").read_text().split("\n## Loss jumps after resume\n")
+    for told, at in ((row, "README.md"), (section.split("\n## ")[0], "docs/troubleshooting.md")):
+        assert f"{case}#not-reproduced" in links(at, told)
+        assert "Trainer" in told
+    assert "docs/troubleshooting.md#loss-jumps-after-resume" in links("docs/index.md")
+
+
+def links(page: str, text: str | None = None) -> set[str]:
+    """What a page links, or a part of it, from the root of the repository; with and without anchors."""
+    text = (ROOT / page).read_text() if text is None else text
+    found = {m[1] for m in re.finditer(r"\]\(([\w./#-]+)\)", text)}
+    ends = {os.path.normpath(os.path.join(os.path.dirname(page), link)) for link in found}
+    return ends | {link.partition("#")[0] for link in ends}
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

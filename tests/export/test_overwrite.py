@@ -37,7 +37,7 @@ def test_an_earlier_export_is_replaced(
     out = tmp_path / "out"
     sw.export_hf(model(1.0), out, max_shard_bytes=1)  # one file for each tensor, and an index
     assert (out / "model.safetensors.index.json").exists()
-    with pytest.raises(CheckpointError, match=r"exists already.*overwrite=True"):
+    with pytest.raises(CheckpointError, match=r"exists already.*overwrite=True; --overwrite"):
         sw.export_hf(model(2.0), out)
     seen: list[bool] = []
     if exchange == "two renames":

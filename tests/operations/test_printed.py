@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.models.host_budget import HostBudget
 from shardwise.operations.printed import Printed
 
 
@@ -39,6 +40,13 @@ def test_what_reports_print(tmp_path: Path) -> None:
     assert "<td" in resumed._repr_html_()
     assert "ResumeReport(" in repr(resumed), "repr has all fields"
     assert all(len(line) <= 100 for line in str(resumed).splitlines())
+
+
+def test_a_record_in_a_report_is_shown_in_words() -> None:
+    budget = HostBudget(
+        limit_bytes=2**34, limit_from="MemTotal in /proc/meminfo", with_swap_bytes=2**34, free_bytes=2**33
+    )
+    assert str(budget) == "8.00 GiB free of 16.0 GiB (MemTotal in /proc/meminfo)"
 
 
 def test_a_resume_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

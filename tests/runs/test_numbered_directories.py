@@ -60,6 +60,7 @@ def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
     ] * 2
     assert "not checked: without checksums; shardwise doctor" in shown
     assert "Checkpoints of the HF Trainer, at step 4 of 4: they don't record from which step a start resumed" in shown
+    assert_narrow("inspect", trained)
     found = json.loads(run("inspect", trained, "--json")[1])
     assert [step["ok"] for step in found["steps"]] == [None, None]
     assert [step["step"] for step in found["steps"]] == [4, 2]
@@ -153,5 +154,12 @@ def test_one_level_above_names_what_to_give(tmp_path: Path) -> None:
     assert f"give one of them: {tmp_path / 'runs' / 'a'}, {tmp_path / 'runs' / 'b'}" in " ".join(
         shown.split()
     )
-    listed = runner().invoke(main, ["inspect", str(tmp_path / "runs" / "a")], env={"COLUMNS": "80"})
-    assert all(len(line) <= 80 for line in listed.output.splitlines() if str(tmp_path) not in line)
+    assert_narrow("inspect", tmp_path / "runs" / "a")
+
+
+def assert_narrow(*words: object) -> None:
+    """On a terminal of 80 columns each row is on one line."""
+    listed = runner().invoke(main, list(map(str, words)), env={"COLUMNS": "80"}).output.splitlines()
+    head = next(k for k, line in enumerate(listed) if line.split()[:2] == ["step", "valid"])
+    assert all(len(line) <= 80 for line in listed[head:] if not line.startswith("Checkpoints of"))
+    assert all(line.split()[0].isdecimal() for line in listed[head + 2 :] if line.startswith(" ") and line.strip())

@@ -36,7 +36,7 @@ INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 #: Where no bar can be drawn, operations that take longer get lines on stderr.
 LINES_AFTER_S = 5.0
 #: Loggers of packages that transformers imports: which of their GPU extensions can't be loaded, and deprecations between them.
-_NOISY = ("torchao", "torch.utils._pytree")
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes")
 #: Findings of one error that are shown; ``--json`` gives all.
 _SHOWN_PROBLEMS = 20
 

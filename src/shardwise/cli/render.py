@@ -142,16 +142,16 @@ def _show_root(out: Console, root: RootContents) -> None:
     history = sorted((*root.steps, *root.set_aside), key=lambda s: (-s.step, s.fate != "published"))
     if history:
         is_told = any(s.fate != "published" for s in history)
-        table = _table("step", "valid", *["what"] * is_told, "written", ">size", ">ranks", ">parent", "run")
+        is_ours = any(s.run_id for s in history)
+        ours = (">ranks", ">parent", "run") if is_ours else ()
+        table = _table("step", "valid", *["what"] * is_told, "written", ">size", *ours)
         for s in history:
             parent = "-" if s.parent_step is None else str(s.parent_step)
             row = [
                 *[s.fate] * is_told,
                 (s.written or "-")[:16].replace("T", " "),
                 "-" if s.file_bytes is None else size(s.file_bytes),
-                str(s.world_size or "-"),
-                parent,
-                (s.run_id or "-")[:8],
+                *([str(s.world_size or "-"), parent, (s.run_id or "-")[:8]] if is_ours else []),
             ]
             valid = Text("not checked") if s.ok is None else _verdict(s.ok, s.part)
             table.add_row(str(s.step), valid, *(Text(plain(cell)) for cell in row))
@@ -295,9 +295,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         facts["ignored files"] = _some(report.ignored_files)
     if host is not None:
         budget = host.budget
-        facts["this host"] = (
-            f"{size(budget.free_bytes)} free of {size(budget.limit_bytes)} ({budget.limit_from})"
-        )
+        facts["this host"] = str(budget)
         facts["a load here"] = f"{size(host.needed_bytes)} of it for {host.ranks} ranks on {host.device}"
     _facts(out, report.path, facts)
     in_store = () if report.store is None else report.store.per_rank

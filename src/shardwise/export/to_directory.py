@@ -119,7 +119,7 @@ def _refuse_taken(final: str, *, overwrite: bool) -> None:
             return
         if not overwrite:
             raise CheckpointError(
-                f"{final}: exists already; export into a new or empty directory, or pass overwrite=True to replace an earlier export"
+                f"{final}: exists already; export into a new or empty directory, or replace an earlier export (overwrite=True; --overwrite)"
             )
         other = _not_of_an_export(final)
     except OSError as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import PlanError
+from ..operations.records import size
 
 __all__ = ["HostBudget", "host_budget", "memory_cgroups", "refuse_too_large"]
 
@@ -30,6 +31,9 @@ class HostBudget:
     """The same with the swap that may be used beside."""
     free_bytes: int
     """What is not in use, or can be reclaimed, now."""
+
+    def __str__(self) -> str:
+        return f"{size(self.free_bytes)} free of {size(self.limit_bytes)} ({self.limit_from})"
 
 
 def host_budget(root: Path = Path("/")) -> HostBudget | None:
