@@ -142,7 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not is_odd or kind not in ("broken", "slow", "stalls"):
             if self.command == "GET":
                 self.server_of.sent[f"{repository}/{file.name}"] += stop - start
-            return self._send(206 if (start, stop) != (0, len(content)) else 200, content[start:stop], headers)
+            return self._send(
+                206 if (start, stop) != (0, len(content)) else 200, content[start:stop], headers
+            )
         self._head(200, len(content), headers)
         half = len(content) // 2
         self.wfile.write(content[:half])

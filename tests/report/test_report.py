@@ -620,7 +620,9 @@ def test_a_file_of_a_run_stands_for_itself(tmp_path: Path) -> None:
     text = Page(render(material)).text
     assert "names no steps: its losses are numbered in their order; a resume begins at 5." in text
 
-    log.write_text("step 10 loss=2.5\nstep 20: loss: 2.25\nResumed from step-00000020\n{'loss': 2.0, 'step': 30}\nloss: nan step 40\n")
+    log.write_text(
+        "step 10 loss=2.5\nstep 20: loss: 2.25\nResumed from step-00000020\n{'loss': 2.0, 'step': 30}\nloss: nan step 40\n"
+    )
     (found,) = find_material([str(log)]).losses
     assert (found.points, found.names_steps, found.resumes) == ({10: 2.5, 20: 2.25, 30: 2.0}, True, (30,))
 

@@ -59,7 +59,10 @@ def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
         ["not", "checked"]
     ] * 2
     assert "not checked: without checksums; shardwise doctor" in shown
-    assert "Checkpoints of the HF Trainer, at step 4 of 4: they don't record from which step a start resumed" in shown
+    assert (
+        "Checkpoints of the HF Trainer, at step 4 of 4: they don't record from which step a start resumed"
+        in shown
+    )
     assert_narrow("inspect", trained)
     found = json.loads(run("inspect", trained, "--json")[1])
     assert [step["ok"] for step in found["steps"]] == [None, None]
@@ -68,8 +71,9 @@ def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
     status, shown = run("verify", trained)
     assert status == 1
     assert "record no checksums" in shown
-    assert (command := re.search(r"shardwise (doctor .+)", " ".join(shown.split(" Causes")[0].split()))) is not None
-    status, shown = run(*shlex.split(command[1].partition(" Causes")[0]))
+    command = re.search(r"shardwise (doctor .+?) Causes", " ".join(shown.split()))
+    assert command is not None
+    status, shown = run(*shlex.split(command[1]))
     assert status == 0, shown
     assert "a run of the HF Trainer or Accelerate, steps 2, 4" in shown
     status, shown = run("report", trained, "--out", tmp_path / "report.html")
@@ -162,4 +166,6 @@ def assert_narrow(*words: object) -> None:
     listed = runner().invoke(main, list(map(str, words)), env={"COLUMNS": "80"}).output.splitlines()
     head = next(k for k, line in enumerate(listed) if line.split()[:2] == ["step", "valid"])
     assert all(len(line) <= 80 for line in listed[head:] if not line.startswith("Checkpoints of"))
-    assert all(line.split()[0].isdecimal() for line in listed[head + 2 :] if line.startswith(" ") and line.strip())
+    assert all(
+        line.split()[0].isdecimal() for line in listed[head + 2 :] if line.startswith(" ") and line.strip()
+    )

@@ -219,7 +219,11 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
     is_fixed = options.revision is not None and _COMMIT.fullmatch(options.revision) is not None
     if is_offline or (is_fixed and not with_code and not options.force_download):
         try:
-            return _cached_or_outline(model, options) if is_offline else _cached(model, options.revision, options)
+            return (
+                _cached_or_outline(model, options)
+                if is_offline
+                else _cached(model, options.revision, options)
+            )
         except SourceError:
             if is_offline:
                 raise

@@ -107,5 +107,6 @@ def _write_header(path: str, header: Any, model: str) -> None:
             file.truncate(8 + len(text) + end)
     except (OSError, ValueError) as error:
         raise SourceError(
-            f"its {os.path.basename(path)} would have {end} bytes, and such a file can't be made: {error}", path=model
+            f"its {os.path.basename(path)} would have {end} bytes, and such a file can't be made: {error}",
+            path=model,
         ) from error

@@ -130,7 +130,9 @@ class _Run:
     def optimizer(self) -> list[Amount]:
         count, bytes_each = OPTIMIZERS[self.training.optimizer]
         each = (
-            f"{bytes_each:.3f} bytes" if bytes_each is not None else f"bytes of {', '.join(self.held.trained_dtypes)}"
+            f"{bytes_each:.3f} bytes"
+            if bytes_each is not None
+            else f"bytes of {', '.join(self.held.trained_dtypes)}"
         )
         held, keeps = self.held, self.keeps
         text = f"{self.training.optimizer}: {held.trained} trained elements of the rank x {count} states x {each}"

@@ -220,7 +220,9 @@ def _compute_dtype(model: Any, policy: ShardPolicy) -> torch.dtype:
     """The dtype of the forward."""
     precision = policy.mixed_precision
     given: torch.dtype | None = precision.param_dtype if precision is not None else None
-    return given or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    return given or next(
+        (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
+    )
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -65,7 +65,9 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             continue
         place = Path(path)
         if place.is_dir():
-            roots = [str(one) for one in (place, place / "checkpoints") if one.is_dir() and _has_steps(str(one))]
+            roots = [
+                str(one) for one in (place, place / "checkpoints") if one.is_dir() and _has_steps(str(one))
+            ]
             found = _files_of(place)
             material.runs += [steps_below(root) for root in roots]
             if logged := losses_of_trainer(str(place)):

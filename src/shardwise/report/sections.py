@@ -124,7 +124,9 @@ def loss_section(material: Material) -> Section | None:
     head = cells("name", "file", ">steps", ">first step", ">last step", ">first loss", ">last loss")
     parts = [Part(drawn=draw_losses(losses, marks)), *_tables("Loss logs", head, rows)]
     for log in losses:
-        told = [f"{plain(log.file)} names no steps: its losses are numbered in their order"] * (not log.names_steps)
+        told = [f"{plain(log.file)} names no steps: its losses are numbered in their order"] * (
+            not log.names_steps
+        )
         told += [f"a resume begins at {', '.join(map(str, log.resumes))}"] * bool(log.resumes)
         parts += [Part(text=f"{'; '.join(told)}.")] * bool(told)
     steps, largest = trained_twice([log.points for log in losses])
