@@ -66,6 +66,8 @@ REASONS = {
     "doctor/probe.py::_write_direct os.open": "in the folder that mkdtemp made",
     "doctor/probe.py::delete_probes shutil.rmtree": "folders that mkdtemp made for probes of this process",
     "doctor/probe.py::look_at_place shutil.rmtree": "the folder that mkdtemp made for this call",
+    "models/outlines.py::_write_header .truncate": "a file that the line above made (x)",
+    "models/outlines.py::_write_header open": "a new file (x) in the temporary directory of a plan",
     "export/to_directory.py::ToDirectory._make os.truncate": "a file that was just written in this export's own temporary directory",
     "export/to_directory.py::ToDirectory._make remove_ours": "the temporary directory that this call made",
     "export/to_directory.py::ToDirectory.discard remove_ours": "the temporary directory that this export made",

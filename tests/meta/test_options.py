@@ -125,7 +125,15 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
         "plan",
         {
             **dict.fromkeys(
-                ("batch_size", "sequence_length", "optimizer", "checkpointing", "device", "bandwidth"),
+                (
+                    "batch_size",
+                    "sequence_length",
+                    "optimizer",
+                    "checkpointing",
+                    "device",
+                    "bandwidth",
+                    "keep_last",
+                ),
                 "a field of training=",
             ),
             **dict.fromkeys(("param_dtype", "reduce_dtype", "offload"), "a field of policy="),

@@ -16,6 +16,7 @@ from typing import Any
 from ..catalog.quantization import DESCRIBING
 from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME
 from ..errors import SourceError
+from ..limits import inside
 from .documents import MODULES_NAME
 
 __all__ = ["documents_of_outline", "outline", "outline_of_cache"]
@@ -63,7 +64,7 @@ def outline(
     if any(name.endswith(DESCRIBING) for header in headers for name in header.tensors):
         return here
     for name, header in zip(weights, headers, strict=True):
-        _write_header(os.path.join(here, name), header, model)
+        _write_header(inside(here, name), header, model)
     return here
 
 
@@ -86,7 +87,7 @@ def _directory(folder: str, model: str, commit: str) -> str:
 
 
 def _put(here: str, name: str, file: str) -> None:
-    target = os.path.join(here, name)
+    target = inside(here, name)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     shutil.copyfile(file, target)
 
@@ -102,7 +103,7 @@ def _write_header(path: str, header: Any, model: str) -> None:
     end = max((t.data_offsets[1] for t in header.tensors.values()), default=0)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
-        with open(path, "wb") as file:
+        with open(path, "xb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + end)
     except (OSError, ValueError) as error:
