@@ -6,16 +6,16 @@ this module imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
 from .errors import LayoutError, ShardError, ShardwiseError, UnsupportedConversionError
+from .frozen import frozen
 
 __all__ = ["GATES", "Gate", "require"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gate:
     """A feature, and the releases of a package that have what it needs."""
 

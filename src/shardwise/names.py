@@ -7,13 +7,14 @@ FSDP1, applied in any order.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 from .errors import LayoutError
+from .frozen import frozen
 
 __all__ = [
     "Named",
@@ -94,7 +95,7 @@ class Named(Protocol):
         """The canonical name, then those of ties."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class NamedTensor:
     """One distinct parameter or buffer object of a model, with every place that holds it."""
 

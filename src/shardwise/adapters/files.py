@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from ..catalog.safetensors import catalog_of_safetensors
 from ..catalog.torchfile import catalog_of_torch_file
 from ..catalog.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..errors import FormatError, PlanError, SourceError
+from ..frozen import frozen
 from ..internals.peft import adapter_configs, add_adapter, base_of, expressions_in, peft_model
 from ..internals.regex import check_patterns
 from ..layout.live import LiveModel
@@ -60,7 +61,7 @@ _UNSUPPORTED = (
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AdapterFiles:
     """An adapter's directory: its config, and its tensors by their names in the file."""
 
@@ -122,7 +123,7 @@ def _import_peft() -> Any:
     return peft
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adapters:
     """Where the adapters of a load come from."""
 

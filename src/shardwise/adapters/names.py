@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError, UnsupportedConversionError
+from ..frozen import frozen
 from ..internals.peft import (
     adapter_configs,
     convert_adapter,
@@ -29,7 +30,7 @@ __all__ = ["WrappedNames", "adapter_tensors", "resolve_adapter", "wrapped", "wra
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WrappedNames:
     """The names of a base model's tensors in the same model with adapters."""
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import Lock
 from typing import Any
 
 from ..errors import FormatError, IntegrityError, SourceError
+from ..frozen import frozen
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
 from ..storage import is_url
@@ -83,7 +84,7 @@ _COMMON_STATES = frozenset(("step", "sum", "prev", "ax", "mu", "eta", "variance"
 UNKNOWN_ENTRIES = "shardwise.unknown_entries"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ByteRange:
     """The place of an item that is not a tensor: a pickle, which only :mod:`.pickles` may read."""
 
@@ -92,7 +93,7 @@ class ByteRange:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DcpCheckpoint:
     """The content of ``.metadata``: tensors by name, other items by name, each name's path in the state dict."""
 

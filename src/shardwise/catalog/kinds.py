@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
+from ..frozen import frozen
 from ..limits import read_shallow_json
 from ..storage import is_directory, is_file, is_url, join, names_in
 
@@ -39,7 +39,7 @@ _WEIGHTS = (
 _NAMED_WEIGHTS = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?|(pytorch_model(-\d+-of-\d+)?|adapter_model)\.bin(\.index\.json)?"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Kind:
     """A kind of directory or file that another program writes."""
 
@@ -353,7 +353,7 @@ def _base(path: str) -> str:
 # Configs of other libraries: their weights are ordinary, and only their classes aren't known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class _ConfigKind:
     """A library that writes a config.json of its own."""
 

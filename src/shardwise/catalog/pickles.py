@@ -15,11 +15,11 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..errors import FormatError
+from ..frozen import frozen
 from ..limits import (
     MAX_ARGUMENTS_PER_BYTE,
     MAX_PICKLE_BYTES,
@@ -33,7 +33,7 @@ from .pickled_trees import Record, check_walk
 __all__ = ["AnyNames", "Name", "Names", "check_key", "is_name_of", "unpickled"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Name:
     """Stands for the name of a class or function in a pickle. A call of the name calls ``make``, our own function."""
 

@@ -11,12 +11,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..dtypes import itemsize
 from ..errors import FormatError
+from ..frozen import frozen
 from ..layout.boxes import whole
 from ..limits import (
     MAX_BYTES_PER_BYTE,
@@ -90,7 +91,7 @@ _STORAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Dtype:
     """A dtype, or the class of its storage; None for bytes of any dtype."""
 
@@ -112,7 +113,7 @@ def to_dict() -> dict[Any, Any]:
     return {}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Saved:
     """The description of one tensor in ``data.pkl``."""
 

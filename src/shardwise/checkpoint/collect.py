@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from ..catalog.checkpoint import directory
 from ..errors import StateError
 from ..format.manifest import Manifest
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..limits import MAX_NAME_CHARS, brief
 from ..models.assets import asset_files
@@ -34,7 +35,7 @@ __all__ = ["Collected", "Lineage", "Taken", "collect", "compare", "software_vers
 _OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lineage:
     """The run that writes, and the step that it last saved or resumed from."""
 
@@ -59,7 +60,7 @@ class Lineage:
         self.base.update(found)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Taken:
     """What one rank has at one instant; not yet compared with what the other ranks have.
 
@@ -78,7 +79,7 @@ class Taken:
     """What this rank writes, for each part of the snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Collected(Taken):
     """The same, compared between ranks and ready to be written; holds no other live objects."""
 

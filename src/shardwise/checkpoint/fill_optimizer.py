@@ -6,7 +6,7 @@ The caller says where the states are stored (:class:`StoredStates`), and agrees 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..catalog import Catalog
 from ..dtypes import code_of
 from ..format.states import by_name
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor, wanted_states
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainedBy:
     """An optimizer of this run, and the model whose parameters it holds."""
 
@@ -86,7 +87,7 @@ def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) 
     return TrainedBy(name, optimizer, model, lives[model])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RestoredOptimizer:
     """The result of restoring an optimizer on this rank."""
 
@@ -99,7 +100,7 @@ class RestoredOptimizer:
     """Gradients whose dtype changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class StoredStates:
     """The stored state of an optimizer. Parameters have their names in this run, except in ``catalog``."""
 
@@ -121,7 +122,7 @@ class StoredStates:
     """Parameter → state → form of each state of few bits, whose parts are spread over ranks like its parameter."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OptimizerFill:
     """An optimizer that has its stored settings and room for its stored states, and the plan to read them."""
 

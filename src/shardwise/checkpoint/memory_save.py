@@ -22,6 +22,7 @@ from ..errors import CheckpointError, FormatError, IntegrityError, ShardwiseErro
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
 from ..format.places import rank_of_file
 from ..format.slices import header_bytes
+from ..frozen import frozen
 from ..limits import parse_json
 from ..memory.copies import copy_units
 from ..memory.link import Reader
@@ -44,7 +45,7 @@ __all__ = ["Host", "MemorySave"]
 _MOST_SENT_BYTES = 1024**3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Host:
     """This rank's host, and how to reach the hosts of the other ranks."""
 

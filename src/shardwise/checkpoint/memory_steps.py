@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import xxhash
 
 from ..errors import CheckpointError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_of_manifest
+from ..frozen import frozen
 from ..limits import inside, read_small
 from ..memory.link import Server, address_towards_store
 from ..memory.maps import Maps
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeldStep:
     """A step that some hosts have a manifest of."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..catalog.checkpoint import directory
 from ..dtypes import itemsize
 from ..format.slices import Slice, SliceTensor, file_name, rank_files
 from ..format.spread import file_count
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..layout.boxes import LocalBox
 from ..layout.placements import cut_boxes
@@ -40,7 +40,7 @@ class Piece(NamedTuple):  # as a slice
         return math.prod(self.held.box.sizes) * itemsize(self.live.stored.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OwnFile:
     """A slice file of this rank."""
 
@@ -51,7 +51,7 @@ class OwnFile:
     """The content of each slice, in their order."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OwnPart:
     """What this rank writes of one model or optimizer, and what it only sums: another rank writes it, or none."""
 

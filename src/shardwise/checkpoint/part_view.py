@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ..catalog import StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
@@ -15,6 +14,7 @@ from ..errors import CheckpointError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest
 from ..format.places import files_by_place
 from ..format.states import StateKey
+from ..frozen import frozen
 from ..layout.boxes import Box, whole
 from ..layout.live import describe
 from ..limits import inside
@@ -32,7 +32,7 @@ __all__ = ["PartFiles", "bring", "document_units", "make_view", "slice_units"]
 _Held = Mapping[str, tuple[tuple[int, ...], Sequence[Box]]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PartFiles:
     """The files of a step at one place that other hosts may read."""
 

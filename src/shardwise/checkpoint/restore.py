@@ -15,6 +15,7 @@ from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
 from ..format.manifest import CONVERTED, Manifest, TensorEntry
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor
 from ..layout.live import LiveModel, describe
@@ -54,7 +55,7 @@ from .watch import Watched, changed_anywhere
 __all__ = ["Filled", "Saved", "restore_into"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Saved:
     """The run that saved a checkpoint, as the checkpoint records it. :class:`ResumeReport` has the same facts."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import checked_step
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
@@ -48,7 +49,7 @@ from .low_bit_save import low_bit_document, split_low_bit
 __all__ = ["Live", "MadeOf", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MadeOf:
     """A recipe, and the stored tensors that it names."""
 
@@ -68,7 +69,7 @@ class Live(NamedTuple):  # as a slice
     """Whether the checkpoint holds only its digest."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelPart:
     """One model of a snapshot."""
 
@@ -83,7 +84,7 @@ class ModelPart:
         return "model"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OptimizerPart:
     """One optimizer of a snapshot, and the model that it trains."""
 
@@ -98,7 +99,7 @@ class OptimizerPart:
         return "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Snapshot:
     """One rank's contribution to a checkpoint.
 

@@ -32,6 +32,7 @@ from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, r
 from ..format.places import absent_places, describe_absent, files_by_place
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
+from ..frozen import frozen
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
@@ -163,7 +164,7 @@ def model_of(manifest: Manifest, optimizer: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _File:
     """A file to check, and its consecutive slices; empty for a file without slices, or with unknown ones."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from ..frozen import frozen
 from ..models.host_budget import HostBudget, host_budget
 from ..phases.report import PlanReport
 from ..transfer.page_cache import shares_memory
@@ -14,7 +15,7 @@ from ..transfer.page_cache import shares_memory
 __all__ = ["ThisHost", "nodes_like_this", "this_host"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class ThisHost:
     """The memory of this host, and the need of a load whose ranks run here."""
 

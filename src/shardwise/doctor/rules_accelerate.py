@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from ..frozen import frozen
 from ..gates import GATES
 from .facts import Facts, Model, Settings
 from .rule import Bite, Rule, each, is_on, is_version, number
@@ -14,7 +14,7 @@ from .rule import Bite, Rule, each, is_on, is_version, number
 __all__ = ["ACCELERATE"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Fsdp:
     """A configuration that uses FSDP."""
 

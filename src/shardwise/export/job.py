@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
+from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.wanted import Wanted
 from ..planning.build import transfers_of
@@ -27,7 +27,7 @@ Together = Callable[[Filler], None]
 WINDOW_BYTES = 32 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Window:
     """A byte range of a file, and the boxes of hub tensors that fill it."""
 

@@ -22,6 +22,7 @@ from ..checkpoint.snapshot import Live
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
+from ..frozen import frozen
 from ..internals.peft import lora_layers, peft_model, places
 from ..internals.transformers import ignored_on_save, is_transformers_model
 from ..layout.boxes import Box
@@ -51,7 +52,7 @@ __all__ = ["MergedJob"]
 _PART_BYTES = 8 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Delta:
     """What one adapter adds to a weight: ``(B @ A) * scaling``, or the transpose of it."""
 
@@ -76,7 +77,7 @@ class _Delta:
         return ((made.t() if self.is_transposed else made) * self.scaling).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Made:
     """A weight that is not written as the model holds it."""
 

@@ -6,7 +6,6 @@ A window is brought to its rank by an integer sum of the ranks' elements, as :mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from ..catalog.records import Chunk, Coded, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..errors import StateError
+from ..frozen import frozen
 from ..layout.boxes import Box, whole
 from ..layout.spec import TensorSpec
 from ..layout.wanted import contiguous_strides
@@ -37,7 +37,7 @@ _WINDOW_BYTES = 8 * 1024**2
 _LABEL = "quantise for the export"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Changed:
     """A tensor that is quantised again."""
 

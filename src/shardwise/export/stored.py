@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..catalog.quantized import method_of_config
 from ..digests.digest import finish, partial_sum
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
@@ -45,7 +45,7 @@ from .tensors import HubTensors, as_named, inverted, reverted
 __all__ = ["StoredJob"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Names:
     """The names of a stored tensor. Implements :class:`.Named`."""
 

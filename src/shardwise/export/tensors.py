@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
+from ..frozen import frozen
 from ..layout.spec import TensorSpec
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile, identity, invert
@@ -17,7 +17,7 @@ from ..recipe.transformers import reverse_tiles
 __all__ = ["HubTensors", "as_named", "inverted", "reverted"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubTensors:
     """Hub tensors by name with dtype and shape, and the tiles of them that each module tensor holds.
 

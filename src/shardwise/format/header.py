@@ -13,10 +13,10 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
+from ..frozen import frozen
 from ..limits import MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
 from ..storage import Stat, counted_here, is_url, read_range, stat_of
 
@@ -28,7 +28,7 @@ _GUESS_PART, _LEAST_GUESS_BYTES, _MOST_GUESS_BYTES = 128, 16 * 1024, 512 * 1024
 _AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Entry:
     """A tensor in a file. ``offset_bytes`` counts from the start of the file, ``saved_offsets`` is the
     index of its first element in the global tensor (None in files without DCP_SHARDING_INFO)."""
@@ -41,7 +41,7 @@ class Entry:
     saved_offsets: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Header:
     """A file's header: its entries by name, its free-form metadata, where the payload starts, file size."""
 

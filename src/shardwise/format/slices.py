@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter, itemgetter
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import itemsize
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SliceTensor:
     """A tensor as it is stored: spread by ``geometry``, written by the ``owner``-th of its replicas."""
 

@@ -10,12 +10,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..frozen import frozen
 from .conversion_table import get_model_conversion_mapping
 from .torch import original_class
 
@@ -276,7 +276,7 @@ def copy_conversions(of: Any, to: Any) -> None:
         to._weight_conversions = copy.copy(of._weight_conversions)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubGroup:
     """Stored tensors that one converter takes together: a layer's experts, the parts of a fused weight.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..frozen import frozen
 from ..internals.peft import base_of
 from ..internals.torch import original_class
 from ..names import NamedTensor, modules_by_path, tensors_of, unwrap
@@ -19,7 +20,7 @@ from .wanted import Layout
 __all__ = ["LiveModel", "describe"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class LiveModel:
     """A model as :func:`describe` found it.
 

@@ -6,7 +6,6 @@ import hashlib
 import random
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from ..adapters.initial import adapter_rules, magnitudes, without_rule
 from ..errors import PlanError
+from ..frozen import frozen
 from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.peft import has_adapters, places
 from ..internals.torch import local_tensor
@@ -29,7 +29,7 @@ from ..rng import preserve_rng
 __all__ = ["check_rules", "fill_by_rule", "init_weights"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Job:
     """One module's wanted parameters: their place in the template, and the calls that fill them."""
 
@@ -42,7 +42,7 @@ class _Job:
     rules: tuple[Rule, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Held:
     """A live parameter, and what this rank holds of it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from ..adapters.files import combine, open_adapters
 from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
+from ..frozen import frozen
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
@@ -153,7 +154,7 @@ def load(
     return noted(model, filled.report.after(looks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class FillOptions:
     """The options that all loaders share. See :func:`load` for the fields."""
 
@@ -165,7 +166,7 @@ class FillOptions:
     """None lets any parameter be plain."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filling:
     """A model to be filled, and from what."""
 
@@ -175,7 +176,7 @@ class Filling:
     options: FillOptions
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filled:
     """A filled model, and how it was filled."""
 

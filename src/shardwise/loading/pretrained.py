@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -19,6 +19,7 @@ from ..catalog.records import StoredTensor
 from ..dtypes import named_dtype, torch_dtype
 from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
+from ..frozen import frozen
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
 from ..limits import (
@@ -183,7 +184,7 @@ def load_wrapped(
     return prepared.model, noted(prepared.model, report.after(looks))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prepared:
     """A model on meta, its source, and the rules that turn stored tensors into its own."""
 

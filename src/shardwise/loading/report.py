@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..frozen import frozen
 from ..models.host_budget import HostBudget
 from ..operations.printed import Printed
 from ..planning import Plan
@@ -24,7 +25,7 @@ __all__ = ["LoadReport", "ReadCost", "load_report", "noted"]
 _reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class ReadCost:
     """The cost of carrying out a plan on this rank; for the fields see :class:`LoadReport`."""
 

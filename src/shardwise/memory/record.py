@@ -16,9 +16,9 @@ import logging
 import os
 import secrets
 import stat
-from dataclasses import dataclass
 
 from ..errors import CheckpointError, FormatError
+from ..frozen import frozen
 from ..limits import is_word, read_json, read_small
 from ..ranks.patience import patiently
 from ..store.lock import check_held
@@ -33,7 +33,7 @@ _FORMAT, _VERSION = "shardwise-memory", 2
 _WORD_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Record:
     """What rank 0 reads and writes."""
 

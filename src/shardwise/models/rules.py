@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..frozen import frozen
 from ..internals.torch import (
     TorchDispatchMode,
     meta_tree,
@@ -49,7 +50,7 @@ _OVERWRITES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Template:
     """An unsharded meta copy of a model (or of a part of it), on which rules can run."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from ..frozen import frozen
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
 from .training import OPTIMIZERS, TrainingSpec
@@ -19,7 +19,7 @@ __all__ = ["Held", "held_by_first"]
 _LEAST_8BIT, _BLOCK = 4096, 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Held:
     """Bytes of rank 0, which holds most; and over all ranks with replicas once."""
 

@@ -10,12 +10,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..frozen import frozen
 from ..internals.torch import (
     TorchDispatchMode,
     fake_device_or_view,
@@ -33,7 +33,7 @@ from .training import TrainingSpec
 __all__ = ["LiveBytes", "Measured", "alike", "measure"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Measured:
     """What one forward and backward did."""
 

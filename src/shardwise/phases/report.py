@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..frozen import frozen
 from ..loading.store_requests import StoreRequests
 from ..operations.printed import Printed
 from ..operations.records import size
@@ -21,7 +22,7 @@ from .records import RunPlan
 __all__ = ["PlanReport", "RankCost", "RanksPlanned"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RankCost:
     """The cost of one rank's plan."""
 
@@ -36,7 +37,7 @@ class RankCost:
     """Strided copies in the plan."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class RanksPlanned:
     """The plan of rank 0, and the cost of each rank that was planned; see :class:`PlanReport`."""
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..catalog.quantized import method_of_config
 from ..catalog.records import Chunk, StoredFile, StoredTensor
 from ..dtypes import code_of
 from ..errors import FormatError
+from ..frozen import frozen
 from ..layout.boxes import whole
 from ..layout.live import describe
 from ..limits import MAX_MODULES
@@ -38,7 +39,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
 _MOST_PARTS = 50 * MAX_MODULES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """The model of a plan. :meth:`prepared` builds it on meta, each time anew."""
 

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
+from ..frozen import frozen
 from ..limits import brief
 from .coded import Coded, coded
 from .families import Found, Source
@@ -22,7 +22,7 @@ _BITS = (2, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Settings:
     bits: int
     group_size: int

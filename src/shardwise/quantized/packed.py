@@ -5,9 +5,9 @@ Source: ``pack_to_int32`` of compressed-tensors. Codes are unsigned; half their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..frozen import frozen
 from ..layout.boxes import Box
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def packed_size(size: int, bits: int) -> int:
     return -(-size * bits // _WORD_BITS)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PackedIntegers:
     """Integers packed along one of two dims. Implements :class:`.Codes`."""
 

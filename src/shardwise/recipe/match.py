@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from ..catalog.quantized import is_part
 from ..catalog.records import Catalog, StoredTensor
+from ..frozen import frozen
 from ..layout.wanted import Wanted
 from ..names import canonical_name
 from .explain import unmatched
@@ -38,7 +39,7 @@ __all__ = [
 Rename = Callable[[Sequence[str]], Mapping[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Recipe:
     """How one wanted tensor is made: tiles that cover it, and the tiles of each copy stored under another name."""
 
@@ -49,7 +50,7 @@ class Recipe:
     """The stored names of a tensor without elements, which has no tiles to name them."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Declaration:
     """A tensor that a load skips by declaration, and the author of the declaration."""
 
@@ -74,7 +75,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) for p in patterns)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Made:
     """A tensor under a module name, made from stored tensors: unchanged, renamed, or converted by tiles."""
 
@@ -132,7 +133,7 @@ def undeclared(*_: str) -> None:
     """No declaration."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rules:
     """How stored tensors become wanted ones, and which tensors may be left over or initialised.
 

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
+from ..frozen import frozen
 from ..internals.peft import base_of, is_adapted
 from ..internals.torch import bare_tree, original_class
 from ..internals.transformers import (
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubRules:
     """The rules of a model's class for stored tensors."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, SourceError
+from ..frozen import frozen
 from ..limits import MAX_VALUE_BYTES, read_small
 from ..runs.history import RootContents, is_root, losses_of_trainer, steps_below
 from ..storage import absolute, is_url
@@ -18,7 +19,7 @@ from .ledger_files import Start, json_lines, json_object, read_process, starts_o
 __all__ = ["LossLog", "Material", "find_material"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LossLog:
     """Losses by step, from one file."""
 

@@ -17,6 +17,7 @@ from ..checkpoint.verify import model_of, runs_of
 from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
+from ..frozen import frozen
 from ..layout.boxes import Box
 from ..operations.announced import announced
 from ..operations.operation import this_operation
@@ -33,7 +34,7 @@ __all__ = ["Change", "DiffReport", "diff"]
 _PIECE_BYTES = 16 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Change:
     """A tensor that differs between the two sources."""
 

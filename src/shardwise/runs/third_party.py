@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
 from ..format.steps import TRAINER_FILE, describe_steps
+from ..frozen import frozen
 from ..limits import brief, read_json
 from ..storage import is_directory, is_file, looking_once, names_in
 from .pickled_values import (
@@ -61,7 +62,7 @@ _DOCUMENT_FILES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredOptimizer:
     """A stored optimizer: tensors named ``<parameter>.<state>``, other values, settings."""
 
@@ -247,7 +248,7 @@ def _listed(root: str) -> list[str]:
         raise SourceError(f"can't be read: {error.strerror}", path=root) from error
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ThirdPartyRun:
     """Locates the parts of a run. Reads a part when it is asked for, and each DCP directory once.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from ..errors import ShardError
+from ..frozen import frozen
 from ..internals.peft import adapted_modules, is_adapted
 from ..internals.torch import original_class
 from ..internals.transformers import blocks_not_to_split
@@ -23,7 +23,7 @@ _EXPERTS_CLASS = re.compile(r"Experts$")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A module that could be a group, its path in the model, and the reason."""
 

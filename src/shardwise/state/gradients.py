@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..errors import StateError
 from ..format.manifest import GRADIENT
+from ..frozen import frozen
 from ..internals.fsdp import fsdp_unreduced_ids
 from ..internals.torch import version_of
 from ..layout.live import LiveModel
@@ -40,7 +40,7 @@ __all__ = [
 UNSEEN_GRADIENTS = "gradients from before the first TrainState (it is not known whether a step has used them)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Mark:
     """A gradient after the step that used it, or one from before the hook was set."""
 

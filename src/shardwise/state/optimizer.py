@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..devices import to_host
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
+from ..frozen import frozen
 from ..internals.optim import keeps_flat_history
 from ..internals.torch import storage_key
 from ..layout.model import local_tensor
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AgreedForm:
     """The form in which ranks hold a state in few bits."""
 
@@ -60,7 +61,7 @@ NO_FORMS: Mapping[int, Mapping[str, AgreedForm]] = {}
 NO_LOW_BIT: Mapping[str, Mapping[str, StoredForm]] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LowBitState:
     """A state of few bits, spread like its parameter."""
 

@@ -24,6 +24,7 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..format.places import refuse_part
+from ..frozen import frozen
 from ..limits import inside, read_small, refuse_link_out
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
@@ -130,7 +131,7 @@ def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str])
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _File:
     """A file that is copied."""
 

@@ -6,13 +6,13 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import xxhash
 
 from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import files_by_place
+from ..frozen import frozen
 from ..limits import read_small
 from ..ranks.patience import patiently
 from .complete import readable_text
@@ -111,7 +111,7 @@ class PartTarget:
             _delete(self._temporary)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SealedPart:
     """A part that a killed or failed save left complete, but for its name."""
 

@@ -1,0 +1,119 @@
+"""``frozen`` against ``dataclasses.dataclass``: the same records, cheaper to define."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from typing import Any
+
+import pytest
+
+from shardwise.frozen import frozen
+
+ordinary = dataclass(frozen=True, slots=True)
+ordinary_by_name = dataclass(frozen=True, slots=True, kw_only=True)
+
+
+def define(decorate: Any, by_name: Any) -> tuple[Any, Any, Any]:
+    @decorate
+    class Base:
+        """A record."""
+
+        name: str
+        sizes: tuple[int, ...] = ()
+        notes: list[str] = field(default_factory=list, compare=False, repr=False)
+
+        @property
+        def total(self) -> int:
+            return sum(self.sizes)
+
+    @decorate
+    class Derived(Base):
+        more: int = 3
+
+    @by_name
+    class ByName:
+        """Checked."""
+
+        low: int
+        high: int = 9
+
+        def __post_init__(self) -> None:
+            if self.low > self.high:
+                raise ValueError("low > high")
+
+    return Base, Derived, ByName
+
+
+PAIRS = list(zip(define(ordinary, ordinary_by_name), define(frozen, frozen(kw_only=True)), strict=True))
+
+
+def both(make: Callable[[Any], Any], pair: tuple[Any, Any]) -> None:
+    """Both kinds of class give the same, or raise the same."""
+    given = []
+    for kind in pair:
+        try:
+            given.append(make(kind))
+        except Exception as error:
+            given.append((type(error), str(error)))
+    assert given[0] == given[1]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ((), {}),
+        (("a",), {}),
+        (("a", (1, 2), ["x"]), {}),
+        ((), {"name": "a", "sizes": (3,)}),
+        ((), {"low": 1}),
+        ((), {"low": 10}),
+        ((1,), {"high": 2}),
+        (("a",), {"unknown": 1}),
+    ],
+)
+def test_the_same_instances(pair: tuple[Any, Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    args, kwargs = arguments
+    both(lambda kind: repr(kind(*args, **kwargs)), pair)
+    both(lambda kind: asdict(kind(*args, **kwargs)), pair)
+    both(lambda kind: astuple(kind(*args, **kwargs)), pair)
+    both(lambda kind: [f.name for f in fields(kind)], pair)
+    both(lambda kind: hash(kind(*args, **kwargs)), pair)
+    both(lambda kind: kind(*args, **kwargs) == kind(*args, **kwargs), pair)
+    both(lambda kind: asdict(copy.deepcopy(kind(*args, **kwargs))), pair)
+
+
+def test_what_compares_equal() -> None:
+    base, derived, _ = (pair[1] for pair in PAIRS)
+    assert base("a", notes=["x"]) == base("a") and hash(base("a")) == hash(base("a"))
+    assert base("a") != base("b") and base("a") != derived("a") and base("a") != "a"
+    assert replace(base("a"), sizes=(1, 2)).total == 3
+    assert not hasattr(base("a"), "__dict__") and not hasattr(derived("a"), "__dict__")
+
+
+@frozen(eq=False)
+class Identity:
+    """Compared by identity."""
+
+    value: int
+
+
+@frozen
+class Stored:
+    """Can be pickled."""
+
+    value: int
+    rest: tuple[int, ...] = (1,)
+
+
+def test_identity_and_pickles() -> None:
+    assert Identity(1) != Identity(1) and len({Identity(1), Identity(1)}) == 2
+    assert pickle.loads(pickle.dumps(Stored(3))) == Stored(3)
+
+
+def test_each_instance_has_a_default_of_its_own() -> None:
+    base = PAIRS[0][1]
+    assert base("a").notes is not base("a").notes
