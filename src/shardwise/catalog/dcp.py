@@ -22,6 +22,7 @@ from ..frozen import frozen
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
 from ..storage import is_url
+from .kinds import METADATA_NAME
 from .pickled_trees import Record
 from .pickles import Name, Names, is_name_of, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
@@ -29,7 +30,6 @@ from .small_reads import OpenFile, each, open_file
 from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 
 __all__ = [
-    "METADATA_NAME",
     "UNKNOWN_ENTRIES",
     "ByteRange",
     "DcpCheckpoint",
@@ -41,7 +41,6 @@ __all__ = [
     "read_dcp",
 ]
 
-METADATA_NAME = ".metadata"
 #: Files that are open at a time.
 _MOST_OPEN = 64
 #: Where a state dict has its model: Accelerate, the HF Trainer, Fabric and FSDP1 in Lightning; torch's examples; Composer;

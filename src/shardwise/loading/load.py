@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..adapters.files import combine, open_adapters
 from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
@@ -49,7 +48,6 @@ from ..sharding.replicated import reduced_parameters
 from ..storage import counting
 from .carry_out import carry_out
 from .fingerprint import fingerprint, in_words
-from .initialize import check_rules, fill_by_rule
 from .report import LoadReport, noted
 from .source import open_for_all
 from .strategy import Choice, Planned, choose, facts_of
@@ -145,6 +143,8 @@ def load(
         options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
         if adapter is None:
             return Filling(live, catalog, rules, options)
+        from ..adapters.files import combine, open_adapters
+
         adapters = open_adapters(model, adapter)
         return Filling(live, *combine(live, catalog, rules, adapters, key_mapping=key_mapping), options)
 
@@ -205,6 +205,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)
         new.extend(_parameters_of(planned.plan))
         if new:
+            from .initialize import check_rules
+
             check_rules(given.live, new)
         _refuse_too_large(given.live, given.options.device, host)
         recorded = {} if given.options.verify == "cover" else recorded_digests(given.catalog, planned.plan)
@@ -230,6 +232,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
                 sums = own_sums_of_model(live, ranks)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
+        from .initialize import fill_by_rule
+
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
     forget_meta_buffers(live.root)

@@ -13,7 +13,6 @@ from ..catalog.records import Catalog, StoredTensor
 from ..frozen import frozen
 from ..layout.wanted import Wanted
 from ..names import canonical_name
-from .explain import unmatched
 from .host_convert import HostConversion
 from .tiles import Tile, identity
 
@@ -201,9 +200,12 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)
-    result.problems += unmatched(
-        catalog, missing, spare, caller_declares=rules.caller_declares, expected_in=rules.expected_in
-    )
+    if missing or spare:
+        from .explain import unmatched
+
+        result.problems += unmatched(
+            catalog, missing, spare, caller_declares=rules.caller_declares, expected_in=rules.expected_in
+        )
     return result
 
 

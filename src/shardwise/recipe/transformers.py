@@ -38,7 +38,6 @@ from ..names import canonical_name, modules_once, own_tensors, unwrap
 from .match import Made, Resolve, as_stored
 from .tiles import identity
 from .trace import Traced, is_untraceable, stored_tensor
-from .whole import host_conversion
 
 __all__ = [
     "HubRules",
@@ -156,6 +155,8 @@ def _convert_whole(
     def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # As from_pretrained: cast stored tensors before converting them.
         return group.run({name: t.to(dtype) for name, t in tensors.items()})
+
+    from .whole import host_conversion
 
     names = group.sources
     host = host_conversion(

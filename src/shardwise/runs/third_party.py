@@ -18,16 +18,23 @@ import torch
 
 from ..catalog import Catalog, StoredTensor
 from ..catalog.dcp import (
-    METADATA_NAME,
     DcpCheckpoint,
     entries_left_out,
     model_in,
     optimizers_in,
     read_dcp,
 )
-from ..catalog.kinds import Kind, kind_below, kind_of, refuse_below, refuse_foreign
+from ..catalog.kinds import (
+    FULL_STATE_STEM,
+    METADATA_NAME,
+    Kind,
+    kind_below,
+    kind_of,
+    refuse_below,
+    refuse_foreign,
+)
 from ..catalog.open import holds_model, open_catalog
-from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
+from ..catalog.torchfile import read_torch_file
 from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
 from ..format.steps import TRAINER_FILE, describe_steps
