@@ -19,7 +19,7 @@ def frozen(cls: C, /) -> C: ...
 def frozen(*, kw_only: bool = ..., eq: bool = ...) -> Callable[[C], C]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def frozen(cls: Any = None, /, *, kw_only: bool = False, eq: bool = True) -> Any:
-    """A frozen dataclass with slots, for records inside the package. Public types are ordinary dataclasses.
+    """A frozen dataclass with slots, for records inside the package. What users create (options, policies) are ordinary dataclasses.
 
     ``dataclasses.dataclass`` compiles up to eight methods for each class. With a hundred classes, that was half of what the first
     use of :func:`shardwise.load` spent on imports. Records share their methods, and ``__init__`` is compiled when a class is first

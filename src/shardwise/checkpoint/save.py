@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..format.manifest import FileEntry, Manifest
 from ..format.slices import header_bytes
 from ..format.steps import misnamed
+from ..frozen import frozen
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
@@ -44,7 +45,7 @@ from .space import payload_bytes, refuse_low_space
 __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SaveReport(Printed):
     """The outcome of a save on this rank."""
 

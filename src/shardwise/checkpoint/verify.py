@@ -10,7 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -44,7 +44,7 @@ from .check import read_head
 __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerifyReport(Printed):
     """The scope of a verification, and every problem that it found."""
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import nn
 from ..digests.replicas import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
+from ..frozen import frozen
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
 from ..layout.spec import TensorSpec
@@ -49,7 +50,7 @@ from .weights import LiveWeights, StoredWeights
 __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExportReport(Printed):
     """The outcome of an export on this rank."""
 

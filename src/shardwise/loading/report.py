@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,7 @@ class ReadCost:
     strategy: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadReport(Printed):
     """The outcome of a load on this rank."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ..frozen import frozen
@@ -55,7 +55,7 @@ class RanksPlanned:
 _NOT_SHOWN = {"per rank", "run", "verdict", "search", "largest group", "store"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class PlanReport(Printed):
     """The cost of loading a model over ``ranks`` ranks, from the plans that a load would run."""
 

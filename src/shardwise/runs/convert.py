@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import STEP_NAME
+from ..frozen import frozen
 from ..layout.placements import Cut, Geometry, replicated
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
@@ -54,7 +55,7 @@ __all__ = ["ConvertReport", "convert"]
 _PIECE_BYTES = 8 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ConvertReport(Printed):
     """The outcome of a conversion on this rank."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Change:
     """Norm of the difference over the norm of the first side."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DiffReport(Printed):
     """The difference of two sources, from the first to the second."""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -60,7 +60,7 @@ _UNFINISHED = ".copying-"
 _MOST_NAME_BYTES = 200
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CopyReport(Printed):
     """The outcome of a copy."""
 
