@@ -39,10 +39,12 @@ def define(decorate: Any, by_name: Any) -> tuple[Any, Any, Any]:
 
         low: int
         high: int = 9
+        between: int = field(init=False, compare=False)
 
         def __post_init__(self) -> None:
             if self.low > self.high:
                 raise ValueError("low > high")
+            object.__setattr__(self, "between", self.high - self.low)
 
     return Base, Derived, ByName
 

@@ -76,8 +76,11 @@ def _init_of(cls: Any) -> Any:
         elif f.default is not _MISSING:
             given[f"_default_{f.name}"] = f.default
             default = f"=_default_{f.name}"
-        (keywords if f.kw_only else plain).append(f.name + default)
-        body.append(f"self.{f.name} = {value}")
+        if f.init:
+            (keywords if f.kw_only else plain).append(f.name + default)
+            body.append(f"self.{f.name} = {value}")
+        else:
+            assert not default, f"{cls.__name__}.{f.name}: set it in __post_init__"
     if hasattr(cls, "__post_init__"):
         body.append("self.__post_init__()")
     parameters = ", ".join([*plain, *(["*", *keywords] if keywords else [])])

@@ -13,9 +13,9 @@ __all__ = ["gc_paused"]
 def gc_paused() -> Iterator[None]:
     """Pause the cyclic collector during the block (or the decorated function), if it was on.
 
-    Planning makes about a million records and no cycles. The collector then looks several times through everything
-    that the process holds, and finds nothing: it doubles the time. Reference counting goes on. Blocks may be nested, and
-    run in several threads: the last that ends leaves the collector on.
+    Loads, saves and restores make many records and no cycles. The collector would look several times through everything that the
+    process holds, a quarter of a second each time once transformers is imported, and find nothing. Reference counting continues.
+    Blocks may be nested, and run in several threads: the last that ends leaves the collector on.
     """
     was_on = gc.isenabled()
     if was_on:

@@ -120,10 +120,9 @@ def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | N
         taken = taken_by()
         if taken is None:
             return None
-        with gc_paused():
-            if ranks.world_size > 1:
-                sums = plain_sums(taken.snapshot)
-            return comparable(taken.snapshot, sums, ranks)
+        if ranks.world_size > 1:
+            sums = plain_sums(taken.snapshot)
+        return comparable(taken.snapshot, sums, ranks)
 
     found = ranks.reduce("collect state", told, merged, differing_in)
     if taken is None or found is None:

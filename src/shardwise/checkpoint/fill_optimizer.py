@@ -16,7 +16,6 @@ from ..catalog import Catalog
 from ..dtypes import code_of
 from ..format.states import by_name
 from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
@@ -188,7 +187,6 @@ def plan_fill(part: TrainedBy, stored: StoredStates, io: IOOptions) -> Optimizer
     return OptimizerFill(part, names, stored, tensors, before, plan, io, memory)
 
 
-@gc_paused()
 def plan_states(
     stored: StoredStates,
     tensors: Mapping[str, Mapping[str, torch.Tensor]],

@@ -11,7 +11,6 @@ from ..dtypes import itemsize
 from ..format.slices import Slice, SliceTensor, file_name, rank_files
 from ..format.spread import file_count
 from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..layout.boxes import LocalBox
 from ..layout.placements import cut_boxes
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot
@@ -59,7 +58,6 @@ class OwnPart:
     summed: Sequence[Piece]
 
 
-@gc_paused()
 def own_parts(snapshot: Snapshot, rank: int) -> tuple[OwnPart, ...]:
     """The files of a rank, for each of :attr:`Snapshot.parts`. Pure; linear in tensors, whatever the number of ranks."""
     return tuple([_own_part(part, rank) for part in snapshot.parts])

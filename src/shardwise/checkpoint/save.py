@@ -18,6 +18,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..format.slices import header_bytes
 from ..format.steps import misnamed
 from ..frozen import frozen
+from ..gc_paused import gc_paused
 from ..limits import inside
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
@@ -124,6 +125,7 @@ class SaveReport(Printed):
 
 
 @announced("save", "step")
+@gc_paused()
 def write_checkpoint(
     state: TrainState, target: Target, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
 ) -> SaveReport:

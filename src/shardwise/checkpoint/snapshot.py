@@ -23,7 +23,6 @@ from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import checked_step
 from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
@@ -126,7 +125,6 @@ class Snapshot:
         return sum(o.drained.gradients for o in self.optimizers)
 
 
-@gc_paused()
 def take_snapshot(
     state: TrainState, step: int, forms: Mapping[int, Mapping[str, AgreedForm]] = NO_FORMS
 ) -> Snapshot:

@@ -20,7 +20,6 @@ import numpy as np
 
 from ..dtypes import itemsize
 from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
 
@@ -91,7 +90,6 @@ def replicas(geometry: Geometry) -> list[list[int]]:
     return [list(found) for found in _replica_ranks(geometry)]
 
 
-@gc_paused()
 def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
     """Give each tensor an owner. Replicas then share the writing, balanced by bytes.
 
@@ -132,7 +130,6 @@ def in_file_order(tensors: Iterable[SliceTensor]) -> list[SliceTensor]:
     return sorted(sorted(tensors, key=attrgetter("name")), key=lambda t: -itemsize(t.dtype))
 
 
-@gc_paused()
 def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
     """The slice files of one rank: the k-th holds the k-th box of every tensor that has one there.
 

@@ -62,6 +62,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 
 @announced("load", "source")
+@gc_paused()
 def load(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -256,7 +257,6 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     return Filled(live, report)
 
 
-@gc_paused()
 def plan_load(
     live: LiveModel, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Planned:

@@ -20,6 +20,7 @@ from ..dtypes import named_dtype, torch_dtype
 from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..frozen import frozen
+from ..gc_paused import gc_paused
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
 from ..limits import (
@@ -150,6 +151,7 @@ def load_pretrained(
 
 
 @announced("load")
+@gc_paused()
 def load_wrapped(
     request: Pretrained, wrap: Callable[[Any], tuple[str, ...]], filling: FillOptions
 ) -> tuple[Any, LoadReport]:

@@ -23,6 +23,7 @@ from ..checkpoint.resume_report import ResumeReport, logged
 from ..dtypes import torch_dtype
 from ..errors import SourceError, StateError
 from ..format.states import StateKey, by_name
+from ..gc_paused import gc_paused
 from ..layout.live import describe
 from ..limits import brief
 from ..operations.announced import announced
@@ -42,6 +43,7 @@ __all__ = ["restore"]
 
 @logged
 @announced("restore", "path")
+@gc_paused()
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
