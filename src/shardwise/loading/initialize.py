@@ -94,7 +94,7 @@ def fill_by_rule(
     wanted = _wanted(live, None if names is None else tuple(names))
     jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
-        materialize(live.root, default_device(live.parameters) if device is None else device)
+        materialize(live, default_device(live.parameters) if device is None else device)
         wanted = tuple(t.refreshed() for t in wanted)
     managed = fsdp_parameter_ids(live.fsdp_modules)
     held = {

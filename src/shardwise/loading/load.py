@@ -223,7 +223,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     sums = None
     read = time.perf_counter()
     with phase("read"), ranks.agree("read"):
-        memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
+        memory = materialize(live, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
         if recorded and not new:  # before the ranks meet: another rank may still read
@@ -252,7 +252,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         seconds_read=time.perf_counter() - read,
         digests_compared=len(recorded),
         host=host,
-        is_kept=kept_in_fp32_of_class(live.base),
+        is_kept=kept_in_fp32_of_class(live.base) if plan.rounded else lambda _: False,
     )
     return Filled(live, report)
 
