@@ -10,7 +10,7 @@ from functools import cache
 from importlib import metadata
 
 from .errors import LayoutError, ShardError, ShardwiseError, UnsupportedConversionError
-from .frozen import frozen
+from .objects import frozen
 
 __all__ = ["GATES", "Gate", "require"]
 

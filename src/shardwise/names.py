@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .errors import LayoutError
-from .frozen import frozen
+from .objects import frozen
 
 __all__ = [
     "Named",
@@ -30,6 +30,7 @@ __all__ = [
     "patterns_of",
     "tensors_of",
     "unwrap",
+    "without_numbers",
     "without_wrappers",
 ]
 
@@ -52,6 +53,11 @@ def without_wrappers(path: str) -> str:
     """``path`` without wrapper components, but with ``module``, which may be a real attribute."""
     own = _WRAPPER_PARTS - {"module"}
     return ".".join(part for part in path.split(".") if part not in own)
+
+
+def without_numbers(name: str) -> str:
+    """A name with ``#`` for each part that is a number: that of all layers, or all experts."""
+    return ".".join(["#" if part.isdecimal() else part for part in name.split(".")])
 
 
 def patterns_of(option: str, given: Collection[str]) -> tuple[str, ...]:

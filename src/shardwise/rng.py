@@ -19,8 +19,8 @@ from torch import nn
 
 from .devices import own_device
 from .errors import StateError
-from .frozen import frozen
 from .names import modules_once, own_tensors
+from .objects import frozen
 
 __all__ = [
     "RngPlan",

@@ -15,13 +15,13 @@ from ..catalog.safetensors import catalog_of_safetensors
 from ..catalog.torchfile import catalog_of_torch_file
 from ..catalog.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..errors import FormatError, PlanError, SourceError
-from ..frozen import frozen
 from ..internals.peft import adapter_configs, add_adapter, base_of, expressions_in, peft_model
 from ..internals.regex import check_patterns
 from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, read_shallow_json
 from ..models.kept import has_blocks, kept_in
 from ..models.meta_init import meta_init
+from ..objects import frozen
 from ..recipe.match import Made, Rules, renaming
 from ..recipe.transformers import is_transformers_model, meta_instance
 from .initial import SEEDED_INITS

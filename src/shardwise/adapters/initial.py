@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..frozen import frozen
 from ..internals.peft import adapter_configs, lora_layers
 from ..internals.torch import local_tensor
 from ..layout.boxes import LocalBox
 from ..models.rules import Rule
 from ..names import children, own_parameter
+from ..objects import frozen
 
 __all__ = ["SEEDED_INITS", "Magnitude", "adapter_rules", "magnitudes", "without_rule"]
 

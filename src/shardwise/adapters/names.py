@@ -9,7 +9,6 @@ from typing import Any, Literal
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError, UnsupportedConversionError
-from ..frozen import frozen
 from ..internals.peft import (
     adapter_configs,
     convert_adapter,
@@ -20,6 +19,7 @@ from ..internals.peft import (
 )
 from ..layout.live import LiveModel
 from ..names import NamedTensor, canonical_name, own_tensors, without_wrappers
+from ..objects import frozen
 from ..recipe.match import Made, Resolve, Rules
 from ..recipe.trace import stored_tensor
 

@@ -18,9 +18,9 @@ from threading import Lock
 from typing import Any
 
 from ..errors import FormatError, IntegrityError, SourceError
-from ..frozen import frozen
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
+from ..objects import frozen
 from ..storage import is_url
 from .kinds import METADATA_NAME
 from .pickled_trees import Record

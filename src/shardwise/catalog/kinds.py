@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
-from ..frozen import frozen
 from ..limits import read_shallow_json
+from ..objects import frozen
 from ..storage import is_directory, is_file, is_url, join, names_in
 
 __all__ = [

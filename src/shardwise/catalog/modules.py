@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from ..errors import SourceError
-from ..frozen import frozen
 from ..limits import is_inside, read_shallow_json
+from ..objects import frozen
 from ..storage import is_directory, is_file
 from .weights import Choice, weights_in
 

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from ..errors import FormatError
-from ..frozen import frozen
 from ..limits import (
     MAX_ARGUMENTS_PER_BYTE,
     MAX_PICKLE_BYTES,
@@ -28,6 +27,7 @@ from ..limits import (
     MAX_VISITS_PER_BYTE,
     brief,
 )
+from ..objects import frozen
 from .pickled_trees import Record, check_walk
 
 __all__ = ["AnyNames", "Name", "Names", "check_key", "is_name_of", "unpickled"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..frozen import frozen
+from ..objects import frozen
 from .records import StoredTensor
 
 __all__ = [

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ..dtypes import itemsize
 from ..errors import FormatError
-from ..frozen import frozen
 from ..layout.boxes import Box, find_overlap, whole
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch

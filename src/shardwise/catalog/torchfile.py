@@ -17,7 +17,6 @@ from typing import Any
 
 from ..dtypes import itemsize
 from ..errors import FormatError
-from ..frozen import frozen
 from ..layout.boxes import whole
 from ..limits import (
     MAX_BYTES_PER_BYTE,
@@ -29,6 +28,7 @@ from ..limits import (
     is_count,
     numel_of,
 )
+from ..objects import frozen
 from ..storage import is_url
 from .kinds import FULL_STATE_STEM
 from .pickled_trees import Record

@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Iterator
 
 from ..errors import FormatError
-from ..frozen import frozen
 from ..limits import MAX_COUNT, MAX_ZIP_DIRECTORY_BYTES, brief
+from ..objects import frozen
 from .small_reads import OpenFile
 
 __all__ = ["Member", "MemberReader", "TorchZip"]

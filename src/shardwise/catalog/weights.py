@@ -12,8 +12,8 @@ from dataclasses import field
 from typing import Any
 
 from ..errors import FormatError, SourceError
-from ..frozen import frozen
 from ..limits import brief, inside, is_inside, read_shallow_json
+from ..objects import frozen
 from ..storage import is_file, names_in
 from .index import read_weight_map
 

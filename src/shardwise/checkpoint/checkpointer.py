@@ -14,8 +14,8 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError
 from ..format.steps import checked_step
-from ..gc_paused import gc_paused
 from ..memory.options import InMemoryCheckpoints
+from ..objects import gc_paused
 from ..operations.announced import announced
 from ..planning import IOOptions
 from ..preemption.stops import PreemptionPolicy, Stops

@@ -14,10 +14,9 @@ import torch
 from ..catalog.checkpoint import directory
 from ..errors import StateError
 from ..format.manifest import Manifest
-from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..limits import MAX_NAME_CHARS, brief
 from ..models.assets import asset_files
+from ..objects import frozen, gc_paused
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..state.optimizer import AgreedForm

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from ..catalog import Catalog
 from ..dtypes import code_of
 from ..format.states import by_name
-from ..frozen import frozen
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..models.host_memory import HostMemory
+from ..objects import frozen
 from ..operations.operation import this_operation
 from ..planning import IOOptions, Plan, build_plan
 from ..recipe.match import Rules, match_rules, renamed

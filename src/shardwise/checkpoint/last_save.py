@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import astuple, replace
 from typing import Any
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 
 __all__ = ["SAVED", "LastSave", "SaveTimes", "Situation", "Way", "way_of"]

@@ -15,10 +15,10 @@ import xxhash
 from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import describe_absent, files_by_place
-from ..frozen import frozen
 from ..limits import read_small
 from ..memory.link import Reader, Server, address_towards_store
 from ..memory.units import Unit
+from ..objects import frozen
 from ..planning import IOOptions
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks

@@ -22,7 +22,6 @@ from ..errors import CheckpointError, FormatError, IntegrityError, ShardwiseErro
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
 from ..format.places import rank_of_file
 from ..format.slices import header_bytes
-from ..frozen import frozen
 from ..limits import parse_json
 from ..memory.copies import copy_units
 from ..memory.link import Reader
@@ -31,6 +30,7 @@ from ..memory.options import InMemoryCheckpoints
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
 from ..memory.units import units_of
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from .collect import Collected, Taken, compare
 from .document_files import checked_text, write_documents

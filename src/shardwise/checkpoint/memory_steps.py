@@ -14,7 +14,6 @@ import xxhash
 
 from ..errors import CheckpointError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_of_manifest
-from ..frozen import frozen
 from ..limits import inside, read_small
 from ..memory.link import Server, address_towards_store
 from ..memory.maps import Maps
@@ -24,6 +23,7 @@ from ..memory.record import Record, new_word, read_or_make_record, write_record
 from ..memory.remote import Holdings
 from ..memory.ring import Ring, Slot
 from ..memory.units import are_all, proved_units, runs_of, units_in
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from .collect import Lineage, compare, take

@@ -10,9 +10,9 @@ from ..catalog.checkpoint import directory
 from ..dtypes import itemsize
 from ..format.slices import Slice, SliceTensor, file_name, rank_files
 from ..format.spread import file_count
-from ..frozen import frozen
 from ..layout.boxes import LocalBox
 from ..layout.placements import cut_boxes
+from ..objects import frozen
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot
 
 __all__ = ["OwnFile", "OwnPart", "Piece", "boxes_on", "own_parts"]

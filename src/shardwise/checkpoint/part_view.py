@@ -14,13 +14,13 @@ from ..errors import CheckpointError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest
 from ..format.places import files_by_place
 from ..format.states import StateKey
-from ..frozen import frozen
 from ..layout.boxes import Box, whole
 from ..layout.live import describe
 from ..limits import inside
 from ..memory.copies import copy_units
 from ..memory.link import Reader
 from ..memory.units import Unit, units_of
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..store.marks import mark

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ..frozen import frozen
 from ..layout.placements import mesh_text
+from ..objects import frozen
 from ..operations.printed import Printed
 from ..operations.records import size
 from ..ranks.ranks import Ranks

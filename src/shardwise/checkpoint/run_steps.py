@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
 from ..format.manifest import read_manifest
-from ..frozen import frozen
+from ..objects import frozen
 from ..ranks.patience import patiently
 from ..storage import bytes_below, is_url, join, real
 from ..store.line import Line, line_of

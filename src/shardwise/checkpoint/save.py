@@ -17,9 +17,8 @@ from ..errors import CheckpointError
 from ..format.manifest import FileEntry, Manifest
 from ..format.slices import header_bytes
 from ..format.steps import misnamed
-from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..limits import inside
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..operations.printed import Printed

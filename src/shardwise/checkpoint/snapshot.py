@@ -22,13 +22,13 @@ from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import checked_step
-from ..frozen import frozen
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
 from ..layout.placements import replicated
 from ..limits import brief
 from ..names import NamedTensor, canonical_name
+from ..objects import frozen
 from ..recipe.match import Recipe
 from ..rng import capture_rng
 from ..state.beyond import Beyond

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..format.documents import document_of
 from ..format.manifest import Manifest, TensorEntry
-from ..frozen import frozen
 from ..layout.live import LiveModel
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.documents import check_form
 from ..state.places import Places

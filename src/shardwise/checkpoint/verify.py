@@ -32,8 +32,8 @@ from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, r
 from ..format.places import absent_places, describe_absent, files_by_place
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
-from ..frozen import frozen
 from ..limits import inside
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..operations.printed import Printed

@@ -15,10 +15,10 @@ from ..dtypes import itemsize
 from ..errors import PlanError, SourceError, UnsupportedConversionError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..format.places import absent_places, describe_part, files_by_place
-from ..frozen import frozen
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
+from ..objects import frozen
 from ..quantized.dequantized import Dequantized, dequantized, described
 from ..runs.history import RootContents, StepSummary, is_root, steps_below
 from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of_expected

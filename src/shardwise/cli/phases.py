@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..frozen import frozen
+from ..objects import frozen
 from .options import DTYPES, memory_size
 
 if TYPE_CHECKING:

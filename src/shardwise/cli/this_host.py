@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..frozen import frozen
 from ..models.host_budget import HostBudget, host_budget
+from ..objects import frozen
 from ..phases.report import PlanReport
 from ..transfer.page_cache import shares_memory
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..catalog.records import StoredTensor
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Node", "tree_of"]
 

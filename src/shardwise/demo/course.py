@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from pathlib import Path
 
-from ..frozen import frozen
+from ..objects import frozen
 from .prepare import Prepared
 
 __all__ = ["Course"]

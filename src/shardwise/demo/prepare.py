@@ -13,10 +13,10 @@ import torch
 from ..catalog import StoredTensor
 from ..catalog.open import open_catalog
 from ..errors import FormatError, ShardwiseError, SourceError
-from ..frozen import frozen
 from ..internals.transformers import build_from_config
 from ..loading.pretrained import build_meta, read_config
 from ..names import named_tensors
+from ..objects import frozen
 from ..recipe.transformers import HubRules, hub_rules
 
 __all__ = ["Prepared", "clear_output", "default_model", "prepare_model"]

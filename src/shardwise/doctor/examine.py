@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..storage import absolute
 from .collect import collect, sizes_of
 from .facts import Facts, Meeting

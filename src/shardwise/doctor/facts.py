@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = [
     "Bucket",

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from ..errors import SourceError
-from ..frozen import frozen
+from ..objects import frozen
 from .facts import Log
 
 __all__ = ["KNOWN", "Known", "log_of_losses", "read_log"]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
-from ..frozen import frozen
+from ..objects import frozen
 from .facts import Facts, Meeting, Place, Seen
 from .probe import PREFIX
 from .rule import Finding, number

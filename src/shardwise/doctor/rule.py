@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
 from packaging.version import InvalidVersion, Version
 
-from ..frozen import frozen
+from ..objects import frozen
 from .facts import Facts
 
 __all__ = ["Bite", "Finding", "Kind", "Rule", "count", "each", "gib", "is_on", "is_version", "number"]

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..frozen import frozen
 from ..gates import GATES
+from ..objects import frozen
 from .facts import Facts, Model, Settings
 from .rule import Bite, Rule, each, is_on, is_version, number
 

@@ -12,11 +12,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import PlanError, UnsupportedConversionError
-from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
 from ..limits import brief
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..quantized.encoders import NestedFourBitEncoder, encoder_of
 from ..ranks.ranks import Ranks

@@ -12,9 +12,9 @@ from ..catalog.safetensors import catalog_of_safetensors
 from ..dtypes import itemsize
 from ..errors import CheckpointError, SourceError
 from ..format.header import read_headers
-from ..frozen import frozen
 from ..layout.boxes import whole
 from ..layout.spec import TensorSpec
+from ..objects import frozen
 
 __all__ = ["INDEX_NAME", "HubFiles", "check_readable", "header_of", "lay_out", "specs_in"]
 

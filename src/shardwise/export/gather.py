@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from ..catalog import Chunk, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..errors import StateError
-from ..frozen import frozen
 from ..layout.boxes import whole
 from ..layout.live import LiveModel
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable

@@ -22,12 +22,12 @@ from torch import nn
 from ..digests.replicas import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
-from ..frozen import frozen
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
 from ..layout.spec import TensorSpec
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks, kept_in
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
-from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.wanted import Wanted
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.tiles import Tile

@@ -22,7 +22,6 @@ from ..checkpoint.snapshot import Live
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
-from ..frozen import frozen
 from ..internals.peft import lora_layers, peft_model, places
 from ..internals.transformers import ignored_on_save, is_transformers_model
 from ..layout.boxes import Box
@@ -31,6 +30,7 @@ from ..layout.spec import TensorSpec
 from ..models.assets import asset_files
 from ..models.kept import blocks_in
 from ..names import NamedTensor, canonical_name
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..planning.source_box import boxes_of_range
 from ..ranks.hosts import device_where_ranks_sum

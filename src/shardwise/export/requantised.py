@@ -13,10 +13,10 @@ import torch.distributed as dist
 from ..catalog.records import Chunk, Coded, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..errors import StateError
-from ..frozen import frozen
 from ..layout.boxes import Box, whole
 from ..layout.spec import TensorSpec
 from ..layout.wanted import contiguous_strides
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..planning.records import Transfer
 from ..quantized.encoders import Encoder, NestedFourBitEncoder

@@ -16,7 +16,6 @@ from ..catalog.quantized import method_of_config
 from ..digests.digest import finish, partial_sum
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
-from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
@@ -25,6 +24,7 @@ from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.lend import documents_of
 from ..models.unquantized import refuse_source
+from ..objects import frozen
 from ..planning import IOOptions
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks

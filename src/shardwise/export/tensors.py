@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import FormatError
-from ..frozen import frozen
 from ..layout.spec import TensorSpec
+from ..objects import frozen
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile, identity, invert
 from ..recipe.transformers import reverse_tiles

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from ..errors import FormatError, VersionError
-from ..frozen import frozen
 from ..limits import brief, parse_json
+from ..objects import frozen
 from .manifest import Manifest
 
 __all__ = ["Document", "DocumentKind", "document_named", "document_of", "parse_documents", "refuse_unknown"]

@@ -16,8 +16,8 @@ from dataclasses import field
 from typing import Any, Literal
 
 from ..errors import FormatError, VersionError
-from ..frozen import frozen
 from ..limits import MAX_NAME_CHARS, brief, parse_json
+from ..objects import frozen
 
 __all__ = [
     "HEAD_NAME",

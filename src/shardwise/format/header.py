@@ -17,8 +17,8 @@ from operator import attrgetter
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
-from ..frozen import frozen
 from ..limits import MAX_COUNT, MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
+from ..objects import frozen
 from ..storage import Stat, counted_here, is_url, read_range, stat_of
 
 __all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header", "read_headers"]

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
-from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of, one_of_equals
 from ..limits import (
     MAX_BLOCKS,
@@ -32,6 +30,7 @@ from ..limits import (
     parse_json,
     read_small,
 )
+from ..objects import frozen, gc_paused
 from ..storage import exists, is_directory
 from .manifest_records import (
     BLOCK_BYTES,

@@ -12,8 +12,8 @@ from typing import Any
 
 import xxhash
 
-from ..frozen import frozen
 from ..layout.placements import RULE_VERSION, Geometry
+from ..objects import frozen
 
 __all__ = [
     "BLOCK_BYTES",

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import itemsize
-from ..frozen import frozen
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
+from ..objects import frozen
 
 __all__ = [
     "Slice",

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import itemsize
-from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.placements import Geometry, cutting_axes, dim_intervals
+from ..objects import frozen
 from .slices import SliceTensor, boxes_to_write, in_file_order, owner_ranks
 
 __all__ = ["CutKind", "SliceAt", "Spread", "file_count"]

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
 

@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = [
     "Prepared",

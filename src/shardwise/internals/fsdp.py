@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..frozen import frozen
+from ..objects import frozen
 from .torch import original_class
 
 __all__ = [

@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from ..errors import UnsupportedConversionError
-from ..frozen import frozen
 from ..names import canonical_name, unwrap
+from ..objects import frozen
 from .torch import original_class
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["KINDS", "LowBit", "fresh_book", "low_bit", "low_bit_state", "may_keep_low_bits"]
 

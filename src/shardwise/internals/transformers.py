@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..frozen import frozen
+from ..names import without_numbers
+from ..objects import frozen
 from .conversion_table import get_model_conversion_mapping
 from .torch import original_class
 
@@ -47,7 +48,6 @@ __all__ = [
     "transformers_conversions",
     "used_conversions",
     "without_initialization",
-    "without_numbers",
 ]
 
 
@@ -375,11 +375,6 @@ def hub_groups(
     return plain, groups
 
 
-def without_numbers(name: str) -> str:
-    """A name with ``#`` for each part that is a number: that of all layers, or all experts."""
-    return ".".join(["#" if part.isdecimal() else part for part in name.split(".")])
-
-
 #: What tells numbers apart in a regular expression: a digit that isn't the end of a word or an escape; ``\d`` that is one digit.
 _OF_ONE_NUMBER = re.compile(r"(?<![A-Za-z0-9_\\])[0-9]|\\d(?![+*])")
 
@@ -414,7 +409,7 @@ def _renamed_by_kind(
     for name, split in names:
         numbers = [part for part in split if part.isdecimal()]
         if numbers:
-            kind = ".".join(["#" if part.isdecimal() else part for part in split])
+            kind = without_numbers(name)
             kinds.setdefault(kind, []).append((name, numbers))
         else:
             found[name] = rename(name)

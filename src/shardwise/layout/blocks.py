@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from ..frozen import frozen
+from ..objects import frozen
 from .boxes import Box, LocalBox
 from .placements import Cut, Geometry, cut_boxes
 

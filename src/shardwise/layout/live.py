@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..frozen import frozen
 from ..internals.peft import base_of
 from ..internals.torch import original_class
 from ..names import NamedTensor, modules_by_path, tensors_of, unwrap
+from ..objects import frozen
 from .model import fsdp1_problem, geometries_of, layout_of, local_tensor, reshard
 from .placements import Geometry
 from .wanted import Layout

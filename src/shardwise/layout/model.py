@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..dtypes import code_of
 from ..errors import LayoutError
-from ..frozen import frozen
 from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.torch import local_tensor, spec_key
 from ..names import NamedTensor
+from ..objects import frozen
 from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 from .wanted import Layout, TensorKind, Wanted, contiguous_strides

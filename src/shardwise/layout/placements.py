@@ -20,8 +20,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import LayoutError
-from ..frozen import frozen
 from ..gates import require
+from ..objects import frozen
 from .boxes import Box, LocalBox, whole
 
 if TYPE_CHECKING:

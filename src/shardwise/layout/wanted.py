@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..dtypes import itemsize
-from ..frozen import frozen
+from ..objects import frozen
 from .boxes import LocalBox, whole
 
 __all__ = ["Layout", "TensorKind", "Wanted", "contiguous_strides", "whole_tensor"]

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..frozen import frozen
 from ..models.host_budget import memory_cgroups
+from ..objects import frozen
 
 __all__ = ["Look", "Sources"]
 

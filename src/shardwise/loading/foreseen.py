@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ..dtypes import itemsize
-from ..frozen import frozen
+from ..objects import frozen
 from ..transfer.shared import held_bytes
 from .strategy import Choice, Facts, Planned, bucket_bytes_of, choose, facts_of
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..adapters.initial import adapter_rules, magnitudes, without_rule
 from ..errors import PlanError
-from ..frozen import frozen
 from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.peft import has_adapters, places
 from ..internals.torch import local_tensor
@@ -24,6 +23,7 @@ from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
 from ..models.rules import Rule, Template, build_template, copy_template, rules_of, run_rules
 from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter, patterns_of
+from ..objects import frozen
 from ..rng import preserve_rng
 
 __all__ = ["check_rules", "fill_by_rule", "init_weights"]

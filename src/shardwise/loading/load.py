@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
-from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
 from ..layout.live import LiveModel, describe
@@ -26,6 +24,7 @@ from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, is_unknown
 from ..models.unquantized import forget_quantization
 from ..names import patterns_of
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.recorder import phase

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
 from ..errors import SourceError
-from ..frozen import frozen
 from ..limits import read_shallow_json
 from ..models.arguments import Arguments, Pretrained
 from ..models.classes import config_and_class, home_of
 from ..models.hub import Found, find_for_all
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 
 __all__ = ["Located", "choice_of", "holds_config", "locate"]

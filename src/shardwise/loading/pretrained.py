@@ -19,8 +19,6 @@ from ..catalog.records import StoredTensor
 from ..dtypes import named_dtype, torch_dtype
 from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
-from ..frozen import frozen
-from ..gc_paused import gc_paused
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
 from ..limits import (
@@ -39,6 +37,7 @@ from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..planning import IOOptions
 from ..quantized.dequantized import dequantized

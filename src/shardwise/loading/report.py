@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..frozen import frozen
 from ..models.host_budget import HostBudget
+from ..objects import frozen
 from ..operations.printed import Printed
 from ..planning import Plan
 from ..planning.casts import Cast, casts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..planning.buckets import Buckets, Span
 from ..recipe.host_convert import HostConversion
 from ..storage import Requests

@@ -17,8 +17,8 @@ from ..catalog import Catalog, StoredTensor
 from ..catalog.records import StoredFile
 from ..dtypes import itemsize
 from ..errors import RankError, SourceError
-from ..frozen import frozen
 from ..layout.live import LiveModel
+from ..objects import frozen
 from ..planning import IOOptions, Plan, Transfer, build_plan
 from ..planning.buckets import Buckets, Span, cut_into_buckets, one_reader_each
 from ..planning.build import with_results

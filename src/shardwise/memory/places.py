@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Peer", "Places"]
 

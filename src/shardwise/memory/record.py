@@ -18,8 +18,8 @@ import secrets
 import stat
 
 from ..errors import CheckpointError, FormatError
-from ..frozen import frozen
 from ..limits import is_word, read_json, read_small
+from ..objects import frozen
 from ..ranks.patience import patiently
 from ..store.lock import check_held
 from ..store.write import fsync_directory, write_file

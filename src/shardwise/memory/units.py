@@ -12,7 +12,7 @@ import xxhash
 
 from ..errors import FormatError
 from ..format.manifest import BLOCK_BYTES, FileEntry
-from ..frozen import frozen
+from ..objects import frozen
 from .below import open_below
 
 __all__ = ["Runs", "Unit", "are_all", "proved_units", "runs_of", "units_in", "units_of"]

@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from ..frozen import frozen
 from ..names import patterns_of
+from ..objects import frozen
 from .hub import HubOptions
 from .unquantized import refuse_request
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Catalog
-from ..frozen import frozen
 from ..names import unwrap
+from ..objects import frozen
 from ..storage import is_url
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import PlanError
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["HostBudget", "host_budget", "memory_cgroups", "refuse_too_large"]
 

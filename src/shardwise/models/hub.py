@@ -28,8 +28,8 @@ from ..catalog.weights import (
     named_by,
 )
 from ..errors import SourceError
-from ..frozen import frozen
 from ..limits import inside, read_json, read_small
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..storage import is_url, place_of
 from .classes import same_directory

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..frozen import frozen
 from ..internals.torch import (
     TorchDispatchMode,
     meta_tree,
@@ -29,6 +28,7 @@ from ..internals.torch import (
 )
 from ..internals.transformers import initializer_of
 from ..names import exchange_parameter
+from ..objects import frozen
 from .meta_init import meta_init
 
 __all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of", "run_rules"]

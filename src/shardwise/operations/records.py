@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Literal
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["OperationName", "Progress", "State", "size"]
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..sharding.groups import ShardPolicy
 from .groups import StepGroup, groups_of
 from .measure import Measured, alike, measure

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..frozen import frozen
+from ..objects import frozen
 from .activations import FORMULA_ERROR, Step
 
 __all__ = ["Exchange", "Sent"]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from ..errors import ShardwiseError
-from ..frozen import frozen
+from ..objects import frozen
 from .records import RunPlan
 from .variant import Variant
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..sharding.groups import ShardPolicy, find_wrapping
 
 __all__ = ["Event", "StepGroup", "groups_of"]

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from ..frozen import frozen
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
+from ..objects import frozen
 from .training import OPTIMIZERS, TrainingSpec
 
 __all__ = ["Held", "held_by_first"]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..frozen import frozen
 from ..internals.torch import (
     TorchDispatchMode,
     fake_device_or_view,
@@ -26,6 +25,7 @@ from ..internals.torch import (
 )
 from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
+from ..objects import frozen
 from .groups import Event, StepGroup
 from .products import Product, product_of
 from .training import TrainingSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..frozen import frozen
+from ..objects import frozen
 from .activations import Step
 from .exchange import Sent
 from .groups import StepGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Amount", "Checkpoint", "Files", "Flow", "Phase", "RunPlan", "Where"]
 

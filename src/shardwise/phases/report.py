@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..frozen import frozen
 from ..loading.store_requests import StoreRequests
+from ..objects import frozen
 from ..operations.printed import Printed
 from ..operations.records import size
 from ..planning import Plan

@@ -17,7 +17,6 @@ from ..catalog.quantized import method_of_config
 from ..catalog.records import Chunk, StoredFile, StoredTensor
 from ..dtypes import code_of
 from ..errors import FormatError
-from ..frozen import frozen
 from ..layout.boxes import whole
 from ..layout.live import describe
 from ..limits import MAX_MODULES
@@ -28,6 +27,7 @@ from ..models.arguments import Arguments, Pretrained
 from ..models.classes import config_and_class
 from ..models.meta_init import at_most
 from ..models.unquantized import forget_quantization
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..storage import Requests, counting, is_url
 

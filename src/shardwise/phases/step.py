@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..frozen import frozen
+from ..objects import frozen
 from .groups import Event, StepGroup
 from .products import COMPILED_BYTES, Products
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..frozen import frozen
+from ..objects import frozen
 from .groups import Event, StepGroup
 
 __all__ = ["whole_step"]

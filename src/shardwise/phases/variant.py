@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..sharding.groups import ShardPolicy
 from .training import TrainingSpec
 

@@ -15,8 +15,8 @@ from itertools import groupby, product, zip_longest
 
 from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import itemsize
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 
 __all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets", "one_reader_each"]
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from ..catalog.records import StoredTensor
 from ..dtypes import is_lossless
-from ..frozen import frozen
 from ..layout.wanted import Wanted
+from ..objects import frozen
 from ..recipe.match import Recipe
 
 __all__ = ["Cast", "casts_of", "rounded_between", "rounded_in"]

@@ -9,8 +9,8 @@ from typing import Literal
 
 from ..catalog.records import Coded
 from ..dtypes import itemsize
-from ..frozen import frozen
 from ..layout.wanted import Wanted
+from ..objects import frozen
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe
 from .source_box import SourceBox, along_dims, source_box

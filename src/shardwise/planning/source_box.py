@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..frozen import frozen
 from ..layout.boxes import Box
 from ..layout.wanted import contiguous_strides
+from ..objects import frozen
 
 __all__ = ["SourceBox", "along_dims", "boxes_of_range", "source_box"]
 

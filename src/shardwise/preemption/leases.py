@@ -15,7 +15,7 @@ import time
 from typing import Protocol
 
 from ..errors import RankError
-from ..frozen import frozen
+from ..objects import frozen
 from ..ranks.beats import Watch
 
 __all__ = ["Lease", "Lender", "Store", "StopPoint"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Received", "StopSignals", "numbers_of"]
 

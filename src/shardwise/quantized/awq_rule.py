@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .groups import scaled
 from .scales import finite
 from .words import covering, transposed_halves

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from ..catalog.records import Coded, StoredTensor
 from ..dtypes import torch_dtype
-from ..frozen import frozen
 from ..internals.bitsandbytes import dequantize_4bit, quantize_4bit
 from ..layout.boxes import Box
+from ..objects import frozen
 from .coded import coded
 from .fourbit import FourBit
 from .scales import finite

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ..catalog.records import StoredTensor
-from ..frozen import frozen
+from ..objects import frozen
 from .coded import Coded, coded
 from .codes import Codes, OneEach
 from .compressed_settings import FP4, ONE_EACH, PACKED, Scheme

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..frozen import frozen
 from ..limits import brief
+from ..objects import frozen
 
 __all__ = ["FP4", "ONE_EACH", "PACKED", "Scheme", "Settings", "read_settings"]
 

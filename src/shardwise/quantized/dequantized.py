@@ -11,8 +11,8 @@ from ..catalog import Catalog
 from ..catalog.quantized import Quantized, method_of_config, quantized, stands_beside, way_out
 from ..catalog.records import Coded, Quantization
 from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionError
-from ..frozen import frozen
 from ..names import Named
+from ..objects import frozen
 from .families import Family, Found, Source
 
 __all__ = ["Dequantized", "dequantized", "described", "has_family"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .fourbit import FourBit, book_of
 
 if TYPE_CHECKING:

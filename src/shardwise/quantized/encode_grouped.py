@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .encode_scaled import blockwise
 from .fp4 import Fp4Pairs
 from .grouped import Grouped

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .encode_grouped import mx_exponents
 from .packing import fp4_bytes
 

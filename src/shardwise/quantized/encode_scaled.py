@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .scaled import Scaled
 from .scales import in_step
 

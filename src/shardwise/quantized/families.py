@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..catalog.records import Coded, StoredTensor
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Family", "Found", "Source"]
 

@@ -8,8 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
-from ..frozen import frozen
 from ..layout.boxes import Box, whole
+from ..objects import frozen
 from .groups import pieces
 from .scales import finite
 from .words import covering, looked_up

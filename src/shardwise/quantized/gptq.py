@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import FormatError
-from ..frozen import frozen
 from ..limits import brief
+from ..objects import frozen
 from .coded import Coded, coded
 from .families import Found, Source
 from .gptq_rule import Gptq

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .groups import scaled
 from .scales import finite, groups_within
 from .words import covering, fields

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
-from ..frozen import frozen
 from ..layout.boxes import Box, whole
+from ..objects import frozen
 from .codes import Codes
 from .scales import blocks_of, factors, groups_within, in_step, slabs, widened
 

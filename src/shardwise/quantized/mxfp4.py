@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .coded import coded
 from .families import Found, Source
 from .fp4 import FP4_LIFT, numbers_of_halves

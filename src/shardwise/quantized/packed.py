@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from .scales import finite
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from shardwise.ranks.patience import LIMIT, Watch, watched
 from shardwise.ranks.protocol import Agreement, agreement_of
 from shardwise.ranks.verdicts import Request, cause_of, shorten, text_of
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Claim", "Ranks", "different"]
 

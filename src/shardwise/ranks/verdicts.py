@@ -12,7 +12,7 @@ from dataclasses import MISSING, field, fields
 
 from shardwise.errors import RankError
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = [
     "Request",

@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
-from ..frozen import frozen
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 
 from ..catalog.quantized import is_part
 from ..catalog.records import Catalog, StoredTensor
-from ..frozen import frozen
 from ..layout.wanted import Wanted
 from ..names import canonical_name
+from ..objects import frozen
 from .host_convert import HostConversion
 from .tiles import Tile, identity
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
-from ..frozen import frozen
 from ..models.homes import inherit_home
 from ..names import unwrap
+from ..objects import frozen
 from .match import Recipe
 
 if TYPE_CHECKING:

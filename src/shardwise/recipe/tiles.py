@@ -20,8 +20,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 
 __all__ = [
     "Loop",

@@ -18,7 +18,6 @@ from torch import nn
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
-from ..frozen import frozen
 from ..internals.peft import base_of, is_adapted
 from ..internals.torch import bare_tree, original_class
 from ..internals.transformers import (
@@ -32,10 +31,10 @@ from ..internals.transformers import (
     transformers_conversions,
     used_conversions,
     without_initialization,
-    without_numbers,
 )
 from ..layout.spec import TensorSpec
-from ..names import canonical_name, modules_once, own_tensors, unwrap
+from ..names import canonical_name, modules_once, own_tensors, unwrap, without_numbers
+from ..objects import frozen
 from .match import Made, Resolve, as_stored
 from .tiles import Tile, identity
 from .trace import Traced, is_untraceable, stored_tensor

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from ..frozen import frozen
+from ..objects import frozen
 from ..operations.records import OperationName
 from .ledger_files import Phase, Process, Start
 from .plots import Planned, draw_plan

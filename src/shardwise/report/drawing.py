@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import ShardwiseError
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = [
     "AREA_ALPHA",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
-from ..frozen import frozen
 from ..limits import MAX_CONFIG_DEPTH
+from ..objects import frozen
 
 __all__ = [
     "Note",

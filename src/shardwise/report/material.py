@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, SourceError
-from ..frozen import frozen
 from ..limits import MAX_VALUE_BYTES, read_small
+from ..objects import frozen
 from ..runs.history import RootContents, is_root, losses_of_trainer, steps_below
 from ..storage import absolute, is_url
 from .ledger_files import Start, json_lines, json_object, read_process, starts_of

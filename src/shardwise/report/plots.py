@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..frozen import frozen
+from ..objects import frozen
 from .drawing import (
     AREA_ALPHA,
     BAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..frozen import frozen
+from ..objects import frozen
 from .drawing import Drawn
 from .text import size
 

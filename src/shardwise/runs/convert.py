@@ -27,10 +27,10 @@ from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import STEP_NAME
-from ..frozen import frozen
 from ..layout.placements import Cut, Geometry, replicated
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed

@@ -17,8 +17,8 @@ from ..checkpoint.verify import model_of, runs_of
 from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
-from ..frozen import frozen
 from ..layout.boxes import Box
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed

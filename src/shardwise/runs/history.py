@@ -12,8 +12,8 @@ from ..errors import ShardwiseError, SourceError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..format.steps import OTHERS_NAME, TRAINER_FILE
-from ..frozen import frozen
 from ..limits import MAX_COUNT, MAX_VALUE_BYTES, read_json
+from ..objects import frozen
 from ..storage import is_file, is_url, join, stat_of_expected
 from ..store.line import line_of
 from ..store.publish import was_ever_published

@@ -23,9 +23,9 @@ from ..checkpoint.resume_report import ResumeReport, logged
 from ..dtypes import torch_dtype
 from ..errors import SourceError, StateError
 from ..format.states import StateKey, by_name
-from ..gc_paused import gc_paused
 from ..layout.live import describe
 from ..limits import brief
+from ..objects import gc_paused
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..planning import IOOptions

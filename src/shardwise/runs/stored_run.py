@@ -26,7 +26,6 @@ from ..errors import FormatError, ShardwiseError, StateError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..format.places import refuse_part
 from ..format.states import StateKey
-from ..frozen import frozen
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, brief, inside
@@ -35,6 +34,7 @@ from ..models.assets import read_assets
 from ..models.documents import left_out_of
 from ..models.lend import documents_of
 from ..names import named_tensors
+from ..objects import frozen
 from ..planning import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe, Rules, match_rules, same_names

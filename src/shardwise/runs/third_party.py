@@ -38,8 +38,8 @@ from ..catalog.torchfile import read_torch_file
 from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
 from ..format.steps import TRAINER_FILE, describe_steps
-from ..frozen import frozen
 from ..limits import brief, read_json
+from ..objects import frozen
 from ..storage import is_directory, is_file, looking_once, names_in
 from .pickled_values import (
     Objects,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
-from ..frozen import frozen
 from ..names import NamedTensor, canonical_name, children, named_tensors, patterns_of
+from ..objects import frozen
 from .split_points import Candidate, GroupKind, SplitPoints, find_candidates
 
 __all__ = [

@@ -9,11 +9,11 @@ from typing import Literal
 from torch import nn
 
 from ..errors import ShardError
-from ..frozen import frozen
 from ..internals.peft import adapted_modules, is_adapted
 from ..internals.torch import original_class
 from ..internals.transformers import blocks_not_to_split
 from ..names import NamedTensor, children
+from ..objects import frozen
 
 __all__ = ["Candidate", "GroupKind", "SplitPoints", "can_be_group", "find_candidates"]
 

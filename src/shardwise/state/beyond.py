@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ..errors import ShardwiseError
-from ..frozen import frozen
 from ..internals.torch import keep_metadata
 from ..layout.model import local_tensor
+from ..objects import frozen
 from .encoding import quantised_parts
 from .places import Places
 from .typed_json import encode

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from ..errors import StateError
 from ..format.manifest import GRADIENT
-from ..frozen import frozen
 from ..internals.fsdp import fsdp_unreduced_ids
 from ..internals.torch import version_of
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
+from ..objects import frozen
 
 __all__ = [
     "GRADIENT",

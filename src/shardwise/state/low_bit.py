@@ -14,12 +14,12 @@ import torch
 
 from ..dtypes import code_of, torch_dtype
 from ..errors import FormatError, StateError
-from ..frozen import frozen
 from ..internals.torch import dtensor_like, local_tensor
 from ..internals.torchao import KINDS, LowBit, fresh_book, low_bit, low_bit_state
 from ..layout.blocks import BlockGrid, grid_of
 from ..limits import MAX_COUNT, brief, cause
 from ..models.host_memory import HostMemory
+from ..objects import frozen
 
 __all__ = [
     "PARTS",

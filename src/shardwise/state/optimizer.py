@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from ..devices import to_host
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
-from ..frozen import frozen
 from ..internals.optim import keeps_flat_history
 from ..internals.torch import storage_key
 from ..layout.model import local_tensor
 from ..limits import brief
 from ..models.host_memory import HostMemory
 from ..names import NamedTensor
+from ..objects import frozen
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
 from .low_bit import Form, StoredForm, form_of, part_name, room_for
 from .storable import why_unstorable

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..frozen import frozen
+from ..objects import frozen
 from .decoding import LEFT_OUT, Decoder
 from .encoding import Encoder
 from .places import Places

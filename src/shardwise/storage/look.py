@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import field
 
 from ..errors import FormatError, SourceError
-from ..frozen import frozen
+from ..objects import frozen
 from .records import Listing, Stat
 from .stores import fetch, store_of
 from .urls import is_url, join, place_of

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Protocol
 
 from ..errors import IntegrityError
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Cut", "Held", "Listing", "Moved", "ObjectFile", "Stat", "Store"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from threading import Lock
 from typing import ParamSpec, TypeVar
 
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["LISTED_AT_ONCE", "Requests", "counted_here", "counting", "note"]
 

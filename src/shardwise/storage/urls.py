@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 from ..errors import SourceError
-from ..frozen import frozen
+from ..objects import frozen
 
 __all__ = ["Place", "is_url", "join", "place_of", "without_queries"]
 

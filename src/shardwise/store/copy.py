@@ -24,8 +24,8 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..format.places import refuse_part
-from ..frozen import frozen
 from ..limits import inside, read_small, refuse_link_out
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..operations.printed import Printed

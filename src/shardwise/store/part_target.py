@@ -12,8 +12,8 @@ import xxhash
 from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import files_by_place
-from ..frozen import frozen
 from ..limits import read_small
+from ..objects import frozen
 from ..ranks.patience import patiently
 from .complete import readable_text
 from .marks import mark, remove_ours

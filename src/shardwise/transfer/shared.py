@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ..dtypes import itemsize, torch_dtype
 from ..errors import RankError, SourceError
-from ..frozen import frozen
 from ..layout.wanted import contiguous_strides
+from ..objects import frozen
 from ..planning.buckets import Bucket, Buckets, Span
 from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
