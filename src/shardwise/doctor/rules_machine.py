@@ -242,7 +242,7 @@ MACHINE = (
         "sched-bwc of Linux",
         _cores,
     ),
-    Rule("machine.clock", "a clock set to a date before 2024", "docs/howto/stores/s3.md", _clock),
+    Rule("machine.clock", "a clock set to a date before 2024", "RequestTimeTooSkewed of S3", _clock),
     Rule("machine.gpus-unseen", "NVIDIA devices that torch can't use", "torch.cuda", _gpus_unseen),
     Rule(
         "network.loopback",

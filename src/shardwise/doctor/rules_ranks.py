@@ -139,7 +139,12 @@ RANKS = (
     ),
     Rule("ranks.versions", "different versions on some ranks", "case 4", _versions),
     Rule("ranks.limits", "less memory, fewer cores or lower limits on some ranks", "case 2", _limits),
-    Rule("ranks.clocks", "a clock more than 5 s off from the other ranks", "docs/errors.md", _clocks),
+    Rule(
+        "ranks.clocks",
+        "a clock more than 5 s off from the other ranks",
+        "RequestTimeTooSkewed of S3",
+        _clocks,
+    ),
     Rule("ranks.files", "given files that differ in size between ranks", "case 18", _files),
     Rule(
         "ranks.not-shared",
