@@ -7,7 +7,7 @@
     │   ├── VersionError       a checkpoint of a format version that this release does not read
     │   ├── FormatError        header, index or manifest is not what its format says
     │   └── IntegrityError     bytes are there but checksum, digest or size is wrong
-    ├── LayoutError            a parallelised module whose shards we can't describe
+    ├── LayoutError            a parallelized module whose shards we can't describe
     ├── PlanError              a load that can't be proved complete; lists everything at once
     │   └── UnsupportedConversionError   stored tensors need a conversion that is not supported
     ├── ShardError             a model can't be wrapped as asked

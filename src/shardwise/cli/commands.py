@@ -319,7 +319,7 @@ def copy(path: str, out: str, as_json: bool) -> None:
     help="Write the format of --source. Default: plain weights.",
 )
 @click.option(
-    "--source", metavar="PATH", default=None, help="The quantised source that the model was loaded from."
+    "--source", metavar="PATH", default=None, help="The quantized source that the model was loaded from."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export at OUT, at once.")
 @one_model
@@ -342,7 +342,7 @@ def export(
     """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
 
     PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
-    meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
+    meanwhile. With --quantize as-source, tensors that did not change are copied from the quantized source, byte for byte.
     """
     if (quantize is None) != (source is None):
         raise click.UsageError("--quantize as-source and --source go together: give both, or neither")

@@ -131,7 +131,7 @@ CHECKPOINTS = (
         _lacking,
         (
             "checkpoint.incomplete",
-            "a checkpoint-N without optimizer, scheduler, random states or a file of its neighbours",
+            "a checkpoint-N without optimizer, scheduler, random states or a file of its neighbors",
             "case 5; Trainer of transformers 5.23",
         ),
         when=lambda c: c.lost or c.lost_files,

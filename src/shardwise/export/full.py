@@ -83,7 +83,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
         if has_blocks(live.root):
             raise CheckpointError(
                 "a model that holds 4-bit codes has no full weights under hub names: naming='module' gives its blocks; export_hf "
-                "dequantises them"
+                "dequantizes them"
             )
         return LiveJob(live).contents()
     if naming == "module":

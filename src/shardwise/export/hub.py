@@ -116,11 +116,11 @@ def export_hf(
         adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
         merge: of a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the
             adapters. Each rank merges its own shards; only the adapters are gathered.
-        quantize: ``"as-source"`` writes a model in the format of the quantised source that it was loaded from: the same codes,
+        quantize: ``"as-source"`` writes a model in the format of the quantized source that it was loaded from: the same codes,
             scales, names and ``quantization_config``. A tensor that still equals, bit for bit, what the source's codes stand for is
-            copied from there, byte for byte; any other one is quantised again by the format's own rule, which the report names.
+            copied from there, byte for byte; any other one is quantized again by the format's own rule, which the report names.
             Default: plain weights.
-        source: with ``quantize``, the quantised source, a directory or a URL. Default: that of the live model's last load, which must
+        source: with ``quantize``, the quantized source, a directory or a URL. Default: that of the live model's last load, which must
             be as it was then; a stored model has none.
         max_shard_bytes: payload per file, unless one tensor is larger.
         overwrite: replace an earlier export in a local directory. The new files are written first, then the two directories change
@@ -220,7 +220,7 @@ def _live_as_source(
     if has_blocks(live.root):
         raise ValueError(
             "quantize='as-source' needs plain weights, and this model holds 4-bit codes: without quantize= they are exported "
-            "dequantised; a load with quantized='dequantize' can be exported as its source"
+            "dequantized; a load with quantized='dequantize' can be exported as its source"
         )
     found = QuantizedSource(place_of_source(live, source), lambda: live.tensors, ranks.tick, io)
     return AsSourceJob(LiveWeights(LiveJob(live)), found, Staging(io))
@@ -231,12 +231,12 @@ def _stored_as_source(
 ) -> AsSourceJob:
     """The export of a stored model in a source's format; takes over ``stored``.
 
-    Raises :class:`ValueError` without a source, :class:`UnsupportedConversionError` if the model is quantised itself.
+    Raises :class:`ValueError` without a source, :class:`UnsupportedConversionError` if the model is quantized itself.
     """
     try:
         if source is None:
             raise ValueError(
-                "quantize='as-source' of a stored model needs source=: the quantised source that it was loaded from"
+                "quantize='as-source' of a stored model needs source=: the quantized source that it was loaded from"
             )
         stored.refuse_codes()
         place = absolute(source), None

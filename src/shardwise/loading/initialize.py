@@ -199,7 +199,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
         key = id(tensor.tensor)
         if key in norms and key not in refused:
             if id(norms[key].drawn_with) not in filled:
-                problems.append(f"{tensor.name}: follows from lora_B, which is not initialised along with it")
+                problems.append(f"{tensor.name}: follows from lora_B, which is not initialized along with it")
             continue
         slot = next(s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None)
         name, module, attribute = slot.find(tensor) or ("", model, "")
@@ -214,7 +214,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
         job[3].update(rules)
     if problems:
         raise PlanError(
-            "parameters that can't be initialised by a rule of the model. Give the module that owns them a "
+            "parameters that can't be initialized by a rule of the model. Give the module that owns them a "
             "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of init_weights(only=…), "
             "or out of load(allow_missing=…) with a source that holds them",
             tuple(problems),

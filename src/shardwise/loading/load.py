@@ -99,7 +99,7 @@ def load(
             Base and adapters are one plan and one proof; stored names of an adapter begin with its own
             (``default:base_model.model.…``). DoRA's magnitudes follow from the loaded weights, and ``modules_to_save``
             without files copy those of the base. None: ``source`` holds the adapters, too.
-        seed: for initialised parameters: the same values at every world size.
+        seed: for initialized parameters: the same values at every world size.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
         io: staging and time limits.
         verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
@@ -111,7 +111,7 @@ def load(
 
     Every rank of the default process group must call it. Memory: this rank's shards plus
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
-    form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
+    form: another method than LoRA, an initialization that needs weights or data, a quantized base, settings other than
     the model's), :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are
     not in ``allow_plain``), or :class:`RankError` on every living rank; :class:`TypeError` for a string or a mapping
     in place of a tuple of patterns.

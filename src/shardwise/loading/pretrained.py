@@ -101,11 +101,11 @@ def load_pretrained(
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
-            those without a directory are initialised by PEFT's own rule. None: the adapter that ``path`` itself has
+            those without a directory are initialized by PEFT's own rule. None: the adapter that ``path`` itself has
             (``adapter_config.json``), as in ``from_pretrained``; ``{}``: no adapter.
         quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: codes and scales of FP8,
             compressed-tensors and bitsandbytes' 4 bits stay as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain
-            weights are quantised while they are read. Frozen either way: see :class:`.KeptLayer`, :class:`.ShardedLinear4bit`.
+            weights are quantized while they are read. Frozen either way: see :class:`.KeptLayer`, :class:`.ShardedLinear4bit`.
             Needs the method's library.
         seed: seed of initial values, which are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
@@ -118,7 +118,7 @@ def load_pretrained(
 
     Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
     :class:`UnsupportedConversionError` naming stored tensors whose conversion is not supported yet, or the
-    quantisation; :class:`TypeError` naming the replacement of any other argument of ``from_pretrained``.
+    quantization; :class:`TypeError` naming the replacement of any other argument of ``from_pretrained``.
     """
     request = Pretrained(
         path=path,
@@ -272,7 +272,7 @@ def build_meta(
 ) -> Any:
     """The model at ``path`` with its parameters on meta and its buffers real, with the dtypes of ``from_pretrained``.
 
-    Rank-local; allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
+    Rank-local; allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantized config.
     """
     directory, given = os.fspath(path), config is not None
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)

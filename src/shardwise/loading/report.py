@@ -60,11 +60,11 @@ class LoadReport(Printed):
     unused: tuple[Declaration, ...]
     """Stored tensors that were skipped, with the author of the declaration."""
     initialized: tuple[Declaration, ...]
-    """Wanted tensors initialised by the model's own rule, with the author of the declaration."""
+    """Wanted tensors initialized by the model's own rule, with the author of the declaration."""
     converted: tuple[Converted, ...]
     """Conversions that could not be compiled to byte ranges. Each rank with a part of a result ran them whole."""
     dequantized: tuple[Dequantized, ...]
-    """Formats of tensors that the source stores as codes and scales, and this rank's shards hold dequantised."""
+    """Formats of tensors that the source stores as codes and scales, and this rank's shards hold dequantized."""
     ignored_files: tuple[str, ...]
     verified: str
     """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""
@@ -82,7 +82,7 @@ class LoadReport(Printed):
     """Bytes of the source that this rank sent to other ranks, where one rank reads for all ("once")."""
     casts: tuple[Cast, ...]
     """Casts that round stored values (fp32 to bf16, bf16 to fp16), whether the caller asked for the dtype or not. Of
-    dequantised tensors the dtype before is the one that is computed from the codes."""
+    dequantized tensors the dtype before is the one that is computed from the codes."""
     host: HostBudget | None
     """Limit and free memory of this rank's host before the load; None if the system does not report them."""
 

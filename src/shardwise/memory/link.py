@@ -41,10 +41,10 @@ _PAUSE_S = 0.05
 _PIECE_BYTES = 256 * 1024
 
 
-def own_address(towards: tuple[str, int]) -> str:
+def own_address(toward: tuple[str, int]) -> str:
     """The address of this host, IPv4 or IPv6, with which it reaches another one. Sends nothing."""
     with contextlib.suppress(OSError):
-        for family, kind, proto, _, address in socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM):
+        for family, kind, proto, _, address in socket.getaddrinfo(*toward, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, proto) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
@@ -87,7 +87,7 @@ def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
 
 
 def _send_at_once(link: socket.socket) -> None:
-    """Else the end of each reply waits for the acknowledgement of what came before it: 40 ms, more than 16 MiB take."""
+    """Else the end of each reply waits for the acknowledgment of what came before it: 40 ms, more than 16 MiB take."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -2,7 +2,7 @@
 
 ``torch.device("meta")`` would put buffers on meta too, with no way to compute them afterwards; transformers'
 ``no_init_weights`` skips the buffers that ``_init_weights`` computes. Here construction runs as usual; only each
-*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialisation, ties, dtype
+*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialization, ties, dtype
 conversion) run on meta and cost next to nothing.
 """
 
@@ -37,7 +37,7 @@ def meta_init() -> Iterator[None]:
 
     Works for any ``nn.Module``. Each parameter keeps shape, strides, dtype, ``requires_grad``, class, Python
     attributes and ties. Scoped to the calling thread; can be nested. On exit, also after an error, the random
-    generators (Python, numpy, torch on the CPU and on an initialised accelerator) get their state on entry back. Host
+    generators (Python, numpy, torch on the CPU and on an initialized accelerator) get their state on entry back. Host
     memory: one parameter's unwritten allocation.
 
     A buffer computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters

@@ -91,7 +91,7 @@ class PlanReport(Printed):
     converted: tuple[Converted, ...]
     """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
     dequantized: tuple[Dequantized, ...]
-    """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantised."""
+    """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantized."""
     casts: tuple[Cast, ...]
     """Casts that round stored values."""
     ignored_files: tuple[str, ...]

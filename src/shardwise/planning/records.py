@@ -68,7 +68,7 @@ class IOOptions:
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of the parts of quantised tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
+        """Bytes of the parts of quantized tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
 
         At least 4 MiB: with less, transposed codes would be read in runs too short for any storage.
         """
@@ -223,7 +223,7 @@ class Plan:
 
     @property
     def init_staging_bytes(self) -> int:
-        """Host memory for initialising: the new tensors of the largest module, whole. Modules take turns."""
+        """Host memory for initializing: the new tensors of the largest module, whole. Modules take turns."""
         new = {d.name for d in self.initialized}
         by_module: dict[str, int] = {}
         for w in self.wanted:
