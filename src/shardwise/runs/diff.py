@@ -75,11 +75,10 @@ class DiffReport(Printed):
 
 @announced("diff", "first", "second")
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
-    """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
+    """Compare two models or checkpoints tensor by tensor. If both are checkpoints, their optimizers are compared, too.
 
-    Call it in one process: ranks share no work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are
-    equal are not read. Raises :class:`SourceError` for a source that can't be
-    read; its subclasses say which kind.
+    Call it in one process; ranks don't share the work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal
+    aren't read. Raises :class:`SourceError` (or a subclass that says more) for a source that can't be read.
     """
     files: list[StoredFile] = []
     a, b = _contents(first, files), _contents(second, files)
