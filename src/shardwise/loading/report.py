@@ -143,11 +143,11 @@ def noted(model: nn.Module, report: LoadReport) -> LoadReport:
 
 
 def load_report(model: nn.Module) -> LoadReport:
-    """The report of the last load that filled ``model`` in this process.
+    """Return the report of the last load into ``model`` in this process.
 
-    Finds it inside a wrapper as well: a compiled model, DDP, a ``PeftModel`` that was put around the model later. Costs no memory
-    beyond the report, and no communication; any rank may call it alone. Raises :class:`ValueError` for a model that neither
-    :func:`load` nor ``load_pretrained`` filled.
+    Also works for a model that was wrapped after the load: compiled, in DDP, or in a ``PeftModel``. Takes no memory beyond
+    the report and no communication; a single rank may call it. Raises :class:`ValueError` for a model that neither :func:`load` nor
+    ``load_pretrained`` filled.
     """
     for module in model.modules():
         if (report := _reports.get(module)) is not None:

@@ -53,7 +53,7 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional state by name: objects with ``state_dict`` and ``load_state_dict``, or plain values, which a restore writes back into this dict."""
     frozen: Literal["hold", "refer"] = "hold"
-    """``"refer"``: for parameters without ``requires_grad`` and optimizer state, such as the base under adapters, a checkpoint stores
+    """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
     digests instead of content. Such a checkpoint needs the same base: load it first, and the restore compares each digest with the live tensor
     before it changes anything. ``load`` and ``export_hf`` can't read it. A restore follows the checkpoint, not this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
