@@ -45,7 +45,7 @@ __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Printed):
-    """The scope of a verification, and every problem that it found."""
+    """What a verification checked, and every problem that it found."""
 
     path: str
     step: int
@@ -55,14 +55,14 @@ class VerifyReport(Printed):
     bytes_read: int
     seconds: float
     referred: int = 0
-    """Tensors that the checkpoint holds only digests of: a restore compares them with the live ones."""
+    """Number of tensors for which the checkpoint stores only digests. A restore compares them with the live ones."""
 
     part: str | None = None
-    """For one host\'s part of a step (``Checkpointer(local=True)``): which part, and where the others are. The files here were checked."""
+    """For one host's part of a step (``Checkpointer(local=True)``): which part it is, and where the others are. The files here were checked."""
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is proved: no problem, and all of it is here."""
+        """Whether the checkpoint is complete and free of problems."""
         return not self.problems and self.part is None
 
     def to_json(self) -> dict[str, Any]:

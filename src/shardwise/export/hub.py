@@ -51,27 +51,28 @@ __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport(Printed):
-    """The outcome of an export on this rank."""
+    """What an export did on this rank."""
 
     path: str
     files: tuple[str, ...]
     tensors: int
     total_bytes: int
-    """Payload bytes of all files."""
+    """Payload bytes in all files."""
     bytes_written: int
     """Payload bytes that this rank wrote."""
     seconds: float
     as_source: AsSource | None = None
-    """With ``quantize="as-source"``: where the tensors come from."""
+    """With ``quantize="as-source"``: how many tensors were copied and how many were quantized again."""
     casts: tuple[Cast, ...] = ()
-    """With ``dtype=``: the tensors whose values it can't hold exactly."""
+    """With ``dtype=``: the tensors whose values it can't represent exactly."""
 
     @classmethod
     def of(
         cls, output: HubFiles, path: str, bytes_written: int, started: float, before: Mapping[str, TensorSpec]
     ) -> ExportReport:
-        """The report of ``output``, which lies at ``path``; ``started`` as ``time.perf_counter`` was then. ``before``: the tensors
-        before they were cast."""
+        """Create the report of ``output`` at ``path``. ``started`` is the value of ``time.perf_counter`` at the start, and ``before`` the tensors
+        before they were cast.
+        """
         seconds = time.perf_counter() - started
         files = tuple(output.headers)
         casts = casts_of(rounded_between(before, output.tensors))

@@ -56,7 +56,7 @@ _PIECE_BYTES = 8 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport(Printed):
-    """The outcome of a conversion on this rank."""
+    """What a conversion did on this rank."""
 
     path: str
     source: str
@@ -66,14 +66,14 @@ class ConvertReport(Printed):
     optimizer_tensors: int
     documents: tuple[str, ...]
     skipped: tuple[str, ...]
-    """State in the source that the checkpoint does not hold; the step, if the source names none."""
+    """State in the source that the checkpoint doesn't contain. Also says so if the source doesn't record a step."""
     bytes_read: int
-    """By this rank."""
+    """Bytes that this rank read."""
     bytes_written: int
-    """By this rank, headers included."""
+    """Bytes that this rank wrote, including headers."""
     seconds: float
     caveats: tuple[str, ...] = ()
-    """Assumptions that the conversion had to make: by which rule an optimizer's numbers became names."""
+    """Assumptions that the conversion made: how an optimizer's parameter numbers were mapped to names."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport(Printed):
-    """The difference of two sources, from the first to the second."""
+    """The differences between two sources, from the first to the second."""
 
     first: str
     second: str
@@ -58,14 +58,14 @@ class DiffReport(Printed):
     removed: tuple[str, ...]
     changed: tuple[Change, ...]
     equal: int
-    """Number of tensors that are equal bit for bit."""
+    """Number of tensors that are bit-identical."""
     by_digest: int
-    """How many of these were compared by recorded digests, without reading."""
+    """How many of those were compared by recorded digests, without reading them."""
     bytes_read: int
 
     @property
     def ok(self) -> bool:
-        """Whether there is no difference."""
+        """Whether there are no differences."""
         return not (self.added or self.removed or self.changed)
 
     def to_json(self) -> dict[str, Any]:

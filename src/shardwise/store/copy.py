@@ -61,15 +61,15 @@ _MOST_NAME_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class CopyReport(Printed):
-    """The outcome of a copy."""
+    """What a copy did."""
 
     path: str
     source: str
     files: int
     nbytes: int
-    """Bytes of all files."""
+    """Total bytes of all files."""
     files_sent: int
-    """Those that were not there already."""
+    """Number of files that weren't at the destination yet."""
     bytes_sent: int
     seconds: float
 
