@@ -42,7 +42,7 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport(Printed):
-    """What a restore did: the step, the restored state, and the state that was skipped and why."""
+    """The result of a restore: the step, the restored state, and the state that was skipped and why."""
 
     path: str
     step: int

@@ -46,7 +46,7 @@ __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport(Printed):
-    """What a save did on this rank."""
+    """The result of a save on this rank."""
 
     path: str
     step: int

@@ -45,7 +45,7 @@ __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Printed):
-    """What a verification checked, and every problem that it found."""
+    """The result of a verification: what was checked, and every problem that it found."""
 
     path: str
     step: int

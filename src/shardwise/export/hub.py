@@ -51,7 +51,7 @@ __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport(Printed):
-    """What an export did on this rank."""
+    """The result of an export on this rank."""
 
     path: str
     files: tuple[str, ...]

@@ -117,7 +117,7 @@ def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | N
     cgroup (v1 or v2), which covers all processes in it; the memory that torch allocated and reserved on devices in use; and the bytes read and
     written. A thread samples every 20 ms, or less often if sampling takes more than 0.5% of a core. Peaks are the highest samples; the
     peak of a phase that raises ``VmHWM`` is exact. Records are written every 0.1 s at first, and half as often after every 2,000 of them, which
-    comes to about 10 MB a week. Of the phases with one name, the first 1,000 are written, then every tenth, then every hundredth.
+    comes to about 10 MB a week. For each phase name, the first 1,000 phases are written, then every tenth, then every hundredth.
 
     Args:
         path: a local directory, created if needed.

@@ -40,7 +40,7 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport(Printed):
-    """What a load did on this rank."""
+    """The result of a load on this rank."""
 
     source: str
     tensors: int

@@ -22,7 +22,7 @@ from typing import Protocol
 from ..errors import CheckpointError, IntegrityError, ShardwiseError
 from .below import open_below
 
-__all__ = ["Readable", "Reader", "Server", "address_towards_store", "own_address"]
+__all__ = ["Readable", "Reader", "Server", "address_toward_store", "own_address"]
 
 _NONCE_BYTES, _HASH_BYTES, _TAG_BYTES = 16, 32, 16
 #: Length of the name, first byte and number of bytes.
@@ -51,7 +51,7 @@ def own_address(toward: tuple[str, int]) -> str:
     return "127.0.0.1"
 
 
-def address_towards_store() -> str:
+def address_toward_store() -> str:
     """The address of this host with which it reaches the group's store, by torch's environment."""
     return own_address((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))))
 

@@ -56,7 +56,7 @@ _PIECE_BYTES = 8 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport(Printed):
-    """What a conversion did on this rank."""
+    """The result of a conversion on this rank."""
 
     path: str
     source: str

@@ -61,7 +61,7 @@ _MOST_NAME_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class CopyReport(Printed):
-    """What a copy did."""
+    """The result of a copy."""
 
     path: str
     source: str
