@@ -207,7 +207,7 @@ def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path
     for options, said in (
         ({"quantize": "nf4"}, "quantize must be 'as-source' or None, got 'nf4'"),
         ({"source": source}, "source= goes with 'as-source'"),
-        ({"quantize": "as-source", "dtype": "float16"}, "dtype= and quantize= exclude each other"),
+        ({"quantize": "as-source", "dtype": "float16"}, "dtype= and quantize= can't be combined"),
     ):
         with pytest.raises(ValueError, match=said):
             sw.export_hf(model, out, **options)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_codes_that_may_be_the_model_s_under_another_name(fp8: Path, tmp_path: P
     """Neither is the model's weight written beside old codes, nor are these copied as if they were it."""
     model = sw.load_pretrained(fp8)
     bare = torch.nn.ModuleDict({"other": model.model})
-    with pytest.raises(PlanError, match="can't be written again as it is quantized") as caught:
+    with pytest.raises(PlanError, match="can't be exported in its quantized format") as caught:
         sw.export_hf(bare, tmp_path / "out", quantize="as-source", source=fp8)
     assert "it is not known whether the ones are the others" in caught.value.problems[0]
     small = torch.nn.Module()

@@ -175,7 +175,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
 
 
 def _check_patterns(base: nn.Module, config: Any, directory: str | None) -> None:
-    """Raise :class:`FormatError` for expressions of a config that PEFT would match for ever with the base's modules."""
+    """Raise :class:`FormatError` for expressions of a config that PEFT would match forever with the base's modules."""
     names = [name for name, _ in base.named_modules()]
     file = None if directory is None else os.path.join(directory, CONFIG_NAME)
     for setting, form, patterns in expressions_in(config):

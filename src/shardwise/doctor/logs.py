@@ -68,7 +68,7 @@ KNOWN = (
         lines=("'Tensor' object has no attribute 'device_mesh'",),
         source="case 1; accelerate#3898",
         bites="Accelerate's RAM-efficient loader met a tensor that is not sharded.",
-        why="It takes each entry of the state dict for a DTensor; a persistent buffer and an ignored parameter are none.",
+        why="It assumes that every entry of the state dict is a DTensor, but persistent buffers and ignored parameters aren't.",
         do="Load with ShardwiseAccelerator (docs/cases/1-device-mesh.md), or set fsdp_cpu_ram_efficient_loading: false.",
     ),
     Known(
@@ -81,7 +81,7 @@ KNOWN = (
         source="transformers#48239; case 19",
         bites="A rank waited in a collective until NCCL's timeout.",
         why="Another rank died, raised or was still loading: look for the rank whose log ends first.",
-        do="Cure that rank's error; for slow loads let each rank read its own bytes (sw.load_pretrained).",
+        do="Fix that rank's error; for slow loads, let each rank read its own bytes (sw.load_pretrained).",
     ),
     Known(
         name="cuda-oom",
@@ -102,8 +102,8 @@ KNOWN = (
         also=("optim", "Missing key|missing|not found"),
         source="case 13; accelerate#3971",
         bites="The optimizer's state lacks a parameter.",
-        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, and DCP asks for it.",
-        do="Restore with shardwise.restore or swa.load_state, which resume without it.",
+        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, but DCP expects one.",
+        do="Restore with shardwise.restore or swa.load_state, which resume without that state.",
     ),
     Known(
         name="no-space",
@@ -112,7 +112,7 @@ KNOWN = (
         source="case 15",
         bites="The file system or a quota was full.",
         why="torch's FileSystemWriter may report success although its writer thread failed.",
-        do="Make room, and check the newest checkpoint with shardwise verify before a resume.",
+        do="Free up space, and check the newest checkpoint with shardwise verify before a resume.",
     ),
     Known(
         name="oom-kill",
@@ -160,8 +160,8 @@ KNOWN = (
         lines=("| MISSING",),
         also=(r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.",),
         source="case 10; case 12",
-        bites="from_pretrained found no weights for a part of the model, and left it random.",
-        why="The names do not fit: the base of an adapter was renamed by PEFT, or a file is not the model's.",
+        bites="from_pretrained found no weights for a part of the model, and left it with random values.",
+        why="The names don't match: PEFT renamed the base of an adapter, or a file isn't the model's.",
         do="Load with sw.load_pretrained, which raises before it reads, and lists each tensor with its nearest name.",
     ),
     Known(
@@ -228,7 +228,7 @@ KNOWN = (
         name="nms",
         lines=("operator torchvision::nms does not exist",),
         source="pytorch#157648",
-        bites="torchvision does not fit torch.",
+        bites="torchvision doesn't match torch.",
         why="It registers operators with the torch that it was built against.",
         do="Install the torchvision that belongs to this torch (for 2.N that is 0.N+15), or remove it.",
     ),

@@ -47,7 +47,7 @@ class QuantizedSource:
             self.meant: Catalog = dequantized(self.stored, own)
             if loaded is not None and versions_of(self.stored) != loaded:
                 raise CheckpointError(
-                    f"{self.root}: was changed since the model was loaded from it: files, their sizes or their times are others. "
+                    f"{self.root}: was changed since the model was loaded from it: files, their sizes or their times have changed. "
                     f"Give source= to write the format of the files that are there now"
                 )
             if not self.meant.coded:

@@ -188,7 +188,7 @@ class Ledger:
     @contextmanager
     def phase(self, name: str, **facts: object) -> Iterator[None]:
         """A phase around a block. ``facts``, a few short values, stand in its record. Any thread may call it."""
-        if self.pid != os.getpid():  # a forked child, in which the lock may be held for ever
+        if self.pid != os.getpid():  # a forked child, in which the lock may be held forever
             yield
             return
         with self._lock:

@@ -110,7 +110,7 @@ def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_expressions(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Raise :class:`FormatError` for expressions that the quantizers would match for ever with the model's modules."""
+    """Raise :class:`FormatError` for expressions that the quantizers would match forever with the model's modules."""
     names = [name for name, _ in model.named_modules()]
     check_patterns(read_settings(settings).expressions, names, "an expression in quantization_config", None)
     for setting in ("modules_to_not_convert", "llm_int8_skip_modules"):
