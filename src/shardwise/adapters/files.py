@@ -166,7 +166,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
                 raise  # the caller's own config
             # PEFT may raise anything for a setting of the wrong type.
             raise FormatError(
-                f"PEFT can't put this adapter into {type(base).__name__} ({cause(error)})",
+                f"PEFT can't add this adapter to {type(base).__name__} ({cause(error)})",
                 path=os.path.join(files[name].directory, CONFIG_NAME),
             ) from error
         if trained_on is not None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from .facts import Checkpoint, Facts
-from .rule import Bite, Rule, each, gib
+from .rule import Bite, Rule, count, each, gib
 from .rules_models import some
 
 __all__ = ["CHECKPOINTS"]
@@ -29,9 +29,7 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
 
 def _aside(checkpoint: Checkpoint) -> str:
     what = "and they keep their bytes" if checkpoint.steps else "and no other is left to resume from"
-    return (
-        f"A resume no longer counts {len(checkpoint.set_aside)} steps ({some(checkpoint.set_aside)}), {what}."
-    )
+    return f"A resume no longer counts {count(len(checkpoint.set_aside), 'step')} ({some(checkpoint.set_aside)}), {what}."
 
 
 #: What a resume does without each part.

@@ -115,7 +115,7 @@ def _set_aside(folder: str) -> None:
     try:
         patiently(os.rename, folder, aside)
     except OSError as error:
-        raise CheckpointError(f"{folder}: can't be moved aside: {error.strerror}") from error
+        raise CheckpointError(f"{folder}: can't be renamed: {error.strerror}") from error
     _log.warning("%s: only some hosts hold it, of a save that was killed; it is now %s", folder, aside)
 
 

@@ -63,7 +63,7 @@ def asked_of(asked: Asked, config: Any, catalog: Catalog, path: str) -> Any | No
     found = quantized(catalog.tensors)
     if found is not None:
         raise UnsupportedConversionError(
-            f"{path}: is quantized already ({found.method}: {found.codes!r}); take quantized='keep', or "
+            f"{path}: is quantized already ({found.method}: {found.codes!r}); use quantized='keep', or "
             f"'dequantize', export the model, and quantize that"
         )
     return asked
@@ -84,7 +84,7 @@ def _stored(config: Any, catalog: Catalog, path: str) -> Any:
     if method != "bitsandbytes" or not (settings.get("load_in_4bit") or settings.get("_load_in_4bit")):
         raise UnsupportedConversionError(
             f"{path}: quantized='keep' can't hold {method}{'' if method != 'bitsandbytes' else ' in 8 bits'} in shards: "
-            f"{_WHY_NOT.get(method, 'its modules are not known')}. Take quantized='dequantize'"
+            f"{_WHY_NOT.get(method, 'its modules are not known')}. Use quantized='dequantize'"
         )
     from transformers import BitsAndBytesConfig
 
