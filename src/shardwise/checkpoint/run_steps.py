@@ -103,7 +103,7 @@ class RunSteps:
         *,
         sweeps: bool = True,
     ) -> None:
-        places = {"run's own place": root, "mirror": mirror, "fallback": fallback}
+        places = {"run's own directory": root, "mirror": mirror, "fallback": fallback}
         found: dict[str, str] = {}
         for name, place in places.items():
             if place is not None and (before := found.setdefault(real(place), name)) != name:
