@@ -38,7 +38,7 @@ class Gate:
 
     def missing(self, installed: str) -> str:
         """The feature, and what it lacks with this release. A sentence."""
-        return f"{self.feature}: this needs {self.package} {self.needs.lstrip('>=')} or newer, and {installed} is installed."
+        return f"{self.feature}: this needs {self.package} {self.needs.lstrip('>=')} or newer, but {installed} is installed."
 
     @property
     def update(self) -> str:
