@@ -27,8 +27,8 @@ the first table lists. With 5.0 to 5.2, loading, checkpointing, resuming and exp
 
 ## What needs newer packages
 
-| feature | needs | because | with an older release |
-|---|---|---|---|
+| name | feature | needs | because | with an older release |
+|---|---|---|---|---|
 """
 
 TRIED = """
@@ -39,8 +39,8 @@ with Accelerate. It checks that every parameter equals what `from_pretrained` lo
 for bit, and that each rank reads at most 1.02 times the bytes it needs. *demo* runs `shardwise demo`. *quick* runs the single-process
 tests, and *ranks* runs the multi-process tests.
 
-Skipped tests are broken down in parentheses by the feature they need (from the table above). *upstream* means that another package
-lacks a class or behaves differently; shardwise isn't involved.
+Skipped tests are broken down in parentheses by the name of the feature they need (see the table above). *upstream* means that another
+package lacks a class or behaves differently; shardwise isn't involved.
 
 """
 
@@ -82,9 +82,9 @@ def results() -> dict[str, Row]:
 def page(rows: dict[str, Row]) -> str:
     """The text of the page."""
     lines = [HEAD.rstrip("\n")]
-    for gate in GATES.values():
+    for name, gate in GATES.items():
         lines.append(
-            f"| {gate.feature} | {gate.package} {gate.needs.removeprefix('>=')} | {gate.why} | {gate.instead} |"
+            f"| {name} | {gate.feature} | {gate.package} {gate.needs.removeprefix('>=')} | {gate.why} | {gate.instead} |"
         )
     lines += [TRIED.rstrip("\n"), ""]
     lines.append("| environment | " + " | ".join((*PACKAGES, *CHECKS)) + " | date | commit |")
