@@ -164,9 +164,7 @@ def _chosen(
     if asked != "auto":
         return asked, "asked for"
     if any(one.in_store for one in facts):
-        return (
-            "node" if hosts == 1 else "once"
-        ), "a request to a store costs as much as the bytes of many shards"
+        return ("node" if hosts == 1 else "once"), "one request costs as much as transferring many shards"
     if short and len(facts) > hosts:
         return "node", "shards are stored in short runs"
     if not any(one.network for one in facts):

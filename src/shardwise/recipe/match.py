@@ -262,9 +262,9 @@ def _other_vocabulary(w: Wanted, made: Made, rules: Rules) -> str:
         return ""
     rows, stored = w.shape[0], made.shape[0]
     if stored > rows:
-        return f"; it has {stored} tokens, and the model {rows}: give config= with vocab_size={stored}"
+        return f"; it has {stored} tokens, but the model has {rows}: pass config= with vocab_size={stored}"
     return (
-        f"; it has {stored} tokens, and the model {rows}: to add tokens, load the stored model on one process, call "
+        f"; it has {stored} tokens, but the model has {rows}: to add tokens, load the stored model in one process, call "
         f"model.resize_token_embeddings({rows}) and model.save_pretrained(…), and load that"
     )
 
