@@ -39,7 +39,7 @@ def test_the_first_page_says_what_the_charts_measured() -> None:
     ours, plain = (8 * peaks[way]["8"] / 1024 for way in ("shardwise", "from_pretrained"))
     for page in (DOCS / "index.md", ROOT / "README.md"):
         text = " ".join(page.read_text().split())
-        assert f"8 ranks need {ours:.1f} GiB together instead of {plain:.1f} GiB" in text
+        assert f"8 ranks need {ours:.1f} GiB in total instead of {plain:.1f} GiB" in text
     assert f"all {len(again)} steps after it have bit-identical losses" in " ".join(
         (DOCS / "index.md").read_text().split()
     )
@@ -57,7 +57,7 @@ def test_pages_about_a_loss_spike_name_the_trainer_and_say_that_it_was_not_repro
     text = (ROOT / case).read_text()
     assert "\n## Not reproduced\n" in text
     assert {"docs/howto/trainer.md", "docs/status.md"} <= links(case)
-    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "loss spike after" in line)
+    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "loss spikes after" in line)
     _, section = (DOCS / "troubleshooting.md").read_text().split("\n## Loss jumps after resume\n")
     for told, at in ((row, "README.md"), (section.split("\n## ")[0], "docs/troubleshooting.md")):
         assert f"{case}#not-reproduced" in links(at, told)

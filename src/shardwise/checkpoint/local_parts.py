@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import xxhash
@@ -16,8 +16,9 @@ from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import describe_absent, files_by_place
 from ..limits import read_small
-from ..memory.link import Reader, Server, address_towards_store
+from ..memory.link import Reader, Server, address_toward_store
 from ..memory.units import Unit
+from ..objects import frozen
 from ..planning import IOOptions
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -32,7 +33,7 @@ __all__ = ["Parts", "find_parts", "opened"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """The parts of a step, by the number of their place in its manifest."""
 
@@ -83,7 +84,7 @@ def find_parts(path: str, step: int | None, at: LocalPlaces, ranks: Ranks) -> Fo
     return Found(complete[0].here, complete[0].sources)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Held:
     """The parts of a step under one manifest."""
 
@@ -188,7 +189,7 @@ def opened(
             def serve() -> list[Any] | None:
                 if not leads or not mine:
                     return None
-                address = address_towards_store()
+                address = address_toward_store()
                 server = Server(PartFiles(path, here), secret.encode(), address, io.timeout_s)
                 stack.callback(server.close)
                 return [at.places[at.own].host, address, server.port]

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import xxhash
 from ..errors import CheckpointError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_of_manifest
 from ..limits import inside, read_small
-from ..memory.link import Server, address_towards_store
+from ..memory.link import Server, address_toward_store
 from ..memory.maps import Maps
 from ..memory.options import InMemoryCheckpoints
 from ..memory.places import Peer, Places
@@ -24,6 +23,7 @@ from ..memory.record import Record, new_word, read_or_make_record, write_record
 from ..memory.remote import Holdings
 from ..memory.ring import Ring, Slot
 from ..memory.units import are_all, proved_units, runs_of, units_in
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from .collect import Lineage, compare, take
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeldStep:
     """A step that some hosts have a manifest of."""
 
@@ -70,7 +70,7 @@ class MemorySteps:
 
         def told() -> list[Any]:
             ring = Ring(tier.root, self._name)
-            address = tier.address or address_towards_store()
+            address = tier.address or address_toward_store()
             self._server = Server(ring, secret.encode(), address, tier.timeout_s)
             self._ring = ring
             return [tier.host_name, address, self._server.port]

@@ -7,11 +7,11 @@ import os
 import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from ..errors import SourceError
+from ..objects import frozen
 from .facts import Log
 
 __all__ = ["KNOWN", "Known", "LoggedLosses", "log_of_losses", "losses_of_log", "read_log"]
@@ -46,7 +46,7 @@ _LEAST_BEFORE_SAVE = 10
 _LEAST_TREND, _RISE = 50, 1.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Known:
     """A line that says what happened, and the three sentences for it."""
 
@@ -68,8 +68,8 @@ KNOWN = (
         name="device-mesh",
         lines=("'Tensor' object has no attribute 'device_mesh'",),
         source="case 1; accelerate#3898",
-        bites="Accelerate's RAM-efficient loader met a tensor that is not sharded.",
-        why="It takes each entry of the state dict for a DTensor; a persistent buffer and an ignored parameter are none.",
+        bites="Accelerate's RAM-efficient loader found a tensor that isn't sharded.",
+        why="It assumes that every entry of the state dict is a DTensor; persistent buffers and ignored parameters aren't.",
         do="Load with ShardwiseAccelerator (docs/cases/1-device-mesh.md), or set fsdp_cpu_ram_efficient_loading: false.",
     ),
     Known(
@@ -80,9 +80,9 @@ KNOWN = (
             "watchdog got stuck for",
         ),
         source="transformers#48239; case 19",
-        bites="A rank waited in a collective until NCCL's timeout.",
+        bites="A rank waited in a collective until NCCL timed out.",
         why="Another rank died, raised or was still loading: look for the rank whose log ends first.",
-        do="Cure that rank's error; for slow loads let each rank read its own bytes (sw.load_pretrained).",
+        do="Fix that rank's error; for slow loads, have each rank read its own bytes (sw.load_pretrained).",
     ),
     Known(
         name="cuda-oom",
@@ -102,18 +102,18 @@ KNOWN = (
         lines=("Missing key", "optimizer.state.", "optim.state."),
         also=("optim", "Missing key|missing|not found"),
         source="case 13; accelerate#3971",
-        bites="The optimizer's state lacks a parameter.",
-        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, and DCP asks for it.",
-        do="Restore with shardwise.restore or swa.load_state, which resume without it.",
+        bites="The optimizer state has no entry for a parameter.",
+        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, but DCP expects one.",
+        do="Restore with shardwise.restore or swa.load_state, which resume without that state.",
     ),
     Known(
         name="no-space",
         lines=("No space left on device", "Errno 28", "Disk quota exceeded", "Errno 122"),
         unless="shared memory",
         source="case 15",
-        bites="The file system or a quota was full.",
+        bites="The file system was full, or a quota was used up.",
         why="torch's FileSystemWriter may report success although its writer thread failed.",
-        do="Make room, and check the newest checkpoint with shardwise verify before a resume.",
+        do="Free up space, and check the newest checkpoint with shardwise verify before a resume.",
     ),
     Known(
         name="oom-kill",
@@ -128,7 +128,7 @@ KNOWN = (
             r"oom-kill|Out of memory: Killed|exitcode\s{0,9}:\s{0,9}-9(?!\d)|Signal 9|Memory cgroup out of memory",
         ),
         source="case 2, 3; ms-swift#9980",
-        bites="The system killed a process, as it does when the host runs out of memory.",
+        bites="The system killed a process, usually because the host ran out of memory.",
         why="Most often every rank of a host loaded the whole model.",
         do="Compare memory.events of the cgroup or dmesg; load with sw.load_pretrained, which holds a rank's shards only.",
     ),
@@ -136,7 +136,7 @@ KNOWN = (
         name="hf-initialized",
         lines=("unexpected keyword argument '_is_hf_initialized'",),
         source="case 4",
-        bites="A parameter class refuses what transformers passes on meta.",
+        bites="A parameter class rejects an argument that transformers passes on meta.",
         why="device_map='meta' and init_empty_weights build each parameter again, with keywords of their own.",
         do="Build with sw.meta_init or sw.load_pretrained, which pass nothing to the class.",
     ),
@@ -152,7 +152,7 @@ KNOWN = (
         name="mixed-dtensor",
         lines=("got mixed torch.Tensor and DTensor",),
         source="case 1",
-        bites="An operator got a DTensor together with a plain tensor.",
+        bites="An operator got DTensors mixed with plain tensors.",
         why="One module was left out of the sharding, or a hook touches parameters outside of FSDP2's forward.",
         do="Wrap the root with fully_shard too, or give the plain one with allow_plain and keep it out of that operator.",
     ),
@@ -161,15 +161,15 @@ KNOWN = (
         lines=("| MISSING",),
         also=(r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.",),
         source="case 10; case 12",
-        bites="from_pretrained found no weights for a part of the model, and left it random.",
-        why="The names do not fit: the base of an adapter was renamed by PEFT, or a file is not the model's.",
+        bites="from_pretrained found no weights for part of the model, which stayed random.",
+        why="The names don't match: PEFT renamed an adapter's base, or a file isn't the model's.",
         do="Load with sw.load_pretrained, which raises before it reads, and lists each tensor with its nearest name.",
     ),
     Known(
         name="initial-lr",
         lines=("param 'initial_lr' is not specified",),
         source="case 14",
-        bites="The scheduler's position was lost with the optimizer's groups.",
+        bites="The scheduler's position was lost with the optimizer's parameter groups.",
         why="The optimizer was restored without initial_lr, or was built again after the scheduler.",
         do="Put the scheduler into sw.TrainState(scheduler=…): both are restored together.",
     ),
@@ -182,7 +182,7 @@ KNOWN = (
             "unable to allocate shared memory",
         ),
         source="pytorch#5040",
-        bites="Workers of a data loader ran out of shared memory.",
+        bites="Data loader workers ran out of shared memory.",
         why="Their batches are in /dev/shm, which has 64 MiB in a container by default.",
         do="Start the container with --ipc=host or a larger --shm-size, or use fewer workers.",
     ),
@@ -190,7 +190,7 @@ KNOWN = (
         name="open-files",
         lines=("Too many open files", "Errno 24]"),
         source="getrlimit(2)",
-        bites="A process had as many open files as its limit allows.",
+        bites="A process reached its limit of open files.",
         why="Files of shards, sockets and tensors that data loaders share each take one.",
         do="Raise the limit before the start: ulimit -n 65536.",
     ),
@@ -199,7 +199,7 @@ KNOWN = (
         lines=("Using the loopback address as fallback", "remote=[127.", "remote=[::1"),
         also=("onnect|Using the loopback", "refused|Using the loopback"),
         source="gloo#223; aws-do-eks#50",
-        bites="Ranks of different hosts tried to meet at 127.0.0.1.",
+        bites="Ranks on different hosts tried to connect to 127.0.0.1.",
         why="The host's name resolves to the loopback address, and gloo tells it to the other ranks.",
         do="Set GLOO_SOCKET_IFNAME to the interface between the hosts, or correct /etc/hosts.",
     ),
@@ -207,7 +207,7 @@ KNOWN = (
         name="duplicate-gpu",
         lines=("Duplicate GPU detected",),
         source="prismatic-vlms#39",
-        bites="Two ranks use one GPU.",
+        bites="Two ranks use the same GPU.",
         why="srun started torchrun once for each task, or LOCAL_RANK was not used to choose the device.",
         do="Start torchrun with --ntasks-per-node=1, and call torch.cuda.set_device(LOCAL_RANK).",
     ),
@@ -221,7 +221,7 @@ KNOWN = (
             "InvalidHeaderLength",
         ),
         source="case 20",
-        bites="A safetensors file is truncated, or not in that format.",
+        bites="A safetensors file is truncated, or isn't in that format.",
         why="A download or a copy ended early, or the file is a Git LFS pointer.",
         do="Find it with shardwise doctor MODEL_DIRECTORY, and fetch it again.",
     ),
@@ -229,7 +229,7 @@ KNOWN = (
         name="nms",
         lines=("operator torchvision::nms does not exist",),
         source="pytorch#157648",
-        bites="torchvision does not fit torch.",
+        bites="torchvision was built for another version of torch.",
         why="It registers operators with the torch that it was built against.",
         do="Install the torchvision that belongs to this torch (for 2.N that is 0.N+15), or remove it.",
     ),
@@ -268,7 +268,7 @@ def _text_of(path: str) -> str:
     return raw.decode(errors="replace")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoggedLosses:
     """The losses of a log by step."""
 

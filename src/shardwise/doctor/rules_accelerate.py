@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..gates import GATES
+from ..objects import frozen
 from .facts import Facts, Model, Settings
 from .rule import Bite, Rule, each, is_on, is_version, number
 
 __all__ = ["ACCELERATE"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Fsdp:
     """A configuration that uses FSDP."""
 
@@ -102,7 +102,7 @@ def _refused(facts: Facts) -> Iterator[Bite]:
                 one.path,
                 f"Accelerator() raises a ValueError: fsdp_{name} is {one.get(name)!r}.",
                 "FSDP2 has no such setting; it is left from FSDP1, or needs another setting next to it.",
-                f"Remove fsdp_{name}, or set what FSDP2 takes (reshard_after_forward: true, state_dict_type: "
+                f"Remove fsdp_{name}, or set what FSDP2 accepts (reshard_after_forward: true, state_dict_type: "
                 "SHARDED_STATE_DICT).",
             )
 
@@ -158,7 +158,7 @@ def _unknown_class(facts: Facts) -> Iterator[Bite]:
                         one.path,
                         f"prepare() raises a ValueError: fsdp_transformer_layer_cls_to_wrap names {name}, and {model.path} has no "
                         "module of that class.",
-                        f"transformers' code of {model.config.get('model_type')} has none: it is misspelt, or of another architecture.",
+                        f"transformers' code of {model.config.get('model_type')} has none: it is misspelled, or of another architecture.",
                         f"Name the class of the model's block{f', such as {near[0]}' if near else ''}, or leave it out: the model's "
                         "own is taken.",
                     )
@@ -180,7 +180,7 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 settings.path,
                 f"prepare() fails: tp_size is {sizes['tp']} together with FSDP.",
-                "It imports ReplicateParallel, which went with transformers 5.1.",
+                "It imports ReplicateParallel, which transformers 5.1 removed.",
                 "Shard the model yourself and fill it with shardwise.load, or use one of the two.",
             )
         for name in (n for n in ("cp", "sp") if sizes[n] > 1):
@@ -230,11 +230,11 @@ ACCELERATE = (
         ("accelerate.device-mesh", "FSDP2 with cpu_ram_efficient_loading", "case 1; accelerate#3898"),
         applies={"accelerate": "<1.16"},
         when=lambda one: one.says("cpu_ram_efficient_loading"),
-        bites="prepare() ends in \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
-        "persistent buffer or a parameter that is not sharded.",
-        why="With cpu_ram_efficient_loading and FSDP2 Accelerate takes each entry of the state dict for a DTensor.",
+        bites="prepare() fails with \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
+        "persistent buffer or an unsharded parameter.",
+        why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry of the state dict is a DTensor.",
         do="Keep the YAML and load with ShardwiseAccelerator.load_model or load_pretrained "
-        "(docs/cases/1-device-mesh.md), or switch the option off if every rank may hold the whole model.",
+        "(docs/cases/1-device-mesh.md), or turn the option off if every rank has room for the whole model.",
     ),
     each(
         _fsdp2,
@@ -247,12 +247,12 @@ ACCELERATE = (
         when=lambda one: one.says("cpu_ram_efficient_loading"),
         bites="from_pretrained puts the whole model into host memory on every rank for a while, although the option asks "
         "for rank 0 alone.",
-        why="transformers 5 makes placeholders of full size on the other ranks, and draws random numbers for them.",
+        why="transformers 5 creates full-size placeholders on the other ranks, and draws random numbers for them.",
         do="Load with ShardwiseAccelerator.load_pretrained: each rank reads its own shards (docs/cases/2-host-memory.md).",
     ),
     Rule(
         "accelerate.not-ram-efficient",
-        "ranks × given model over the free memory, with the option off",
+        "cpu_ram_efficient_loading off, and ranks × the given model exceed the free memory",
         "case 3; ms-swift#9982",
         _not_efficient,
     ),
@@ -281,17 +281,21 @@ ACCELERATE = (
         "resume, or a missing optimizer key.",
         why="Mixed precision trains fp32 masters, which are stored; accelerator.load_state compares nothing with what was "
         "saved.",
-        do="Save and resume with ShardwiseAccelerator, whose report says what came back (docs/cases/5-loss-spike.md).",
+        do="Save and resume with ShardwiseAccelerator, whose report says what was restored (docs/cases/5-loss-spike.md).",
     ),
     Rule(
         "accelerate.refused-by-fsdp2",
-        "a setting that FSDP2 does not have",
+        "a setting that FSDP2 doesn't have",
         "FullyShardedDataParallelPlugin of accelerate 1.15",
         _refused,
     ),
     each(
         _fsdp2,
-        ("accelerate.one-group", "FSDP2 without a wrap policy, or by size 0", "docs/howto/does-it-fit.md"),
+        (
+            "accelerate.one-group",
+            "FSDP2 without a wrap policy, or wrapping by size without a minimum",
+            "docs/howto/does-it-fit.md",
+        ),
         when=lambda one: not one.wraps_blocks and (one.policy == "NO_WRAP" or _by_size_zero(one)),
         bites="Each forward gathers the whole model on every rank, so that sharding saves no memory at the peak.",
         why=lambda one: (
@@ -308,14 +312,14 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.tied-groups",
-        "FSDP2 that wraps the embedding of a given model with a tied head",
+        "FSDP2 that wraps the embedding, and a given model whose head is tied to it",
         "case 8; FSDP2 of torch 2.12",
         _tied_groups,
         applies={"torch": ">=2.12"},
     ),
     Rule(
         "accelerate.wrap-class",
-        "a class to wrap that a given model does not have",
+        "a class to wrap that the given model doesn't have",
         "accelerate 1.10: FullyShardedDataParallelPlugin.set_auto_wrap_policy",
         _unknown_class,
     ),
@@ -337,7 +341,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.processes",
-        "num_processes against hosts, WORLD_SIZE or devices",
+        "num_processes that doesn't match hosts, WORLD_SIZE or devices",
         "accelerate launch",
         _processes,
     ),

@@ -43,9 +43,9 @@ def _jump(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{log.path}: {line}",
                 f"The loss jumped {at}: {before:.4g} before, {after:.4g} after.",
-                "Part of the training state did not come back: the optimizer's moments, the scheduler, the data position, or weights "
+                "Part of the training state wasn't restored: the optimizer's moments, the scheduler, the data position, or weights "
                 "that were saved in another dtype.",
-                "Compare what was stored with what came back: trainer.resume_report of a ShardwiseTrainer lists every difference, and so "
+                "Compare what was stored with what was restored: trainer.resume_report of a ShardwiseTrainer lists every difference, and so "
                 "does print(checkpoints.resume(state)) (docs/cases/5-loss-spike.md). shardwise diff A B compares two checkpoints.",
             )
 
@@ -78,7 +78,7 @@ LOGS = (
     *map(_rule, KNOWN),
     Rule(
         "log.loss-jump",
-        "a loss that is higher after a resume, or after one of the Trainer's checkpoints, than before",
+        "a loss that jumps after a resume, or after a checkpoint of the Trainer",
         "case 5",
         _jump,
     ),
@@ -86,7 +86,7 @@ LOGS = (
     Rule("log.rising-loss", "a loss that rises throughout the log", "case 5", _rise, kind="note"),
     Rule(
         "log.random-loss",
-        "a first loss like that of random weights, for a given model",
+        "a first loss as high as random weights of the given model would have",
         "case 9; case 10",
         _random_loss,
     ),

@@ -30,6 +30,7 @@ from ..layout.spec import TensorSpec
 from ..models.assets import asset_files
 from ..models.kept import blocks_in
 from ..names import NamedTensor, canonical_name
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..planning.source_box import boxes_of_range
 from ..ranks.hosts import device_where_ranks_sum
@@ -51,7 +52,7 @@ __all__ = ["MergedJob"]
 _PART_BYTES = 8 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Delta:
     """What one adapter adds to a weight: ``(B @ A) * scaling``, or the transpose of it."""
 
@@ -76,7 +77,7 @@ class _Delta:
         return ((made.t() if self.is_transposed else made) * self.scaling).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Made:
     """A weight that is not written as the model holds it."""
 
@@ -250,7 +251,7 @@ class MergedJob:
         """Does nothing: a live model has no recorded digests."""
 
     def assets(self) -> Mapping[str, bytes]:
-        """Those of the base. Its config says nothing of a quantisation: its weights are plain."""
+        """Those of the base. Its config says nothing of a quantization: its weights are plain."""
         found = asset_files(self._live.base)
         if "config.json" in found:
             config = json.loads(found["config.json"])
@@ -377,7 +378,7 @@ def _obstacle(layer: Any, adapter: str, weight: NamedTensor | None) -> str | Non
     if layer.merged:
         return "is merged already; call unmerge_adapter() first"
     if layer.lora_variant.get(adapter) is not None:
-        return f"{type(layer.lora_variant[adapter]).__name__} needs whole weights (DoRA and the like)"
+        return f"{type(layer.lora_variant[adapter]).__name__} needs complete weights (DoRA, for example)"
     if layer.lora_bias.get(adapter):
         return "lora_bias=True is not supported"
     if weight is None or weight.tensor.dim() != 2:

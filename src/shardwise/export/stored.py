@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.lend import documents_of
 from ..models.unquantized import refuse_source
+from ..objects import frozen
 from ..planning import IOOptions
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
@@ -45,7 +45,7 @@ from .tensors import HubTensors, as_named, inverted, reverted
 __all__ = ["StoredJob"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Names:
     """The names of a stored tensor. Implements :class:`.Named`."""
 
@@ -141,7 +141,7 @@ class StoredJob:
         if blocks:
             raise CheckpointError(
                 f"{self._path}: holds weights in 4-bit blocks ({blocks[0]} and {len(blocks) - 1} more), which have no hub format: "
-                f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantises them"
+                f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantizes them"
             )
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..adapters.files import combine, open_adapters
 from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
-from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
 from ..layout.live import LiveModel, describe
@@ -26,6 +24,7 @@ from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, is_unknown
 from ..models.unquantized import forget_quantization
 from ..names import patterns_of
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.recorder import phase
@@ -48,7 +47,6 @@ from ..sharding.replicated import reduced_parameters
 from ..storage import counting
 from .carry_out import carry_out
 from .fingerprint import fingerprint, in_words
-from .initialize import check_rules, fill_by_rule
 from .report import LoadReport, noted
 from .source import open_for_all
 from .strategy import Choice, Planned, choose, facts_of
@@ -63,6 +61,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 
 @announced("load", "source")
+@gc_paused()
 def load(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -78,43 +77,40 @@ def load(
     verify: Literal["cover", "digest"] | None = None,
     allow_plain: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill ``model`` in place from ``source``: complete and proved, or one error that lists every problem.
+    """Load the weights in ``source`` into ``model`` in place: every tensor, or one error that lists all problems.
 
-    Fills every parameter and persistent buffer: DTensors with any FSDP2/HSDP/TP/EP placements, plain tensors, scalars,
-    integers, ties. Each rank reads only the bytes of its own shards. Parameters keep identity, dtype, wrapping,
-    padding and ``requires_grad``; RNG and torch settings are untouched.
+    Loads every parameter and persistent buffer: DTensors with any FSDP2, HSDP, TP or EP placements, plain tensors, scalars, integers and
+    tied tensors. Each rank reads only the bytes of its own shards. Parameters keep their identity, dtype, wrapping, padding and
+    ``requires_grad``. The random generators and torch's settings aren't touched.
 
     Args:
-        model: any module; meta tensors get memory on ``device`` first.
-        source: a safetensors file or directory, or a shardwise checkpoint; local, or the URL of one in an object store.
-        names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
-            transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
-            base's. Not together with ``key_mapping``.
-        key_mapping: renames before those of the model's class, regex → replacement, as for ``from_pretrained``. No
-            effect on a checkpoint, which holds the names of the module.
+        model: any module; tensors on meta are allocated on ``device`` first.
+        source: a safetensors file or directory, or a shardwise checkpoint; a local path, or a URL in an object store.
+        names: stored name → module name, as a mapping (names that aren't in it stay unchanged) or a function. Default: the transformers
+            renames of the model's class (for a model wrapped by PEFT, those of the base), or none for other modules. Can't be combined with
+            ``key_mapping``.
+        key_mapping: regex → replacement, applied before the renames of the model's class, as in ``from_pretrained``. No effect on a
+            checkpoint, which stores the module's names.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
-        allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack: the model's own rule fills them.
-        adapter: of a ``PeftModel`` whose base ``source`` holds: the directory of an adapter, or a PEFT config (as
-            ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either.
-            Base and adapters are one plan and one proof; stored names of an adapter begin with its own
-            (``default:base_model.model.…``). DoRA's magnitudes follow from the loaded weights, and ``modules_to_save``
-            without files copy those of the base. None: ``source`` holds the adapters, too.
-        seed: for initialised parameters: the same values at every world size.
-        device: where meta tensors get memory. Default: the mesh's device, else CPU.
-        io: staging and time limits.
-        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
-            records one, unless the load changes its dtype. None: ``"digest"`` if the source records digests (a
-            checkpoint does), else ``"cover"``.
-        allow_plain: ``fnmatch`` patterns of trainable parameters that may be plain tensors among sharded ones. FSDP2
-            does not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
-            pattern.
+        allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack. They are initialized by the model's own rule.
+        adapter: for a ``PeftModel`` whose base is in ``source``: the directory of an adapter, or a PEFT config (such as
+            ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either. Base and
+            adapters are planned and checked together; an adapter's stored names start with its own name
+            (``default:base_model.model.…``). DoRA's magnitudes are computed from the loaded weights, and ``modules_to_save`` without
+            files are copied from the base. None: ``source`` contains the adapters, too.
+        seed: seed for initialized parameters, whose values are the same at every world size.
+        device: where tensors on meta are allocated. Default: the mesh's device, otherwise the CPU.
+        io: staging memory and time limits.
+        verify: ``"cover"`` checks the plan only. ``"digest"`` also compares the digest of every tensor for which the source records one, unless
+            the load changes its dtype. None: ``"digest"`` if the source records digests (a checkpoint does), otherwise ``"cover"``.
+        allow_plain: ``fnmatch`` patterns of trainable parameters that may stay plain tensors among sharded ones. FSDP2 doesn't reduce their
+            gradients, so you must. Parameters whose gradients ``shard`` reduces need no pattern.
 
-    Every rank of the default process group must call it. Memory: this rank's shards plus
-    ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
-    form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
-    the model's), :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are
-    not in ``allow_plain``), or :class:`RankError` on every living rank; :class:`TypeError` for a string or a mapping
-    in place of a tuple of patterns.
+    Every rank of the default process group must call it. Memory: this rank's shards plus ``io.staging_bytes``. Raises
+    :class:`PlanError` before payload is read (also for adapters without a sharded form: a method other than LoRA, an
+    initialization that needs weights or data, a quantized base, or settings that differ from the model's),
+    :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that aren't in ``allow_plain``), or
+    :class:`RankError` on every living rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
@@ -144,6 +140,8 @@ def load(
         options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
         if adapter is None:
             return Filling(live, catalog, rules, options)
+        from ..adapters.files import combine, open_adapters
+
         adapters = open_adapters(model, adapter)
         return Filling(live, *combine(live, catalog, rules, adapters, key_mapping=key_mapping), options)
 
@@ -153,7 +151,7 @@ def load(
     return noted(model, filled.report.after(looks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class FillOptions:
     """The options that all loaders share. See :func:`load` for the fields."""
 
@@ -165,7 +163,7 @@ class FillOptions:
     """None lets any parameter be plain."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filling:
     """A model to be filled, and from what."""
 
@@ -175,7 +173,7 @@ class Filling:
     options: FillOptions
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filled:
     """A filled model, and how it was filled."""
 
@@ -204,6 +202,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)
         new.extend(_parameters_of(planned.plan))
         if new:
+            from .initialize import check_rules
+
             check_rules(given.live, new)
         _refuse_too_large(given.live, given.options.device, host)
         recorded = {} if given.options.verify == "cover" else recorded_digests(given.catalog, planned.plan)
@@ -219,7 +219,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     sums = None
     read = time.perf_counter()
     with phase("read"), ranks.agree("read"):
-        memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
+        memory = materialize(live, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
         if recorded and not new:  # before the ranks meet: another rank may still read
@@ -229,6 +229,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
                 sums = own_sums_of_model(live, ranks)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
+        from .initialize import fill_by_rule
+
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
     forget_meta_buffers(live.root)
@@ -246,12 +248,11 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         seconds_read=time.perf_counter() - read,
         digests_compared=len(recorded),
         host=host,
-        is_kept=kept_in_fp32_of_class(live.base),
+        is_kept=kept_in_fp32_of_class(live.base) if plan.rounded else lambda _: False,
     )
     return Filled(live, report)
 
 
-@gc_paused()
 def plan_load(
     live: LiveModel, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Planned:

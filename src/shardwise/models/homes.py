@@ -1,4 +1,4 @@
-"""Remembers the directory that a model was built from, and the quantised source that filled it.
+"""Remembers the directory that a model was built from, and the quantized source that filled it.
 
 Export copies config and tokenizer from the one, and writes the format of the other.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Catalog
 from ..names import unwrap
+from ..objects import frozen
 from ..storage import is_url
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ _HOMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _SOURCES: weakref.WeakKeyDictionary[nn.Module, LoadedFrom] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadedFrom:
-    """A quantised source, and its files as they were when a model was filled from it."""
+    """A quantized source, and its files as they were when a model was filled from it."""
 
     root: str
     versions: Mapping[str, tuple[int, object]]
@@ -61,7 +61,7 @@ def inherit_home(model: nn.Module, ancestor: nn.Module) -> None:
 
 
 def remember_source(models: Iterable[nn.Module], catalog: Catalog) -> None:
-    """Note the source that a model was filled from, if it is quantised. ``models``: it, and what is inside its wrappers."""
+    """Note the source that a model was filled from, if it is quantized. ``models``: it, and what is inside its wrappers."""
     if catalog.coded:
         root = catalog.root if is_url(catalog.root) else os.path.abspath(catalog.root)
         source = LoadedFrom(root, versions_of(catalog))
@@ -70,7 +70,7 @@ def remember_source(models: Iterable[nn.Module], catalog: Catalog) -> None:
 
 
 def source_of(model: nn.Module) -> LoadedFrom | None:
-    """The quantised source of a model's last load from one; None if there was none."""
+    """The quantized source of a model's last load from one; None if there was none."""
     return _SOURCES.get(unwrap(model))
 
 

@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
 from ..catalog.kinds import kind_in
@@ -29,6 +29,7 @@ from ..catalog.weights import (
 )
 from ..errors import SourceError
 from ..limits import inside, read_json, read_small
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..storage import is_url, place_of
 from .classes import same_directory
@@ -41,7 +42,7 @@ __all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "ne
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: ``name`` or ``organisation/name``; huggingface_hub checks the rest.
+#: ``name`` or ``organization/name``; huggingface_hub checks the rest.
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBERED = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})(?P<end>\..*)")
@@ -51,7 +52,7 @@ _ANY = Choice()
 _ABSENT = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class HubOptions:
     """Options for files of a hub repository, as in ``from_pretrained``."""
 
@@ -102,7 +103,7 @@ def find_model(
     return find_for_all(source, options, ranks, with_code=with_code).directory
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """A model's directory on this rank."""
 
@@ -246,7 +247,7 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
         found = _cached_or_outline(model, options)
     except SourceError:
         raise refusal from None
-    _log.warning("%s; taking what the cache holds: %s", refusal, found)
+    _log.warning("%s; using the cached files: %s", refusal, found)
     return found
 
 

@@ -2,7 +2,7 @@
 
 ``torch.device("meta")`` would put buffers on meta too, with no way to compute them afterwards; transformers'
 ``no_init_weights`` skips the buffers that ``_init_weights`` computes. Here construction runs as usual; only each
-*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialisation, ties, dtype
+*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialization, ties, dtype
 conversion) run on meta and cost next to nothing.
 """
 
@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from ..internals.torch import TorchDispatchMode, parameter_like, tree_leaves, tree_map_only
-from ..names import NamedTensor, canonical_name
+from ..names import NamedTensor, canonical_name, modules_by_path
 from ..rng import preserve_rng
 
 __all__ = ["NotLarger", "at_most", "forget_meta_buffers", "is_unknown", "meta_buffers", "meta_init"]
@@ -33,20 +33,19 @@ __all__ = ["NotLarger", "at_most", "forget_meta_buffers", "is_unknown", "meta_bu
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Construct modules inside the block with parameters on meta, and with the buffers of ordinary construction.
+    """Construct modules with their parameters on meta, and with the same buffers as in ordinary construction.
 
-    Works for any ``nn.Module``. Each parameter keeps shape, strides, dtype, ``requires_grad``, class, Python
-    attributes and ties. Scoped to the calling thread; can be nested. On exit, also after an error, the random
-    generators (Python, numpy, torch on the CPU and on an initialised accelerator) get their state on entry back. Host
-    memory: one parameter's unwritten allocation.
+    A context manager that works for any ``nn.Module``. Each parameter keeps its shape, strides, dtype, ``requires_grad``, class, Python
+    attributes and ties. Affects only the calling thread and can be nested. On exit, even after an error, the random generators (Python, numpy,
+    torch on the CPU and on an initialized accelerator) return to their state on entry. Host memory: one parameter's unwritten allocation.
 
-    A buffer computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters
+    A buffer that is computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters
     (``nn.LazyLinear``) stay unchanged.
 
-    The first use in a process registers three hooks with torch (``register_module_parameter_registration_hook`` and its
-    like). They stay, because torch may be going through its table of hooks in another thread. Outside, they return at once.
+    The first use in a process registers three hooks with torch (``register_module_parameter_registration_hook`` and related ones). They stay
+    registered, because torch may be iterating over its hooks in another thread. Outside the block they return immediately.
 
-    Needs no process group; every rank that calls it constructs for itself.
+    Needs no process group; each rank that calls it constructs the modules for itself.
     """
     with preserve_rng():
         _enter()
@@ -77,7 +76,7 @@ def meta_buffers(model: nn.Module) -> list[str]:
     :func:`forget_meta_buffers`.
     """
     names: dict[str, None] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules_by_path(model):
         left = _left_on_meta(module)
         for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_meta or attribute in left:
@@ -97,7 +96,7 @@ def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) ->
     if not _remembered:
         return
     settled = None if names is None else frozenset(names)
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules_by_path(model):
         left = _left_on_meta(module)
         for attribute in tuple(left):
             if settled is None or canonical_name(f"{path}.{attribute}" if path else attribute) in settled:

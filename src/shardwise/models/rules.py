@@ -28,6 +28,7 @@ from ..internals.torch import (
 )
 from ..internals.transformers import initializer_of
 from ..names import exchange_parameter
+from ..objects import frozen
 from .meta_init import meta_init
 
 __all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of", "run_rules"]
@@ -49,7 +50,7 @@ _OVERWRITES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Template:
     """An unsharded meta copy of a model (or of a part of it), on which rules can run."""
 
@@ -87,7 +88,7 @@ def copy_template(live: nn.Module) -> Template:
 
 
 def _untie(root: nn.Module) -> None:
-    """Give every slot its own parameter: construction ties parameters only after each module was initialised."""
+    """Give every slot its own parameter: construction ties parameters only after each module was initialized."""
     seen: set[int] = set()
     for module in root.modules():
         for attribute, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:

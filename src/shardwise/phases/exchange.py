@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..objects import frozen
 from .activations import FORMULA_ERROR, Step
 
 __all__ = ["Exchange", "Sent"]
@@ -21,7 +22,7 @@ __all__ = ["Exchange", "Sent"]
 _Forward = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sent:
     """A collective of a step."""
 
@@ -65,10 +66,10 @@ class Exchange:
         if is_wrapped:
             more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
         if self.ep > 1:
-            more.append("each expert gets equally many tokens")
+            more.append("every expert gets the same number of tokens")
         if step.error == FORMULA_ERROR:
             self.sent.clear()
-            more.append("what tensor and expert parallelism send is not counted")
+            more.append("traffic of tensor and expert parallelism is not counted")
         return replace(step, assumptions=(*step.assumptions, *more))
 
     def note(self, path: str, kind: str, axis: str, tensor: torch.Tensor) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
+
+from ..objects import frozen
 
 __all__ = ["Amount", "Checkpoint", "Files", "Flow", "Phase", "RunPlan", "Setup", "Where"]
 
 Where = Literal["device", "host", "page cache"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Amount:
     """One part of the memory of a phase, at its peak."""
 
@@ -23,7 +25,7 @@ class Amount:
     """How the number comes about."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Phase:
     """One phase of a run: what a rank holds at its peak."""
 
@@ -39,7 +41,7 @@ class Phase:
         return sum(a.upper_bytes for a in self.amounts if a.where == where)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Checkpoint:
     """What one save stores."""
 
@@ -59,7 +61,7 @@ class Checkpoint:
         return (self.kept + 1) * self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Flow:
     """Bytes over the network in one step, for one purpose."""
 
@@ -71,7 +73,7 @@ class Flow:
     formula: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Files:
     """What a phase reads from the storage of models and checkpoints, or writes to it."""
 
@@ -86,28 +88,28 @@ class Files:
     """Of all ranks together, at the bandwidth of :class:`TrainingSpec`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Setup:
     """What was planned: the assumptions that change the numbers most. Dtypes are torch's names."""
 
     optimizer: str
     parameters: tuple[str, ...]
-    """By falling bytes."""
+    """Dtypes of the parameters, the one with most bytes first."""
     trained: tuple[str, ...]
     """Dtypes of the parameters that are trained."""
     compute: str
-    """Of forward and backward."""
+    """Dtype of forward and backward."""
     reductions: str
-    """In which gradients are reduced."""
+    """Dtype in which gradients are reduced."""
     optimizer_states: tuple[str, ...]
     """Empty for an optimizer without states."""
     batch_size: int
     sequence_length: int
     bytes_per_s: float
-    """Of the storage of models and checkpoints, from all ranks together. Network traffic is counted, not timed."""
+    """Bandwidth of the storage of models and checkpoints, for all ranks together. Network traffic is counted, not timed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class RunPlan:
     """What a training run takes on each rank, by phases."""
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..models.arguments import Arguments, Pretrained
 from ..models.classes import config_and_class
 from ..models.meta_init import at_most
 from ..models.unquantized import forget_quantization
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..storage import Requests, counting, is_url
 
@@ -38,7 +39,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
 _MOST_PARTS = 50 * MAX_MODULES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """The model of a plan. :meth:`prepared` builds it on meta, each time anew."""
 
@@ -114,7 +115,7 @@ def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: s
     for field, value in asked.implementations.items():
         setattr(config, field, value)
     refusal = FormatError(
-        f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; see the numbers of layers",
+        f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; check the numbers of layers",
         path=shown,
     )
     with at_most(_MOST_PARTS, refusal):
@@ -122,7 +123,7 @@ def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: s
 
 
 def _dtype_of(config: Any) -> Any:
-    """The dtype that a config declares, or its text part; codes are dequantised to bfloat16; else transformers' default."""
+    """The dtype that a config declares, or its text part; codes are dequantized to bfloat16; else transformers' default."""
     for part in (config, config.get_text_config()):
         if getattr(part, "dtype", None) is not None:
             return part.dtype

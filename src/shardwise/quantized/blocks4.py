@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Coded, StoredTensor
 from ..dtypes import torch_dtype
 from ..internals.bitsandbytes import dequantize_4bit, quantize_4bit
 from ..layout.boxes import Box
+from ..objects import frozen
 from .coded import coded
 from .fourbit import FourBit
 from .scales import finite
@@ -30,7 +31,7 @@ __all__ = ["SCALE_BYTES", "Blocks", "Joined", "encoded", "joined"]
 SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Blocks:
     """How a weight lies in blocks."""
 
@@ -91,11 +92,11 @@ class Blocks:
         return box.start[0] * self.block, min(box.stop[0] * self.block, math.prod(self.shape))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Joined:
     """Blocks of codes and scales that bitsandbytes stored. Implements :class:`.Rule`; parts as :class:`.FourBit`'s.
 
-    Scales that are quantised, too, are decoded: a block then has the scale that bitsandbytes works out of them.
+    Scales that are quantized, too, are decoded: a block then has the scale that bitsandbytes works out of them.
     """
 
     blocks: Blocks
@@ -122,9 +123,9 @@ class Joined:
         return self.blocks.joined(parts["codes"], scales)[:, box.start[1] : box.stop[1]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Encoded:
-    """Blocks quantised from a plain weight, by bitsandbytes. Implements :class:`.Rule`; part: ``weight``."""
+    """Blocks quantized from a plain weight, by bitsandbytes. Implements :class:`.Rule`; part: ``weight``."""
 
     blocks: Blocks
     source: StoredTensor
@@ -133,7 +134,7 @@ class _Encoded:
 
     @property
     def format(self) -> str:
-        return f"{self.source.dtype}, quantised to {self.blocks.quant_type.upper()} in blocks of {self.blocks.block}"
+        return f"{self.source.dtype}, quantized to {self.blocks.quant_type.upper()} in blocks of {self.blocks.block}"
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         first, last = self._rows(box)
@@ -173,6 +174,6 @@ def joined(one: Coded, dtype: str) -> tuple[Blocks, Coded] | None:
 
 
 def encoded(stored: StoredTensor, blocks: Blocks, *, is_transposed: bool) -> Coded:
-    """A plain stored weight, quantised while it is read: no more than the rows of a few blocks at a time."""
+    """A plain stored weight, quantized while it is read: no more than the rows of a few blocks at a time."""
     rule = _Encoded(blocks, stored, is_transposed)
     return coded(stored.name, "U8", blocks.stored_shape, {"weight": stored}, rule)

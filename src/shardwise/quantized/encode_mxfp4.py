@@ -1,12 +1,12 @@
-"""Quantises experts to MXFP4, as gpt-oss stores them."""
+"""Quantizes experts to MXFP4, as gpt-oss stores them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 from .encode_grouped import mx_exponents
 from .packing import fp4_bytes
 
@@ -18,11 +18,11 @@ __all__ = ["Mxfp4Encoder"]
 _BLOCK = 32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mxfp4Encoder:
     """Exponents by :func:`.mx_exponents`, codes rounded to the nearest, ties to even. Implements :class:`.Encoder`.
 
-    OpenAI published codes and no quantiser; this is the rule that compressed-tensors has for MXFP4.
+    OpenAI published codes and no quantizer; this is the rule that compressed-tensors has for MXFP4.
     """
 
     reference = "MXFP4: OCP's rule as in compressed-tensors"

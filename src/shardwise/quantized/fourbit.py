@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
+from ..objects import frozen
 from .groups import pieces
 from .scales import finite
 from .words import covering, looked_up
@@ -32,15 +32,15 @@ _BOOKS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Nested:
-    """Scales that are codes, too (double quantisation): ``book[code] × scale of the block + offset``."""
+    """Scales that are codes, too (double quantization): ``book[code] × scale of the block + offset``."""
 
     block: int
     offset: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FourBit:
     """``book[code] × scale`` of the block. Implements :class:`.Rule`; parts: ``codes``, ``scales``, maybe ``nested``, ``book``.
 
@@ -57,7 +57,7 @@ class FourBit:
 
     @property
     def format(self) -> str:
-        double = ", scales quantised" if self.nested else ""
+        double = ", scales quantized" if self.nested else ""
         return f"{self.quant_type.upper()} in blocks of {self.block}{double}"
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..limits import MAX_CONFIG_DEPTH
+from ..objects import frozen
 
 __all__ = [
     "Note",
@@ -30,7 +31,7 @@ __all__ = [
 #: Far above what a week writes; a longer file is read up to here.
 _MOST_BYTES = 256 * 1024**2
 _LONGEST_LINE = 256 * 1024
-#: Records with memory of one process that are kept; of more, neighbours become one.
+#: Records with memory of one process that are kept; of more, neighbors become one.
 _MOST_SAMPLES = 100_000
 #: Memory and bytes of a record; peaks have ``peak_`` before them.
 _VALUES = {
@@ -44,7 +45,7 @@ _VALUES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sample:
     """What a process used at one moment, ``t`` seconds after its ledger began; names as in the file."""
 
@@ -56,7 +57,7 @@ class Sample:
         return self.values.get(name, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Phase:
     """A phase of a process."""
 
@@ -70,7 +71,7 @@ class Phase:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Note:
     """An outcome: the report of a load, a save, a resume, an export."""
 
@@ -117,7 +118,7 @@ class Process:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Start:
     """The processes of one start of the program, by rank."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..doctor.logs import losses_of_log
 from ..errors import FormatError, SourceError
 from ..limits import MAX_VALUE_BYTES, read_small
+from ..objects import frozen
 from ..runs.history import (
     RootContents,
     is_root,
@@ -26,7 +27,7 @@ from .ledger_files import Start, json_lines, json_object, read_process, starts_o
 __all__ = ["LossLog", "Material", "find_material"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LossLog:
     """Losses by step, from one file."""
 

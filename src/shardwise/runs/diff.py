@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed
@@ -33,7 +34,7 @@ __all__ = ["Change", "DiffReport", "diff"]
 _PIECE_BYTES = 16 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Change:
     """A tensor that differs between the two sources."""
 
@@ -48,9 +49,9 @@ class Change:
     """Norm of the difference over the norm of the first side."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DiffReport(Printed):
-    """The difference of two sources, from the first to the second."""
+    """The differences between two sources, from the first to the second."""
 
     first: str
     second: str
@@ -58,14 +59,14 @@ class DiffReport(Printed):
     removed: tuple[str, ...]
     changed: tuple[Change, ...]
     equal: int
-    """Number of tensors that are equal bit for bit."""
+    """Number of tensors that are bit-identical."""
     by_digest: int
-    """How many of these were compared by recorded digests, without reading."""
+    """How many of those were compared by recorded digests, without reading them."""
     bytes_read: int
 
     @property
     def ok(self) -> bool:
-        """Whether there is no difference."""
+        """Whether there are no differences."""
         return not (self.added or self.removed or self.changed)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,11 +76,10 @@ class DiffReport(Printed):
 
 @announced("diff", "first", "second")
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
-    """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
+    """Compare two models or checkpoints tensor by tensor. If both are checkpoints, their optimizers are compared, too.
 
-    Call it in one process: ranks share no work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are
-    equal are not read. Raises :class:`SourceError` for a source that can't be
-    read; its subclasses say which kind.
+    Call it in one process; ranks don't share the work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal
+    aren't read. Raises :class:`SourceError` (or a subclass that says more) for a source that can't be read.
     """
     files: list[StoredFile] = []
     a, b = _contents(first, files), _contents(second, files)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from torch import nn
 from ..errors import ShardwiseError
 from ..internals.torch import keep_metadata
 from ..layout.model import local_tensor
-from .encoding import quantised_parts
+from ..objects import frozen
+from .encoding import quantized_parts
 from .places import Places
 from .typed_json import encode
 
@@ -48,7 +49,7 @@ MAX_BEYOND_BYTES = 64 * 1024**2
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Beyond:
     """State of one object that only its own saving would store."""
 
@@ -58,7 +59,7 @@ class Beyond:
     """Values that can't be stored: one line each, by :func:`path_key`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredOwn:
     """The own state of one object as a checkpoint holds it."""
 
@@ -104,7 +105,7 @@ def _follows(own: Any, plain: Any) -> bool:
     try:
         mine, live = local_tensor(own).detach(), local_tensor(plain).detach()
         return mine.shape == live.shape and _same_bits(mine, live.to(mine.dtype))
-    except (RuntimeError, NotImplementedError, TypeError):  # quantised, sparse, another device's, …
+    except (RuntimeError, NotImplementedError, TypeError):  # quantized, sparse, another device's, …
         return False
 
 
@@ -146,7 +147,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype:
         return False
     if a.is_quantized:
-        return b.is_quantized and same(quantised_parts(a), quantised_parts(b))
+        return b.is_quantized and same(quantized_parts(a), quantized_parts(b))
     left, right = (local_tensor(t).detach().to("cpu").contiguous().reshape(-1) for t in (a, b))
     return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..internals.fsdp import fsdp_unreduced_ids
 from ..internals.torch import version_of
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
+from ..objects import frozen
 
 __all__ = [
     "GRADIENT",
@@ -40,7 +40,7 @@ __all__ = [
 UNSEEN_GRADIENTS = "gradients from before the first TrainState (it is not known whether a step has used them)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Mark:
     """A gradient after the step that used it, or one from before the hook was set."""
 
@@ -143,8 +143,8 @@ def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
     held = fsdp_unreduced_ids(live.fsdp_modules)
     if not held:
         return
-    optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [t.name for t in live.tensors if id(t.tensor) in held & optimised]
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [t.name for t in live.tensors if id(t.tensor) in held & optimized]
     if found:
         raise StateError(
             f"FSDP2 has not reduced the gradients of {len(found)} parameters yet ({', '.join(found[:3])}), because of a "

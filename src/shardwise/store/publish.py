@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from ..catalog.dcp import METADATA_NAME
+from ..catalog.kinds import METADATA_NAME
 from ..errors import CheckpointError, SourceError
 from ..format.head import Fate, SetAside
 from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -243,7 +243,7 @@ def set_aside(path: str, why: str) -> str:
     try:
         patiently(os.rename, path, moved)
     except OSError as error:
-        raise CheckpointError(f"{path}: can't be moved aside: {error.strerror}") from error
+        raise CheckpointError(f"{path}: can't be renamed: {error.strerror}") from error
     fsync_directory(os.path.dirname(path))
     return moved
 
