@@ -33,6 +33,7 @@ from ..format.states import StateKey
 from ..format.steps import TRAINER_FILE, describe_steps
 from ..limits import brief, read_json
 from ..storage import is_directory, is_file, looking_once, names_in
+from .history import ranks_of
 from .pickled_values import (
     Objects,
     PlainValues,
@@ -342,9 +343,10 @@ class ThirdPartyRun:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that wrote the model; 1 for a full state, which doesn't record it."""
+        """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
         files = {os.path.basename(f.path) for f in self.model(0).files}
-        return len({m[1] for f in files if (m := re.match(r"__(\d+)_", f))}) or 1
+        writers = {m[1] for f in files if (m := re.match(r"__(\d+)_", f))}
+        return ranks_of(() if is_file(self.path) else _listed(self.path)) or len(writers)
 
     @property
     def _meta(self) -> Mapping[Any, Any]:
