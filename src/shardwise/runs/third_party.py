@@ -125,6 +125,29 @@ class StoredOptimizer:
             {},
         )
 
+    def below(self, prefix: str) -> StoredOptimizer:
+        """An optimizer by names, with those of the model that a saved module has under ``prefix``. Raises :class:`StateError` for others."""
+
+        def named(stored: str) -> str:
+            if not stored.startswith(prefix):
+                raise StateError(
+                    f"{self.catalog.root}: holds optimizer state of {brief(stored)}, which is not in {prefix!r}, the part of the saved module "
+                    f"that is the model. Restore it in a run (shardwise.restore) and save there"
+                )
+            return stored.removeprefix(prefix)
+
+        tensors = {
+            name: replace(self.catalog.tensors[short], name=name)
+            for short, key in self.keys.items()
+            for name in [StateKey(named(key.parameter), key.state).name]
+        }
+        return StoredOptimizer(
+            replace(self.catalog, tensors=tensors),
+            {named(owner): values for owner, values in self.values.items()},
+            self.groups and [{**g, "params": [named(n) for n in g["params"]]} for g in self.groups],
+            {named(owner): settings for owner, settings in self.settings.items()},
+        )
+
     def _not_matched(self, what: str) -> StateError:
         return StateError(
             f"{self.catalog.root}: keeps the optimizer's state by parameter number, {what}. Make the optimizer as the saved run did "
