@@ -36,7 +36,7 @@ from ..models.lend import documents_of
 from ..names import NamedTensor, named_tensors
 from ..planning import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
-from ..recipe.match import Recipe, Rules, match_rules, renamed, same_names
+from ..recipe.match import Recipe, Rules, match_rules, renamed
 from ..recipe.origin import Origin
 from ..recipe.tiles import identity
 from ..recipe.transformers import hub_rules
@@ -193,11 +193,10 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     known = {name for t in named for name in t.names}
     prefix = _prefix_in(catalog, named) if has_module_names(catalog) or catalog.kind == "torch" else ""
     # DCP's safetensors writer takes any names: transformers gives it module names, torchtitan hub names.
-    is_ours = catalog.tensors.keys() <= known or (catalog.has_module_names and catalog.kind != "slices")
-    if prefix:
-        made = renamed(lambda stored: {n: n.removeprefix(prefix) for n in stored if n.startswith(prefix)})(catalog.tensors)
-    else:
-        made = (same_names if is_ours else hub.resolve)(catalog.tensors)
+    is_ours = bool(prefix) or catalog.tensors.keys() <= known
+    is_ours |= catalog.has_module_names and catalog.kind != "slices"
+    below = renamed(lambda names: {n: n.removeprefix(prefix) for n in names if n.startswith(prefix)})
+    made = (below if is_ours else hub.resolve)(catalog.tensors)
     stored_as = {m.target: m.dtype for m in reversed(made)}
     wanted = tuple(
         replace(
@@ -247,9 +246,7 @@ def _prefix_in(catalog: Catalog, named: Sequence[NamedTensor]) -> str:
 
     if not named or not lacks(""):
         return ""
-    found = {
-        s.removesuffix(name) for name in named[0].names for s in stored if s.endswith(f".{name}")
-    }
+    found = {s.removesuffix(name) for name in named[0].names for s in stored if s.endswith(f".{name}")}
     fit = sorted(prefix for prefix in found if not lacks(prefix))
     if len(fit) > 1:
         raise StateError(
