@@ -204,11 +204,6 @@ def test_trl_sft_with_lora_is_killed_and_resumed(ranks: RankPool, hub: Path, tmp
         assert rank["exact"]
         assert rank["step"] == 6
         assert rank["resumed"] == rank["whole"], "a resume goes on bitwise"
-        assert rank["not given"] == (), "Trainer finds its place in the data"
-        assert rank["replaced"] == tuple(
-            f"optimizer.param_groups[{k}].initial_lr: this program's 0.5 was replaced by the checkpoint's 0.01"
-            for k in (0, 1)
-        )
         assert len(rank["whole"]) == rank["verified"] == 12
         for name, tensor in rank["after"].items():
             assert torch.equal(rank["resumed after"][name], tensor), name
