@@ -71,7 +71,9 @@ def _resumed(start: Start) -> str:
         return f"Start {start.number} resumed from no checkpoint."
     report = notes[0][1].report
     saved, now = report.get("saved_world_size"), report.get("world_size")
-    ranks = f"on {counted(now, 'rank')}" + ("" if saved == now else f" instead of {plain(str(saved), 20)}")
+    ranks = f"on {counted(now, 'rank')}" + (
+        "" if saved in (now, 0) else f" instead of {plain(str(saved), 20)}"
+    )
     damaged = report.get("damaged")
     lost = "; no saved step was lost" if not damaged else "; damaged steps were skipped"
     return f"The run resumed from step {plain(str(report.get('step')), 20)} {ranks}{lost}."

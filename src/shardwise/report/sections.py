@@ -152,21 +152,26 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
     r = note.report
     is_exact = r.get("exact") is True
     digests = {str(other.report.get("digest")) for _, other in found}
-    exact = Cell("yes", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
+    for_what = f", for the state that was given (no {_words(r['not_given'])})" if r.get("not_given") else ""
+    exact = Cell(f"yes{for_what}", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
+    tensors = f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"
+    has_digests = digests != {""}
     alike = (
         Cell(
             f"{plain(next(iter(digests)), 64)}, the same on every rank that reports it ({len(found)})",
             tone="good",
         )
-        if len(digests) == 1
+        if len(digests) == 1 and has_digests
+        else "–"
+        if not has_digests
         else Cell("DIFFERENT between ranks", tone="bad")
     )
     step = plain(str(r.get("step")), 20)
     rows: list[tuple[str, object]] = [
         ("checkpoint", plain(str(r.get("path", "")))),
-        ("saved by", f"{counted(r.get('saved_world_size'), 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
+        ("saved by", f"{counted(r.get('saved_world_size') or 'an unknown number of', 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
         ("resumed on", f"{counted(r.get('world_size'), 'rank')} ({plain(str(r.get('mesh', '')), 80)})"),
-        ("hashes compared", f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"),
+        ("hashes compared", tensors if has_digests else f"none: the checkpoint has none; restored unchecked: {tensors}"),
         ("hash of everything", alike),
         ("bit-exact resume", exact),
         ("also restored", _words(r.get("documents", ()))),
