@@ -25,6 +25,7 @@ VARIES = (
     (r"\btook \d+\.\d+ times", "took # times"),
     (r"\b[0-9a-f]{16}\b", "#digest"),
     (r"^(this host +)\S+ \S+ free of \S+ \S+ \(.*\)$", r"\1#"),
+    (r"\bfrom byte \d+ of the load", "from byte # of the load"),
     (r"; by \d+ threads$", ""),
 )
 #: How a comment begins that shows the value of an expression. After an assignment only what no sentence begins with.
