@@ -49,7 +49,7 @@ LLAMA = (
 )
 SAMPLES = (
     Sample("docs/howto/does-it-fit.md", "Output: the verdict first", LLAMA, "Does not fit", LLAMA[1]),
-    Sample("docs/howto/does-it-fit.md", "Output, after that of the load", LLAMA, " phase"),
+    Sample("docs/howto/does-it-fit.md", "The phases, after the output of the load", LLAMA, " phase"),
     Sample(
         "docs/howto/does-it-fit.md",
         "Qwen3-30B-A3B, expert parallelism on each of two nodes",

@@ -122,7 +122,7 @@ def test_the_page_lists_every_rule_as_the_table_has_it() -> None:
     rows = re.findall(row, text, re.MULTILINE)
     notes = {"note": " (note)", "bites": ""}
     assert rows == [(r.id, r.about + notes[r.kind], r.source, real.get(r.id, "facts")) for r in RULES]
-    assert f"{len(PATHOLOGIES)} pathologies of all {len(RULES)} rules" in text
+    assert f"{len(PATHOLOGIES)} sets of facts describe broken setups for all {len(RULES)} rules" in text
     for thing, count in Counter(real.get(r.id, "facts") for r in RULES).items():
         assert f"| {thing} | {count} |" in text
 

@@ -230,11 +230,11 @@ ACCELERATE = (
         ("accelerate.device-mesh", "FSDP2 with cpu_ram_efficient_loading", "case 1; accelerate#3898"),
         applies={"accelerate": "<1.16"},
         when=lambda one: one.says("cpu_ram_efficient_loading"),
-        bites="prepare() ends in \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
-        "persistent buffer or a parameter that is not sharded.",
-        why="With cpu_ram_efficient_loading and FSDP2 Accelerate takes each entry of the state dict for a DTensor.",
+        bites="prepare() fails with \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
+        "persistent buffer or an unsharded parameter.",
+        why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry of the state dict is a DTensor.",
         do="Keep the YAML and load with ShardwiseAccelerator.load_model or load_pretrained "
-        "(docs/cases/1-device-mesh.md), or switch the option off if every rank may hold the whole model.",
+        "(docs/cases/1-device-mesh.md), or turn the option off if every rank has room for the whole model.",
     ),
     each(
         _fsdp2,
@@ -252,7 +252,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.not-ram-efficient",
-        "ranks × given model over the free memory, with the option off",
+        "cpu_ram_efficient_loading off, and ranks × the given model exceed the free memory",
         "case 3; ms-swift#9982",
         _not_efficient,
     ),
@@ -285,13 +285,17 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.refused-by-fsdp2",
-        "a setting that FSDP2 does not have",
+        "a setting that FSDP2 doesn't have",
         "FullyShardedDataParallelPlugin of accelerate 1.15",
         _refused,
     ),
     each(
         _fsdp2,
-        ("accelerate.one-group", "FSDP2 without a wrap policy, or by size 0", "docs/howto/does-it-fit.md"),
+        (
+            "accelerate.one-group",
+            "FSDP2 without a wrap policy, or wrapping by size without a minimum",
+            "docs/howto/does-it-fit.md",
+        ),
         when=lambda one: not one.wraps_blocks and (one.policy == "NO_WRAP" or _by_size_zero(one)),
         bites="Each forward gathers the whole model on every rank, so that sharding saves no memory at the peak.",
         why=lambda one: (
@@ -308,14 +312,14 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.tied-groups",
-        "FSDP2 that wraps the embedding of a given model with a tied head",
+        "FSDP2 that wraps the embedding, and a given model whose head is tied to it",
         "case 8; FSDP2 of torch 2.12",
         _tied_groups,
         applies={"torch": ">=2.12"},
     ),
     Rule(
         "accelerate.wrap-class",
-        "a class to wrap that a given model does not have",
+        "a class to wrap that the given model doesn't have",
         "accelerate 1.10: FullyShardedDataParallelPlugin.set_auto_wrap_policy",
         _unknown_class,
     ),
@@ -337,7 +341,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.processes",
-        "num_processes against hosts, WORLD_SIZE or devices",
+        "num_processes that doesn't match hosts, WORLD_SIZE or devices",
         "accelerate launch",
         _processes,
     ),

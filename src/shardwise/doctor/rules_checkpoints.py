@@ -90,7 +90,7 @@ CHECKPOINTS = (
     Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
     each(
         _checkpoints,
-        ("checkpoint.set-aside", "steps that a resume moved aside", "docs/format.md"),
+        ("checkpoint.set-aside", "steps that a resume quarantined", "docs/format.md"),
         kind="note",
         when=lambda c: c.set_aside,
         bites=_aside,
@@ -108,7 +108,7 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        ("checkpoint.per-rank", "parts of single ranks", "accelerate#4105"),
+        ("checkpoint.per-rank", "one file per rank, without positions in the tensors", "accelerate#4105"),
         when=lambda c: c.per_rank,
         bites=lambda c: (
             f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
@@ -131,7 +131,7 @@ CHECKPOINTS = (
         _lacking,
         (
             "checkpoint.incomplete",
-            "a checkpoint-N without optimizer, scheduler, random states or a file of its neighbours",
+            "a checkpoint-N without optimizer, scheduler, random states or a file that its neighbors have",
             "case 5; Trainer of transformers 5.23",
         ),
         when=lambda c: c.lost or c.lost_files,
@@ -156,14 +156,14 @@ CHECKPOINTS = (
     ),
     Rule(
         "checkpoint.merge",
-        "parts of DCP that have more bytes than this host's free memory",
+        "DCP parts larger than this host's free memory",
         "case 16; accelerate merge-weights",
         _merge,
         kind="note",
     ),
     each(
         _checkpoints,
-        ("checkpoint.unfinished", "parts of DCP without .metadata", "torch.distributed.checkpoint"),
+        ("checkpoint.unfinished", "DCP parts without .metadata", "torch.distributed.checkpoint"),
         when=lambda c: c.lacks_metadata,
         bites="The checkpoint can't be loaded: it has parts of DCP and no .metadata.",
         why="Rank 0 writes that file last: the save was killed, or is still under way.",

@@ -253,34 +253,39 @@ def _release(facts: Facts, name: str) -> tuple[int, int] | None:
 LAUNCH = (
     Rule(
         "launch.incomplete",
-        "RANK or WORLD_SIZE without the other variables of env://",
+        "RANK or WORLD_SIZE without the other variables that env:// needs",
         "torch.distributed, environment variable initialization",
         _incomplete,
     ),
     Rule(
         "launch.numbers",
-        "a rank outside of its world, or more local ranks than ranks",
+        "a rank outside its world size, or more local ranks than ranks",
         "torch.distributed",
         _numbers,
     ),
     Rule("launch.port", "an invalid MASTER_PORT", "torch.distributed", _port),
     Rule(
         "launch.master-loopback",
-        "several hosts, and MASTER_ADDR is the loopback address",
+        "several hosts, and MASTER_ADDR is a loopback address",
         "torch.distributed",
         _master,
     ),
     Rule(
         "launch.torchrun-per-task",
-        "torchrun in a job with several tasks a node",
+        "torchrun in a job with several tasks per node",
         "prismatic-vlms#39, pytorch#73656",
         _many_torchruns,
     ),
-    Rule("launch.slurm-world", "WORLD_SIZE or RANK against SLURM's", "pytorch-lightning#4389", _slurm_size),
-    Rule("launch.mpi-world", "WORLD_SIZE against Open MPI's", "mpirun(1)", _mpi_size),
+    Rule(
+        "launch.slurm-world",
+        "WORLD_SIZE or RANK that contradicts SLURM",
+        "pytorch-lightning#4389",
+        _slurm_size,
+    ),
+    Rule("launch.mpi-world", "WORLD_SIZE that contradicts Open MPI", "mpirun(1)", _mpi_size),
     Rule(
         "launch.devices",
-        "fewer visible GPUs than local ranks, or one named twice",
+        "fewer visible GPUs than local ranks, or a GPU listed twice",
         "CUDA C++ programming guide, environment variables",
         _devices,
     ),
@@ -294,19 +299,21 @@ LAUNCH = (
     Rule("launch.no-watchdog", "TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "pytorch#155916", _no_watchdog),
 )
 SOFTWARE = (
-    Rule("software.requires", "a package older than shardwise needs", "pyproject.toml", _needs),
+    Rule("software.requires", "a package that is too old for shardwise", "pyproject.toml", _needs),
     Rule(
         "software.gates",
-        "a package older than a feature needs",
+        "a package that is too old for some feature",
         "src/shardwise/gates.py",
         _gates,
         kind="note",
     ),
     Rule(
         "software.peft",
-        "peft 0.19 with transformers ≥ 5.6, or older with torchao ≥ 0.18",
+        "peft 0.19 with transformers ≥ 5.6, or an older peft with torchao ≥ 0.18",
         "peft, torchao",
         _peft,
     ),
-    Rule("software.torchvision", "torchvision or torchaudio of another torch", "pytorch#157648", _vision),
+    Rule(
+        "software.torchvision", "torchvision or torchaudio built for another torch", "pytorch#157648", _vision
+    ),
 )

@@ -123,7 +123,7 @@ def _too_large(facts: Facts) -> Iterator[Bite]:
 MODELS = (
     each(
         _models,
-        ("model.lost-file", "the index names a file that is not there", "case 20"),
+        ("model.lost-file", "the index lists a file that doesn't exist", "case 20"),
         when=lambda m: m.lost,
         bites=lambda m: (
             f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
@@ -131,10 +131,10 @@ MODELS = (
         why="The index maps tensors to files that the directory lacks: a download or a copy was stopped.",
         do="Fetch the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
     ),
-    Rule("model.damaged-file", "a header that does not fit the file", "case 20; vllm#53537", _damaged),
+    Rule("model.damaged-file", "a header that doesn't match its file", "case 20; vllm#53537", _damaged),
     each(
         _models,
-        ("model.outside", "the index leads out of the directory", "case 20"),
+        ("model.outside", "the index points outside the directory", "case 20"),
         when=lambda m: m.outside,
         bites=lambda m: f"Do not load this model: its index leads out of the directory ({some(m.outside)}).",
         why="A reader that trusts it opens any file that the user may read; only a damaged or hostile index does so.",
@@ -142,7 +142,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.lfs-pointer", "a pointer of Git LFS in place of weights", "git-lfs-pointer(5)"),
+        ("model.lfs-pointer", "a Git LFS pointer instead of weights", "git-lfs-pointer(5)"),
         when=lambda m: m.pointers,
         bites=lambda m: (
             f"The model can't be loaded: {some(m.pointers)} {'holds' if len(m.pointers) == 1 else 'hold'} no weights."
@@ -152,7 +152,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.pickle", "pickled weights alone", "case 20"),
+        ("model.pickle", "weights only as pickles", "case 20"),
         kind="note",
         when=lambda m: m.pickles,
         bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its writer put in.",
@@ -161,7 +161,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.index", "index and files do not belong together", "case 12"),
+        ("model.index", "index and files don't belong together", "case 12"),
         when=lambda m: m.problem,
         bites=lambda m: f"The model can't be loaded: {(m.problem or '').partition(chr(10))[0]}.",
         why="Index and files do not belong together.",
@@ -171,7 +171,7 @@ MODELS = (
         _models,
         (
             "model.two-formats",
-            "a model that is partly pickled",
+            "a model that is partly safetensors, partly pickled",
             "from_pretrained of transformers 5.23",
         ),
         when=lambda m: m.only_pickled,
@@ -183,7 +183,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.lost-base", "an adapter whose base is not there", "PeftModel of peft 0.21"),
+        ("model.lost-base", "an adapter whose base model doesn't exist", "PeftModel of peft 0.21"),
         when=lambda m: m.base,
         bites=lambda m: f"The adapter can't be loaded by its config: its base {m.base} is not there.",
         why="adapter_config.json names it as base_model_name_or_path: the base was moved, or trained on another machine.",
@@ -193,7 +193,7 @@ MODELS = (
         _models,
         (
             "model.internal-names",
-            "tensors under names of a wrapper (_orig_mod, base_model.model, …)",
+            "tensor names with a wrapper's prefix (_orig_mod, base_model.model, …)",
             "case 16; case 10",
         ),
         when=lambda m: m.wrapped,
@@ -205,7 +205,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.adapter-slice", "LoRA matrices of another rank than adapter_config.json says", "case 10"),
+        ("model.adapter-slice", "LoRA matrices whose rank differs from adapter_config.json", "case 10"),
         when=lambda m: m.slices,
         bites=lambda m: f"The adapter can't be loaded, or is cut: {some(m.slices)}.",
         why="One rank saved its own slice of each sharded matrix.",
@@ -215,7 +215,7 @@ MODELS = (
         _models,
         (
             "model.conversion",
-            "an architecture whose conversion cuts dim 0",
+            "an architecture whose conversion splits dim 0",
             "case 6; docs/supported-models.md",
         ),
         kind="note",
@@ -229,7 +229,16 @@ MODELS = (
         do="Load with sw.load_pretrained, which converts before it cuts; every architecture is compared bit for bit.",
     ),
     Rule("model.few-experts", "fewer experts than ranks", "case 7", _experts),
-    Rule("model.quant-storage", "bitsandbytes' 4 bits stored as uint8", "accelerate#3983", _quant_storage),
-    Rule("model.unified-memory", "twice the model over a shared memory", "case 4; Automodel#3532", _unified),
-    Rule("model.too-large", "more bytes than the host's limit, without a device", "case 3", _too_large),
+    Rule(
+        "model.quant-storage", "4-bit bitsandbytes weights stored as uint8", "accelerate#3983", _quant_storage
+    ),
+    Rule(
+        "model.unified-memory",
+        "twice the model exceeds the memory that host and device share",
+        "case 4; Automodel#3532",
+        _unified,
+    ),
+    Rule(
+        "model.too-large", "no device, and a model larger than the host's memory limit", "case 3", _too_large
+    ),
 )

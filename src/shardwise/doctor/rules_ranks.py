@@ -133,17 +133,22 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
 
 
 RANKS = (
-    Rule("ranks.missing", "a rank did not arrive in time", "case 19", _missing),
+    Rule("ranks.missing", "a rank that didn't arrive in time", "case 19", _missing),
     Rule(
         "ranks.no-store", "rank 0 can't listen at MASTER_ADDR and MASTER_PORT", "torch.distributed", _no_store
     ),
-    Rule("ranks.versions", "another version on some ranks", "case 4", _versions),
-    Rule("ranks.limits", "memory, cores or limits lower on some ranks", "case 2", _limits),
-    Rule("ranks.clocks", "a clock over 5 s from the other ranks'", "docs/errors.md", _clocks),
-    Rule("ranks.files", "given files differ in size", "case 18", _files),
+    Rule("ranks.versions", "different versions on some ranks", "case 4", _versions),
+    Rule("ranks.limits", "less memory, fewer cores or lower limits on some ranks", "case 2", _limits),
+    Rule(
+        "ranks.clocks",
+        "a clock more than 5 s off from the other ranks",
+        "RequestTimeTooSkewed of S3",
+        _clocks,
+    ),
+    Rule("ranks.files", "given files that differ in size between ranks", "case 18", _files),
     Rule(
         "ranks.not-shared",
-        "a rank does not see the other ranks' files in a directory to be written",
+        "a rank that can't see other ranks' files in a directory to be written",
         "case 18; verl#7641",
         _not_shared,
     ),

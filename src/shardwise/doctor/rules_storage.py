@@ -154,9 +154,9 @@ def _bucket(row: tuple[str, str, str], *steps: str, bites: str, why: str, do: st
 
 _NFS, _LOCKS = "nfs(5)", "docs/concepts/publish.md"
 STORAGE = (
-    Rule("storage.no-answer", "no answer in about 10 s", "torchtitan#3065", _silent),
+    Rule("storage.no-answer", "no answer within about 10 s", "torchtitan#3065", _silent),
     _failed(
-        ("storage.not-writable", "nothing can be written", "errno(3)"),
+        ("storage.not-writable", "files can't be written", "errno(3)"),
         "write",
         bites="A save fails: nothing can be written here ({why}).",
         why="The system refused a file of a few MiB: by the mount, by rights, by a quota or by a limit of the process.",
@@ -164,7 +164,7 @@ STORAGE = (
     ),
     each(
         _places,
-        ("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20"),
+        ("storage.fsync", "fsync fails, or reading back does", "Rebello et al., ATC '20"),
         when=lambda p: p.failures.keys() & {"fsync", "read"},
         bites=lambda p: (
             f"A save fails or is lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
@@ -172,10 +172,10 @@ STORAGE = (
         why="After a failed fsync the pages count as clean, so that a second try reports success without the bytes.",
         do="Look at dmesg for errors of the disk, and write elsewhere.",
     ),
-    Rule("storage.space", "less free than 1 GiB, or than 6 × the given model", "case 15", _space),
+    Rule("storage.space", "less free space than 1 GiB, or than 6 × the given model", "case 15", _space),
     each(
         _written,
-        ("storage.inodes", "fewer than 10,000 inodes", "statvfs(3)"),
+        ("storage.inodes", "fewer than 10,000 free inodes", "statvfs(3)"),
         when=lambda p: p.free_inodes is not None and p.free_inodes < _LEAST_INODES,
         bites=lambda p: (
             f"Saves end in 'No space left on device' although bytes are free: {p.free_inodes} inodes are left."
@@ -201,7 +201,7 @@ STORAGE = (
     ),
     each(
         _places,
-        ("storage.slow-write", "under 30 MiB/s with fsync", "NeMo-RL#3624"),
+        ("storage.slow-write", "writes slower than 30 MiB/s, including fsync", "NeMo-RL#3624"),
         when=lambda p: _write_speed(p) < _LEAST_BYTES_S,
         bites=lambda p: f"Saves are slow: one process wrote {_write_speed(p) / _MIB:.0f} MiB/s with fsync.",
         why=lambda p: (
@@ -212,7 +212,7 @@ STORAGE = (
     ),
     each(
         _places,
-        ("storage.slow-read", "under 30 MiB/s", "transformers#48239"),
+        ("storage.slow-read", "reads slower than 30 MiB/s", "transformers#48239"),
         when=lambda p: _read_speed(p) < _LEAST_BYTES_S,
         bites=lambda p: (
             f"Loads are slow: one process read {_read_speed(p) / _MIB:.0f} MiB/s in pieces of 8 MiB."
@@ -222,7 +222,7 @@ STORAGE = (
     ),
     each(
         _places,
-        ("storage.slow-fsync", "over 1 s for 4 KiB", "fsync(2)"),
+        ("storage.slow-fsync", "fsync of 4 KiB takes more than 1 s", "fsync(2)"),
         when=lambda p: _fsync_s(p) > _MOST_FSYNC_S,
         bites=lambda p: f"Every save waits: one fsync of 4 KiB took {_fsync_s(p):.1f} s.",
         why="A published step needs several, one after the other, for files and directories.",
@@ -236,14 +236,14 @@ STORAGE = (
         do="Mount it with locks (Lustre: flock; NFS: without nolock), or use a local disk or an object store.",
     ),
     _failed(
-        ("storage.no-exclusion", "a lock is granted twice", _LOCKS),
+        ("storage.no-exclusion", "the same lock is granted twice", _LOCKS),
         "exclude",
         bites="Two runs may write into one directory: the file system grants one lock twice.",
         why="Locks are accepted and do nothing, as with local_lock or some FUSE file systems.",
         do="Give each run a directory of its own, or mount the file system with real locks.",
     ),
     _failed(
-        ("storage.no-rename", "renaming fails", _LOCKS),
+        ("storage.no-rename", "files can't be renamed", _LOCKS),
         "rename",
         bites="No step can be published: renaming failed ({why}).",
         why="A checkpoint appears whole by one rename; file systems over object stores have none for directories.",
@@ -251,7 +251,7 @@ STORAGE = (
     ),
     each(
         _written,
-        ("storage.no-direct", "O_DIRECT fails, not in memory", "docs/figures.md"),
+        ("storage.no-direct", "O_DIRECT fails on storage other than memory", "docs/figures.md"),
         kind="note",
         when=lambda p: "direct" in p.failures and p.mount is not None and p.mount.kind not in _IN_MEMORY,
         bites=lambda p: (
@@ -263,7 +263,7 @@ STORAGE = (
     ),
     each(
         _mounted(*_OVER_STORES),
-        ("storage.over-object-store", "s3fs, gcsfuse, rclone and the like", _LOCKS),
+        ("storage.over-object-store", "a mounted object store (s3fs, gcsfuse, rclone, …)", _LOCKS),
         when=lambda p: True,
         bites="A reader may see half a checkpoint, and locks do not reach other hosts.",
         why=lambda p: f"{_point(p)}, files over an object store, where a rename copies object by object.",
@@ -271,7 +271,7 @@ STORAGE = (
     ),
     each(
         _mounted("nfs"),
-        ("storage.nfs-locks", "NFS with nolock or local_lock", _NFS),
+        ("storage.nfs-locks", "NFS mounted with nolock or local_lock", _NFS),
         when=_no_locks,
         bites=lambda p: (
             f"Runs on two hosts may write into one directory: NFS is mounted with {_no_locks(p)[0]}."
@@ -281,7 +281,7 @@ STORAGE = (
     ),
     each(
         _mounted("nfs"),
-        ("storage.nfs-soft", "NFS mounted soft", _NFS),
+        ("storage.nfs-soft", "NFS mounted with soft", _NFS),
         when=lambda p: _options(p, "soft", "softerr"),
         bites="A slow server makes a save fail, or loses bytes without an error.",
         why="NFS is mounted soft: after a few timeouts the client gives up on a write that was accepted.",
@@ -289,7 +289,7 @@ STORAGE = (
     ),
     each(
         _mounted("nfs"),
-        ("storage.nfs-late", "NFS with attribute caches over 60 s", _NFS),
+        ("storage.nfs-late", "NFS that caches attributes for more than 60 s", _NFS),
         when=lambda p: _late_s(p)[0],
         bites=lambda p: (
             f"Other hosts see a new step up to {_late_s(p)[0]} s late: NFS is mounted with {_late_s(p)[1]}."
@@ -300,10 +300,13 @@ STORAGE = (
         ),
     ),
     Rule(
-        "storage.clock", "storage's clock over 5 s from this machine's", "RequestTimeTooSkewed of S3", _clocks
+        "storage.clock",
+        "clocks of storage and this machine more than 5 s apart",
+        "RequestTimeTooSkewed of S3",
+        _clocks,
     ),
     _bucket(
-        ("bucket.refused", "list or write is refused", "docs/howto/object-stores.md"),
+        ("bucket.refused", "listing or writing is refused", "docs/howto/object-stores.md"),
         "list",
         "write",
         bites="A run can't {step} this prefix: {why}.",
@@ -320,7 +323,7 @@ STORAGE = (
         do="Use a store or a release with conditional writes, or give each run a prefix of its own.",
     ),
     _bucket(
-        ("bucket.no-delete", "nothing can be deleted", "docs/howto/runs-in-a-store.md"),
+        ("bucket.no-delete", "objects can't be deleted", "docs/howto/runs-in-a-store.md"),
         "delete",
         bites="Old steps stay for ever, and cost: nothing can be deleted ({why}).",
         why="Retention deletes steps; the credentials lack that right, or a retention lock holds the objects.",

@@ -77,7 +77,7 @@ TRAINER = (
     ),
     each(
         _arguments,
-        ("trainer.two-halves", "bf16 and fp16", "TrainingArguments of transformers 5.23"),
+        ("trainer.two-halves", "both bf16 and fp16", "TrainingArguments of transformers 5.23"),
         when=lambda s: s.values.get("bf16") and s.values.get("fp16"),
         bites="TrainingArguments raises a ValueError: bf16 and fp16 are both on.",
         why="A run has one half precision.",
@@ -95,7 +95,7 @@ TRAINER = (
         _arguments,
         (
             "trainer.low-bit-optimizer",
-            "an optimizer of bitsandbytes under FSDP",
+            "a bitsandbytes optimizer under FSDP",
             "bitsandbytes#89, axolotl#2744",
         ),
         when=_is_low_bit,

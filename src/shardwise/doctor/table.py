@@ -60,9 +60,9 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINTS,
     *LOGS,
     *RANKS,
-    Rule("path.foreign", "another program's files that can't be read", "docs/howto/sources.md", _foreign),
-    Rule("path.absent", "a given path that does not exist", "docs/howto/doctor.md", _absent),
-    Rule("path.unknown", "a given file of unknown kind", "docs/howto/doctor.md", _unknown),
+    Rule("path.foreign", "files of another program that can't be read", "docs/howto/sources.md", _foreign),
+    Rule("path.absent", "a given path that doesn't exist", "docs/howto/doctor.md", _absent),
+    Rule("path.unknown", "a given file of an unknown kind", "docs/howto/doctor.md", _unknown),
 )
 
 
