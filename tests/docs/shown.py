@@ -1,6 +1,7 @@
 """Outputs that the pages show, and whether they are what is printed. Everything must be equal but what ``VARIES``.
 
-In a ``text`` or ``console`` block a line of ``…`` stands for any lines, and ``…`` in a line for any text. In Python a comment shows a
+In a ``text`` or ``console`` block a line of ``…`` stands for any lines, ``…`` in a line for any text, and at its end for the lines in which
+it is continued, too. In Python a comment shows a
 value: after ``print(…)`` or in the line below it, and after an expression if it begins as a value does (``# 75: start me again``). A comment
 that begins with a path shows a file that the block writes.
 """
@@ -37,17 +38,23 @@ _ASSIGNED = re.compile(r"(\[.*\]|\{.*\}|\(.*\)|[A-Z]\w*\(.*\))(?=$|[:;])")
 
 
 def _plain(text: str) -> str:
+    text = "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
     for pattern, replacement in VARIES:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    return "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))
+    return text
+
+
+def _pattern(line: str) -> str:
+    """Of a line and its end; for one that ends in dots also of the indented lines in which it goes on."""
+    if line == "…":
+        return r"(?:.*\n)*"
+    rest = r"(?:\n +.*)*" if line.endswith("…") else ""
+    return re.escape(line).replace("…", ".*") + rest + "\n"
 
 
 def is_alike(shown: str, printed: str) -> bool:
     """Whether what is shown is all that was printed, but for what it leaves out with dots."""
-    lines = [
-        r"(?:.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + "\n"
-        for line in _plain(shown).split("\n")
-    ]
+    lines = [_pattern(line) for line in _plain(shown).split("\n")]
     return re.fullmatch("".join(lines), _plain(printed) + "\n") is not None
 
 

@@ -50,11 +50,15 @@ def test_files_that_one_rank_does_not_see(tmp_path: Path) -> None:
 def test_files_that_are_not_in_memory(tmp_path: Path) -> None:
     if not drops_pages(tmp_path):
         pytest.skip("files here are in memory and have no other place")
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))  # more than the kernel reads with a header
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(1024, 1024) for _ in range(4))
+    )  # more than the kernel reads with a header
     sw.export_hf(model, tmp_path / "model")
     drop(*(tmp_path / "model").glob("*.safetensors"))
     block = block_of("concepts/strategies.md", "print(report.reads)")
-    run_and_check(block, block.text.replace("/data/model", str(tmp_path / "model")), {"sw": sw, "model": model})
+    run_and_check(
+        block, block.text.replace("/data/model", str(tmp_path / "model")), {"sw": sw, "model": model}
+    )
 
 
 @pytest.mark.slow
