@@ -169,10 +169,12 @@ hosts: install
 launchers: install
 	$(BIN)/python -m tests.launchers.table
 
-# The page of metrics with W&B, TensorBoard and MLflow themselves. They bring forty packages, so they have a place of their own.
+# The page of metrics with W&B, TensorBoard and MLflow themselves, and diffusers' EMAModel. They bring forty packages, so they have a
+# place of their own; diffusers alone, because its dependencies are installed, and others may not take their place.
 loggers: install
 	$(PIP) --target build/loggers wandb mlflow-skinny tensorboard
-	PYTHONPATH=build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py
+	$(PIP) --target build/loggers --no-deps diffusers importlib_metadata zipp
+	PYTHONPATH=build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_ema.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

@@ -75,6 +75,7 @@ ELSEWHERE = {
     ("docs/howto/metrics.md", "import mlflow"): "test_metrics.py::test_mlflow",
     ("docs/howto/metrics.md", "trainer.train()"): INTEGRATED,
     ("docs/tutorial.md", "$ "): TUTORIAL,
+    ("docs/state.md", "EMAModel"): "test_ema.py::test_tensors_and_counters_are_restored",
     ("docs/concepts/strategies.md", "do not see the files"): UNSEEN,
     ("docs/concepts/strategies.md", "print(report.reads)"): UNREAD,
     ("docs/howto/tensor-parallel.md", "titan_loop.py"): "test_on_ranks.py::test_tensor_parallel_loop",
@@ -134,7 +135,6 @@ NOT_RUN = {
     ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
     ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "needs DeepSpeed, whose script it is",
-    ("docs/state.md", "EMAModel"): "needs diffusers, which the development environment lacks",
     (
         "docs/figures.md",
         "make bench",
