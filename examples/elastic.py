@@ -10,11 +10,11 @@ Kill a worker, or a whole agent, with ``kill -9``. torchrun waits until the dead
 anew with the ranks that are left, and each of them finds the newest published step. What you see:
 
     running on 2 ranks from the start
-    step 1 loss 1.0384 on 2 ranks
+    step 1 loss 0.1727 on 2 ranks
     ...
-    step 12 loss 0.5391 on 2 ranks
+    step 12 loss 0.3457 on 2 ranks
     running on 1 ranks from step 10 (saved on 2 ranks)
-    step 11 loss 0.5640 on 1 ranks
+    step 11 loss 0.3472 on 1 ranks
 
 Steps 11 and 12 are done again, with the same samples as before: the sampler's order belongs to the run, not to the
 ranks, and the loss is what it would have been (up to the order in which floats are added). An agent that is started

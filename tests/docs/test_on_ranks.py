@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
+import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from examples import elastic
 from shardwise.cli import main
 from tests.cli import _parts_fns
 from tests.docs.blocks import DOCS, Block, blocks
-from tests.docs.shown import run_and_check
+from tests.docs.shown import check, run_and_check
 from tests.examples import _loops_fns
 from tests.harness import models
 from tests.harness.command import runner
@@ -91,3 +96,19 @@ def test_parts_of_hosts_are_merged(ranks: RankPool, tmp_path: Path, monkeypatch:
     done = runner().invoke(main, words[1:])
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == "ok"
+
+
+def print_of_elastic(out: str, steps: int) -> str:
+    """What the example prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        elastic.train(Path(out), Path(out) / "checkpoints", steps, save_every=10, step_seconds=0.0)
+    return printed.getvalue()
+
+
+def test_output_in_an_example(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks take twelve steps, of which the last two are lost with one of them."""
+    shown = str(elastic.__doc__).partition("What you see:\n\n")[2].partition("\n\n")[0]
+    first = ranks.run_ranks(2, print_of_elastic, str(tmp_path), 12)[0]
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")
+    second = ranks.run_ranks(1, print_of_elastic, str(tmp_path), 11)[0]
+    check("examples/elastic.py", textwrap.dedent(shown).replace("...", "…"), first + second)
