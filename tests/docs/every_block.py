@@ -75,6 +75,9 @@ ELSEWHERE = {
     ("docs/howto/metrics.md", "import mlflow"): "test_metrics.py::test_mlflow",
     ("docs/howto/metrics.md", "trainer.train()"): INTEGRATED,
     ("docs/tutorial.md", "$ "): TUTORIAL,
+    ("CONTRIBUTING.md", "@on_ranks"): "test_contributing.py::test_these_are_tests",
+    ("CONTRIBUTING.md", "ranks.run_ranks"): "test_contributing.py::test_these_are_tests",
+    ("CONTRIBUTING.md", "with Launch("): "test_contributing.py::test_killing_ranks",
     ("docs/state.md", "EMAModel"): "test_ema.py::test_tensors_and_counters_are_restored",
     ("docs/concepts/strategies.md", "do not see the files"): UNSEEN,
     ("docs/concepts/strategies.md", "print(report.reads)"): UNREAD,
@@ -150,12 +153,6 @@ NOT_RUN = {
     ): "minutes; test_site.py draws the charts from what they wrote",
     ("README.md", "make demo"): "minutes; tests/demo runs the demo, CI the tests and the site",
     ("CONTRIBUTING.md", "make install"): "the development environment and its tests, which CI makes and runs",
-    ("CONTRIBUTING.md", "@on_ranks"): "an excerpt of a file of tests; most of them are written so",
-    ("CONTRIBUTING.md", "ranks.run_ranks"): "an excerpt of a file of tests; most of them are written so",
-    (
-        "CONTRIBUTING.md",
-        "with Launch(",
-    ): "an excerpt of a file of tests; tests/faults/test_kill.py is written so",
 }
 #: Blocks that need more than the oldest packages, by page and words in them, and the gate.
 GATED = {

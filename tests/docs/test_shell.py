@@ -15,6 +15,7 @@ import boto3
 import pytest
 
 from tests.docs.blocks import DOCS, ROOT, Block, blocks
+from tests.docs.every_block import site
 from tests.harness.object_store import s3_server
 
 pytestmark = pytest.mark.slow
@@ -123,3 +124,15 @@ def test_the_lifecycle_rule(tmp_path: Path) -> None:
     (asked,) = json.loads(rule)["Rules"]
     assert stored["AbortIncompleteMultipartUpload"] == asked["AbortIncompleteMultipartUpload"]
     assert stored["Status"] == "Enabled"
+
+
+def test_targets_of_make_exist() -> None:
+    """What each would run is for the tests that every_block.py names; some take an hour."""
+    found = {
+        match[1]
+        for block, _ in site()
+        for match in re.finditer(r"^(?:\$ )?make ([a-z-]+)", block.text, re.MULTILINE)
+    }
+    assert {"demo", "bench", "phases", "quick"} <= found
+    done = subprocess.run(["make", "-n", *sorted(found)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
