@@ -78,6 +78,7 @@ ELSEWHERE = {
     ("CONTRIBUTING.md", "@on_ranks"): "test_contributing.py::test_these_are_tests",
     ("CONTRIBUTING.md", "ranks.run_ranks"): "test_contributing.py::test_these_are_tests",
     ("CONTRIBUTING.md", "with Launch("): "test_contributing.py::test_killing_ranks",
+    ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "test_deepspeed.py::test_weights_are_merged_and_loaded",
     ("docs/state.md", "EMAModel"): "test_ema.py::test_tensors_and_counters_are_restored",
     ("docs/concepts/strategies.md", "do not see the files"): UNSEEN,
     ("docs/concepts/strategies.md", "print(report.reads)"): UNREAD,
@@ -137,7 +138,6 @@ NOT_RUN = {
     ("docs/howto/runs-in-a-store.md", "pip install"): "installs from PyPI",
     ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
-    ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "needs DeepSpeed, whose script it is",
     (
         "docs/figures.md",
         "make bench",
@@ -224,7 +224,7 @@ def site() -> Iterator[tuple[Block, Block | None]]:
         for block in blocks(page):
             if block.language != "text":
                 command = block if block.language == "console" else None
-            yield block, command
+            yield block, None if block is command else command
 
 
 def examples() -> list[Path]:
@@ -233,8 +233,13 @@ def examples() -> list[Path]:
 
 
 def rows() -> list[Row]:
-    """All blocks of the site."""
-    return [_code(block) if is_code(block) else _shown(block, command) for block, command in site()]
+    """All blocks of the site. A command is compared if it shows its output, or the block below it does."""
+    found = list(site())
+    shown = {command for block, command in found if command is not None and not _found(block, OUTPUTS)}
+    return [
+        _code(block, is_shown_below=block in shown) if is_code(block) else _shown(block, command)
+        for block, command in found
+    ]
 
 
 def shows(block: Block) -> bool:
@@ -247,7 +252,7 @@ def shows(block: Block) -> bool:
     return bool(values(code) or paths(code))
 
 
-def _code(block: Block) -> Row:
+def _code(block: Block, *, is_shown_below: bool) -> Row:
     if reason := _found(block, NOT_RUN):
         return Row(block, "unknown" if shows(block) else "not run", reason)
     test = runner(block)
@@ -255,6 +260,8 @@ def _code(block: Block) -> Row:
         return Row(
             block, "unknown", "no test runs it: add its page to RUN_BY, or the block to NOT_RUN with a reason"
         )
+    if is_shown_below:
+        return Row(block, "compared", TUTORIAL if test == TUTORIAL else SHOWN)
     if not shows(block):
         return Row(block, "no output shown", test)
     if block.language == "console":

@@ -190,7 +190,7 @@ def test_commands_run(block: Block, printed: Callable[[Block], str]) -> None:
     [
         pytest.param(row.block, id=str(row.block), marks=marks(COMMANDS.get(row.block, row.block)))
         for row in rows()
-        if row.why == SHOWN
+        if row.why == SHOWN and not is_code(row.block)
     ],
 )
 def test_the_page_shows_what_is_printed(block: Block, printed: Callable[[Block], str], folder: Path) -> None:
