@@ -1,11 +1,11 @@
-"""Accelerate with FSDP2, a model of one's own, and a YAML that is left as it is (docs/howto/accelerate.md).
+"""Accelerate with FSDP2, your own model class, and an unchanged YAML (docs/howto/accelerate.md).
 
     accelerate launch --config_file examples/accelerate_fsdp.yaml examples/accelerate_fsdp.py --out out
 
-The model has persistent buffers, tied weights and a plain parameter that nobody shards: with Accelerate alone its
-``fsdp_cpu_ram_efficient_loading`` raises ``'Tensor' object has no attribute 'device_mesh'``. What differs from a script
-without shardwise is marked with ``# <-``. Run it again with more ``--steps``, or other ``--num_processes``: it goes on
-where it stopped.
+The model has persistent buffers, tied weights and an unsharded parameter. With Accelerate alone,
+``fsdp_cpu_ram_efficient_loading`` fails for it with ``'Tensor' object has no attribute 'device_mesh'``. Lines that differ
+from a script without shardwise are marked with ``# <-``. Run the script again with more ``--steps`` or another
+``--num_processes``, and it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import nn
 import shardwise as sw
 from shardwise.integrations import accelerate as swa
 
-#: Rows of a step on all ranks together: the same ones whatever their number, which should divide this one.
+#: Rows per step on all ranks together. They are the same on any number of ranks that divides this.
 GLOBAL_BATCH = 12
 
 
 class Block(nn.Module):
-    """What the YAML names in ``fsdp_transformer_layer_cls_to_wrap``."""
+    """The class in the YAML's ``fsdp_transformer_layer_cls_to_wrap``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Gate(nn.Module):
-    """A plain parameter; ``fsdp_ignored_modules`` names it."""
+    """An unsharded parameter: the YAML lists it in ``fsdp_ignored_modules``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Gate(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied embedding and head around the blocks."""
+    """Blocks between an embedding and a head with tied weights."""
 
     def __init__(self, vocabulary: int = 96, width: int = 32) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def make_weights(path: Path) -> None:
-    """Stands for pretrained weights."""
+    """Write random weights, in place of pretrained ones."""
     torch.manual_seed(0)
     tensors = {
         name: torch.randn_like(t) * 0.05 for name, t in Model().state_dict().items() if name != "head.weight"
@@ -84,7 +84,7 @@ def make_weights(path: Path) -> None:
 def train(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, log: Path
 ) -> None:
-    """One step."""
+    """Train one step, and log its loss."""
     rows = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 96, (GLOBAL_BATCH, 16), generator=rows)[
         accelerator.process_index :: accelerator.num_processes
@@ -117,13 +117,13 @@ def main() -> None:
         make_weights(weights)
     accelerator.wait_for_everyone()
 
-    with sw.meta_init():  # <- no memory, no random numbers
+    with sw.meta_init():  # <- uses no memory and no random numbers
         model = Model()
     swa.load(accelerator, model, weights)  # <- instead of load_state_dict
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    state = swa.train_state(accelerator)  # <- all that was prepared
+    state = swa.train_state(accelerator)  # <- everything that was prepared
     with sw.Checkpointer(args.checkpoints or args.out / "checkpoints", keep_last=2) as checkpoints:
         report = checkpoints.resume(state)  # <- instead of accelerator.load_state
         done = report.step if report else 0

@@ -1,13 +1,13 @@
-"""Elastic training: workers may be killed at any time; torchrun starts them again, and the run goes on.
+"""Elastic training: workers may be killed at any time. torchrun restarts them, and the run resumes.
 
-On each of one or two hosts (or twice on one), with any rendezvous endpoint that all reach:
+Launch this on one or two hosts (or twice on one host), with any rendezvous endpoint that all of them can reach:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 \\
         --rdzv-backend c10d --rdzv-endpoint localhost:29400 --rdzv-id elastic \\
         examples/elastic.py --out elastic-out
 
-Kill a worker, or a whole agent, with ``kill -9``. torchrun waits until the dead agent counts as gone, starts the group
-anew with the ranks that are left, and each of them finds the newest published step. What you see:
+Kill a worker, or a whole agent, with ``kill -9``. torchrun waits until it considers the dead agent gone and restarts the
+group with the remaining ranks. Each rank then finds the newest published step. The output looks like this:
 
     running on 2 ranks from the start
     step 1 loss 0.1727 on 2 ranks
@@ -16,13 +16,13 @@ anew with the ranks that are left, and each of them finds the newest published s
     running on 1 ranks from step 10 (saved on 2 ranks)
     step 11 loss 0.3472 on 1 ranks
 
-Steps 11 and 12 are done again, with the same samples as before: the sampler's order belongs to the run, not to the
-ranks, and the loss is what it would have been (up to the order in which floats are added). An agent that is started
-later joins in: torchrun restarts the group with more ranks. `elastic-out/rank-R.jsonl` tells all that happened, for
-each rank. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
+Steps 11 and 12 are repeated with the same samples as before, because the order of samples doesn't depend on the number of
+ranks. The losses are those of an uninterrupted run, up to the order in which floats are added. An agent that you launch
+later joins in: torchrun restarts the group with more ranks. `elastic-out/rank-R.jsonl` logs all events of rank R. The
+script runs on CPUs. On GPUs, use "cuda" for the mesh and the backend.
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart a store of its own. Without it torch 2.13 keeps one store
-for all, in which restarted workers can find the addresses of those that were killed ("Gloo connectFullMesh failed").
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store. Without it, torch 2.13 uses one store for all
+restarts, where new workers can find the addresses of killed ones ("Gloo connectFullMesh failed").
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 
-GLOBAL_BATCH = 12  # samples of a step on all ranks: divides by the rank counts that may come
+GLOBAL_BATCH = 12  # samples per step on all ranks; must be divisible by every number of ranks you use
 
 
 class Samples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
-    """Points of a function, with their numbers."""
+    """Points of a function, with their indices."""
 
     def __init__(self, count: int = 1000) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ class Samples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
 
 
 def build_model() -> nn.Module:
-    """The same values at every world size, sharded over all ranks."""
+    """A model sharded over all ranks, with the same initial values on any number of ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -71,7 +71,7 @@ def build_model() -> nn.Module:
 
 
 def train(out: Path, checkpoints_at: str | Path, steps: int, save_every: int, step_seconds: float) -> None:
-    """From the newest published step, or the start, to ``steps``. Every rank calls it, after every restart."""
+    """Train from the newest published step, or from the start, to ``steps``. Every rank calls it after every restart."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -82,7 +82,7 @@ def train(out: Path, checkpoints_at: str | Path, steps: int, save_every: int, st
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=schedule, dataloader=loader)
 
     with sw.Checkpointer(checkpoints_at, keep_last=3) as checkpoints:
-        resumed = checkpoints.resume(state)  # None on a first run
+        resumed = checkpoints.resume(state)  # None on the first run
         step = resumed.step if resumed else 0
         log = Log(out / f"rank-{rank}.jsonl")
         log.write(world_size=world_size, resumed=step, saved_on=resumed.saved_world_size if resumed else None)
@@ -113,7 +113,7 @@ def train(out: Path, checkpoints_at: str | Path, steps: int, save_every: int, st
 
 
 class Log:
-    """A file with a line of JSON for each thing that happened; restarts add to it."""
+    """A file with one line of JSON per event. Restarts append to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--step-seconds", type=float, default=0.2, help="pause, to have time for a kill")
+    parser.add_argument("--step-seconds", type=float, default=0.2, help="pause after each step")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")

@@ -1,13 +1,13 @@
-"""Lightning Fabric: its strategy, precision and launcher around a model that shardwise has sharded and filled.
+"""Lightning Fabric with a model that shardwise has sharded and loaded: its strategy, precision and launcher still apply.
 
     pip install lightning
     torchrun --nproc-per-node 2 examples/fabric_loop.py --out fabric-out --steps 4
-    torchrun --nproc-per-node 3 examples/fabric_loop.py --out fabric-out --steps 8   # goes on at step 5, on 3 ranks
+    torchrun --nproc-per-node 3 examples/fabric_loop.py --out fabric-out --steps 8   # resumes at step 5, on 3 ranks
 
-``ModelParallelStrategy`` makes the mesh and asks for a function that parallelizes: the model is parallel already, so
-the function gives it back, and Fabric takes it as it is. A ``TrainState`` gets the model and the optimizer themselves,
-not what ``setup_module`` and ``setup_optimizers`` return: a checkpoint then has the model's own names. The model is a
-tiny one, made on the spot; give your own with ``--base``. Runs on CPUs; on GPUs give ``accelerator="cuda"``.
+``ModelParallelStrategy`` creates the mesh and asks for a function that parallelizes the model. The model is already
+sharded, so the function returns it unchanged. Give ``TrainState`` the model and optimizer themselves, not the results of
+``setup_module`` and ``setup_optimizers``, so that checkpoints have the model's own names. The script creates a tiny
+model; to use your own, pass ``--base``. It runs on CPUs. On GPUs, use ``accelerator="cuda"``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 
-GLOBAL_BATCH = 12  # sequences of a step on all ranks: divides by the rank counts that may come
+GLOBAL_BATCH = 12  # sequences per step on all ranks; must be divisible by every number of ranks you use
 SAMPLES = [3 + (first + torch.arange(16)) % 90 for first in range(120)]  # tokens that count upwards
 
 
 def train(
     fabric: Fabric, base: Path, out: Path, steps: int, checkpoints_at: str | None = None
 ) -> dict[int, float]:
-    """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
+    """Train from the newest published step (or the base) to ``steps``, and export. Returns the loss of each step."""
     mesh = fabric.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]  # of ModelParallelStrategy
     model, report = sw.load_pretrained(base, mesh, return_report=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -44,7 +44,7 @@ def train(
 
     losses: dict[int, float] = {}
     with sw.Checkpointer(checkpoints_at or out / "checkpoints", mode="async", keep_last=2) as checkpoints:
-        resumed = checkpoints.resume(state)  # None on a first run
+        resumed = checkpoints.resume(state)  # None on the first run
         step = resumed.step if resumed else 0
         fabric.print(f"{fabric.world_size} ranks, from step {step}; rank 0 read {report.bytes_read:,} bytes")
         while step < steps:
@@ -58,7 +58,7 @@ def train(
                 fabric_optimizer.zero_grad()
                 losses[step] = float(fabric.all_reduce(loss.detach()))  # type: ignore[arg-type]
                 fabric.print(f"step {step}: loss {losses[step]:.4f}")
-                checkpoints.save(state, step)  # is written behind the next step
+                checkpoints.save(state, step)  # written in the background
                 if step == steps:
                     break
     if not (export := out / f"export-{steps}").exists():
@@ -67,7 +67,7 @@ def train(
 
 
 def write_base(directory: Path) -> None:
-    """A tiny model of noise in hub format. Rank 0's work."""
+    """Write a tiny random model in Hugging Face format. Called on rank 0 only."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

@@ -1,14 +1,14 @@
-"""A whole training run in a loop of one's own: load, train, checkpoint, resume on other ranks, export.
+"""A complete training run in your own loop: load, train, checkpoint, resume on a different number of ranks, export.
 
     torchrun --nproc-per-node 2 examples/own_loop.py --out own-out --steps 4
-    torchrun --nproc-per-node 3 examples/own_loop.py --out own-out --steps 8   # continues at step 5, on 3 ranks
+    torchrun --nproc-per-node 3 examples/own_loop.py --out own-out --steps 8   # resumes at step 5, on 3 ranks
     torchrun --nproc-per-node 3 examples/own_loop.py --out own-moe --model moe  # 8 experts, on ranks that don't divide them
-    torchrun --nproc-per-node 2 examples/own_loop.py --out own-vlm --model vlm  # text only, the vision tower frozen
-    torchrun --nproc-per-node 2 examples/own_loop.py --out own-lora --lora      # adapters alone are trained, and exported
+    torchrun --nproc-per-node 2 examples/own_loop.py --out own-vlm --model vlm  # text only, with a frozen vision tower
+    torchrun --nproc-per-node 2 examples/own_loop.py --out own-lora --lora      # trains and exports only the adapter
 
-What a run of eight steps on any number of ranks would have computed, up to the order in which floats are added. The
-export in OUT/export-STEPS is a directory for ``from_pretrained``. The model is a tiny one, made on the spot; give your own
-with ``--base``. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend, and move each batch there.
+The losses are those of an uninterrupted run on any number of ranks, up to the order in which floats are added. ``from_pretrained``
+opens the export in OUT/export-STEPS. The script creates a tiny model; to use your own, pass ``--base``. It runs on CPUs. On GPUs,
+use "cuda" for the mesh and the backend, and move each batch there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 
-GLOBAL_BATCH = 12  # sequences of a step on all ranks: divides by the rank counts that may come
+GLOBAL_BATCH = 12  # sequences per step on all ranks; must be divisible by every number of ranks you use
 
 
 class Sequences(Dataset[torch.Tensor]):
-    """Sequences of tokens, each a count upwards from some number."""
+    """Sequences of tokens that count upwards, each from a different number."""
 
     def __len__(self) -> int:
         return 120
@@ -39,7 +39,7 @@ class Sequences(Dataset[torch.Tensor]):
 
 
 def load_model(base: Path, *, lora: bool) -> tuple[Any, Any]:
-    """What ``from_pretrained`` gives, in shards; nobody ever holds all of it."""
+    """The model that ``from_pretrained`` would return, but sharded: no rank ever has all of it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     adapter = None
     if lora:
@@ -56,20 +56,20 @@ def load_model(base: Path, *, lora: bool) -> tuple[Any, Any]:
 def train(
     base: Path, out: Path, steps: int, *, lora: bool = False, checkpoints_at: str | None = None
 ) -> dict[int, float]:
-    """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
+    """Train from the newest published step (or the base) to ``steps``, and export. Returns the loss of each step."""
     model, report = load_model(base, lora=lora)
-    # A vision-language model's projector is trained too, and gets no gradient of text: nothing to do about that.
+    # Text gives a vision-language model's projector no gradient. That's fine: the optimizer skips it.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
     samples = Sequences()
     sampler = sw.ElasticSampler(samples, global_batch_size=GLOBAL_BATCH, seed=0)
-    loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))  # counts what was consumed
+    loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))  # tracks batches consumed
     state = sw.TrainState(model, optimizer, scheduler=schedule, dataloader=loader)
 
     losses: dict[int, float] = {}
     model.train()
     with sw.Checkpointer(checkpoints_at or out / "checkpoints", save_every=2, keep_last=2) as checkpoints:
-        resumed = checkpoints.resume(state)  # None on a first run
+        resumed = checkpoints.resume(state)  # None on the first run
         step = resumed.step if resumed else 0
         if dist.get_rank() == 0:
             whence = f"step {step} of {resumed.saved_world_size} ranks" if resumed else f"{base}"
@@ -82,10 +82,10 @@ def train(
                 losses[step] = train_one_step(model, optimizer, ids)
                 schedule.step()
                 if checkpoints.should_save(step) or step == steps:
-                    checkpoints.save(state, step)  # published whole, or not at all
+                    checkpoints.save(state, step)  # atomic
                 if step == steps:
                     break
-    # hub names; with LoRA the adapter in PEFT's format. Every rank writes its own part
+    # Hugging Face names; with LoRA, the adapter in PEFT's format. Every rank writes its own part
     sw.export_hf(model, out / f"export-{steps}", overwrite=True)
     return losses
 
@@ -101,7 +101,7 @@ def train_one_step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tens
 
 
 def write_base(directory: Path, kind: str) -> None:
-    """A tiny model of noise in hub format. Rank 0's work."""
+    """Write a tiny random model in Hugging Face format. Called on rank 0 only."""
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,
@@ -120,7 +120,7 @@ def write_base(directory: Path, kind: str) -> None:
     model: Any
     if kind == "dense":
         model = Qwen3ForCausalLM(Qwen3Config(**text, head_dim=8))
-    elif kind == "moe":  # the hub stores each expert by itself; the model has them stacked
+    elif kind == "moe":  # stored one by one in the files, stacked in the model
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **experts, head_dim=8))
     else:

@@ -1,13 +1,13 @@
-"""Training that its scheduler may stop at any moment, and starts again: on SLURM, in a Kubernetes JobSet, or under torchrun.
+"""Training that a scheduler may stop and restart at any moment: on SLURM, in a Kubernetes JobSet, or with torchrun.
 
     sbatch examples/slurm.sbatch --out runs/a
     kubectl apply -f examples/jobset.yaml
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --nproc-per-node 2 examples/preemptible.py --out runs/a
 
-A signal stops all ranks at the same step. They save it and exit with the status 75; the job script, or the JobSet's policy,
-starts them again for that, and so does torchrun (after `kill -USR1` to one of its ranks; for the variable see elastic.py).
-`runs/a/losses.jsonl` has the loss of each step, and which life of the run computed it. The losses are bitwise those of a run
-that nothing stopped. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
+A signal stops all ranks at the same step. They save it and exit with status 75. The job script, or the JobSet's policy, then restarts
+them. So does torchrun, after `kill -USR1` to one of its ranks (elastic.py explains the variable). `runs/a/losses.jsonl` has the loss of
+each step, and which launch of the run computed it ("life"). The losses are bit-identical to those of an uninterrupted run. The script
+runs on CPUs. On GPUs, use "cuda" for the mesh and the backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 
-GLOBAL_BATCH = 12  # samples of a step on all ranks
+GLOBAL_BATCH = 12  # samples per step on all ranks
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -47,7 +47,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def join() -> None:
-    """Make the process group: torchrun and the JobSet set torch's variables, SLURM's ``srun`` sets its own."""
+    """Create the process group. torchrun and the JobSet set torch's variables, ``srun`` sets SLURM's."""
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         dist.init_process_group("gloo")
         return
@@ -62,7 +62,7 @@ def join() -> None:
 
 
 def build_model() -> nn.Module:
-    """The same values at every start, sharded over all ranks."""
+    """A model sharded over all ranks, with the same initial values at every launch."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)]
     model = nn.Sequential(*layers)
@@ -74,7 +74,7 @@ def build_model() -> nn.Module:
 
 
 def train(args: argparse.Namespace) -> int:
-    """From the newest published step, or the start, to ``args.steps``, or to a signal. Returns the exit status."""
+    """Train from the newest published step, or from the start, until ``args.steps`` or a signal. Returns the exit status."""
     checkpoints = sw.Checkpointer(
         args.out / "checkpoints",
         save_every=args.save_every,
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> int:
     loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))
     state = sw.TrainState(model, optimizer, dataloader=loader)
 
-    resumed = checkpoints.resume(state)  # None on a first run
+    resumed = checkpoints.resume(state)  # None on the first run
     step = resumed.step if resumed else 0
     log = Log(args.out / "losses.jsonl", resumed=step)
     while step < args.steps:
@@ -114,7 +114,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 class Log:
-    """A file with a line of JSON for each thing that happened, and which life of the run it was. Rank 0 writes it."""
+    """A file with one line of JSON per event, and the launch ("life") that it belongs to. Rank 0 writes it."""
 
     def __init__(self, path: Path, *, resumed: int) -> None:
         self._path = path
@@ -133,15 +133,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--step-seconds", type=float, default=0.2, help="pause, to have time for a signal")
+    parser.add_argument("--step-seconds", type=float, default=0.2, help="pause after each step")
     parser.add_argument(
-        "--deadline-s", type=float, default=30.0, help="from the scheduler's signal to its SIGKILL"
+        "--deadline-s", type=float, default=30.0, help="seconds from the scheduler's signal to SIGKILL"
     )
     parser.add_argument(
         "--exit-status",
         type=int,
         default=75,
-        help="of a run that was stopped; under torchrun 0 is no restart",
+        help="exit status after a stop; with torchrun, 0 prevents a restart",
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

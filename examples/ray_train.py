@@ -1,12 +1,12 @@
-"""Ray Train: two workers, one of which may die at any time. Ray starts them again, and shardwise's checkpoints resume them.
+"""Ray Train with two workers that may die at any time. Ray restarts them, and they resume from shardwise's checkpoints.
 
     pip install 'ray[train]'
     python examples/ray_train.py --out ray-out
 
-Kill a worker with `kill -9` (its number is in OUT/pids): Ray starts all workers anew, as often as `max_failures` says, and each
-finds the newest published step. OUT must be a directory that all hosts see, or a URL for the checkpoints. The losses in
-OUT/losses.jsonl are bitwise those of a run in which no worker died. Ray's own checkpoints are not used.
-Runs on CPUs; on GPUs say `use_gpu=True`, and use "cuda" for the mesh and "nccl" for the backend.
+Kill a worker with `kill -9` (its process ID is in OUT/pids). Ray restarts all workers, up to `max_failures` times, and each one finds
+the newest published step. OUT must be a directory that all hosts can access. The losses in OUT/losses.jsonl are bit-identical to
+those of a run in which no worker died. Ray's own checkpoints aren't used. The script runs on CPUs. On GPUs, set `use_gpu=True`, and
+use "cuda" for the mesh and "nccl" for the backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 
-GLOBAL_BATCH = 12  # samples of a step on all workers
+GLOBAL_BATCH = 12  # samples per step on all workers
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -49,7 +49,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def build_model() -> nn.Module:
-    """The same values at every start, sharded over all workers."""
+    """A model sharded over all workers, with the same initial values at every launch."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)]
     model = nn.Sequential(*layers)
@@ -61,7 +61,7 @@ def build_model() -> nn.Module:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What Ray calls on each worker, after every restart: from the newest published step to the last one."""
+    """Train from the newest published step to the last one. Ray calls this on each worker, after every restart."""
     out = Path(config["out"])
     rank = dist.get_rank()
     model = build_model()
@@ -71,9 +71,9 @@ def train(config: dict[str, Any]) -> None:
     loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))
     state = sw.TrainState(model=model, optimizer=optimizer, dataloader=loader)
 
-    # No stop_on: Ray calls this function in a thread, and signals are the main thread's.
+    # No PreemptionPolicy: Ray calls this function in a thread, and only the main thread can handle signals.
     with sw.Checkpointer(out / "checkpoints", keep_last=3) as checkpoints:
-        resumed = checkpoints.resume(state)  # None on a first run
+        resumed = checkpoints.resume(state)  # None on the first run
         step = resumed.step if resumed else 0
         (out / "pids").mkdir(exist_ok=True)
         (out / "pids" / str(rank)).write_text(str(os.getpid()))
@@ -95,7 +95,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def log(out: Path, **what: object) -> None:
-    """A line of JSON for each thing that happened."""
+    """Write one line of JSON per event."""
     if dist.get_rank() == 0:
         with (out / "losses.jsonl").open("a") as file:
             file.write(json.dumps(what) + "\n")
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--step-seconds", type=float, default=0.2, help="pause, to have time for a kill")
+    parser.add_argument("--step-seconds", type=float, default=0.2, help="pause after each step")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,16 @@
-"""A small RL engine: actor, critic and reference model in shards, a saver, recovery, weights handed to an inference engine.
+"""A small RL engine: sharded actor, critic and reference models, checkpoints, resume, and weights for an inference engine.
 
-    torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-out            # a small causal model, made on the spot
-    torchrun --nproc-per-node 3 examples/rl_engine.py --out rl-out --steps 6  # goes on where it stopped, on 3 ranks
-    torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-vlm --model vlm           # vision tower frozen
-    torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-lora --lora               # adapters; no second base
+    torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-out            # a tiny causal model
+    torchrun --nproc-per-node 3 examples/rl_engine.py --out rl-out --steps 6  # resumes where it stopped, on 3 ranks
+    torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-vlm --model vlm           # with a frozen vision tower
+    torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-lora --lora               # adapters, without a second base
     torchrun --nproc-per-node 2 examples/rl_engine.py --out rl-new --from-scratch
     torchrun --nproc-per-node 4 examples/rl_engine.py --time-32b
 
-Every way of making a model is one function below, and each takes the same road: parameters on meta, sharded, then only
-this rank's bytes. No rank ever holds a whole model, except rank 0 where it plays the inference engine. The reward
-(small token numbers are good) and the update (one step of policy gradient) are as small as they can be: they stand
-for yours. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
+There is one function for each way to create a model. All of them create parameters on the meta device, shard them, and
+then load only this rank's bytes. No rank ever has a complete model, except rank 0 when it plays the inference engine. The reward
+(small token numbers are good) and the update (one policy gradient step) are placeholders for yours. The script runs on
+CPUs. On GPUs, use "cuda" for the mesh and the backend.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ CLASSES: dict[str, Any] = {"dense": Qwen3ForCausalLM, "vlm": LlavaForConditional
 
 
 # ----------------------------------------------------------------------------------------------------
-# Making models
+# Creating models
 
 
 def load_actor(base: Path, mesh: DeviceMesh, kind: str, *, lora: bool) -> tuple[Any, Any]:
-    """The policy: what ``from_pretrained`` gives, in shards. With ``lora`` the ``PeftModel`` around it."""
+    """The policy: the model that ``from_pretrained`` would return, but sharded. With ``lora``, wrapped in a ``PeftModel``."""
     adapter = None
     if lora:
         from peft import LoraConfig
@@ -66,7 +66,7 @@ def load_actor(base: Path, mesh: DeviceMesh, kind: str, *, lora: bool) -> tuple[
 
 
 def new_actor(base: Path, mesh: DeviceMesh, kind: str) -> Any:
-    """From scratch: the same values at every world size. Only the config of ``base`` is read."""
+    """A policy from scratch, with the same values at every world size. Reads only the config of ``base``."""
     with sw.meta_init():
         actor = CLASSES[kind](AutoConfig.from_pretrained(base))
     sw.shard(actor, mesh)
@@ -75,10 +75,10 @@ def new_actor(base: Path, mesh: DeviceMesh, kind: str) -> Any:
 
 
 def critic_class(actor_class: type[Any]) -> type[Any]:
-    """The policy's class with one value for each token in the place of its logits."""
+    """The policy's class, but with one value per token instead of logits."""
 
     class Critic(actor_class):  # type: ignore[misc]
-        _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012  (no head that could be tied)
+        _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012  (there is no head to tie)
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -87,18 +87,18 @@ def critic_class(actor_class: type[Any]) -> type[Any]:
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             values: torch.Tensor = self.value_head(super().forward(input_ids=input_ids).logits)
-            return values.sum(-1)  # no view: FSDP2 hooks on to what a forward returns
+            return values.sum(-1)  # not a view, because FSDP2 attaches hooks to the output of forward
 
     return Critic
 
 
 def load_critic(base: Path, mesh: DeviceMesh, kind: str) -> tuple[Any, Any]:
-    """The same base with a value head. What is stored nowhere, and what is stored for nobody, is said."""
+    """The same base with a value head. Declares which tensors are missing from the files, and which are unused."""
     critic, report = sw.load_pretrained(
         base,
         mesh,
         auto_class=critic_class(CLASSES[kind]),
-        allow_missing=("value_head.*",),  # by the class's own rule, the same at every world size
+        allow_missing=("value_head.*",),  # initialized by the class, the same at every world size
         allow_unused=("*lm_head.weight",),
         return_report=True,
     )
@@ -112,13 +112,13 @@ def load_critic(base: Path, mesh: DeviceMesh, kind: str) -> tuple[Any, Any]:
 
 
 def token_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Log probability of every token but the first."""
+    """Log probability of every token except the first."""
     logits = model(input_ids=ids).logits[:, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
 class Engine:
-    """Actor, critic, reference and their optimizers: one update, one state to save."""
+    """Actor, critic, reference and their optimizers, with one update and one state to save."""
 
     def __init__(self, base: Path, mesh: DeviceMesh, kind: str, *, lora: bool, from_scratch: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -129,13 +129,12 @@ class Engine:
             else:
                 self.actor, report = load_actor(base, mesh, kind, lora=lora)
         if not from_scratch:
-            self.seconds["actor"] -= report.seconds_plan + report.seconds_read  # model creation alone
+            self.seconds["actor"] -= report.seconds_plan + report.seconds_read  # without the load itself
         with self._timed("critic"):
             self.critic, report = load_critic(base, mesh, kind)
         self.seconds["critic"] -= report.seconds_plan + report.seconds_read
-        with self._timed(
-            "reference"
-        ):  # shards copied on the device; with LoRA it is the base of the actor itself
+        with self._timed("reference"):
+            # clone copies the shards on the device; with LoRA, the reference is the actor's base
             self.reference = self.actor if lora else sw.clone(self.actor)
         models = {"actor": self.actor, "critic": self.critic}
         optimizers = {
@@ -143,7 +142,7 @@ class Engine:
             for name, model in models.items()
         }
         self.optimizers = optimizers
-        # The reference is not saved: a run that recovers clones it from the base again, before it resumes.
+        # The reference isn't saved. A restarted run clones it from the base again before it resumes.
         self.state = sw.TrainState(model=models, optimizer=optimizers)
 
     @contextmanager
@@ -153,7 +152,7 @@ class Engine:
         self.seconds[name] = time.perf_counter() - started
 
     def step(self, ids: torch.Tensor) -> dict[str, float]:
-        """One update of actor and critic on sequences of tokens."""
+        """Update actor and critic once on sequences of tokens."""
         reward = (ids[:, 1:] < ids.max() / 2).float()
         with torch.no_grad(), self.actor.disable_adapter() if self.lora else nullcontext():
             expected = token_logprobs(self.reference, ids)
@@ -172,15 +171,15 @@ class Engine:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Handing the weights over
+# Passing the weights to an inference engine
 
 
 def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int | None:
-    """Rank 0 plays the inference engine: takes the weights one by one, and says the next token after ``ids``.
+    """Rank 0 plays the inference engine: it receives the weights one by one, and returns the next token after ``ids``.
 
-    Every rank has to iterate, because every rank brings its part; what a rank does with a tensor is its own matter.
-    vLLM's and SGLang's ``load_weights`` take the iterator with the default ``naming="hub"``; the plain model here
-    has module names. With LoRA the adapter alone travels.
+    Every rank must iterate, because every rank contributes its shards, but a rank can ignore the tensors. ``load_weights`` of
+    vLLM and SGLang accepts the iterator with the default ``naming="hub"``. This example uses module names, because its
+    engine is a plain model. With LoRA, only the adapter is transferred.
     """
     inference: Any = None
     if dist.get_rank() == 0:
@@ -206,11 +205,11 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
                 taken.add(name)
         if inference is not None:
             inference.tie_weights()
-            unfilled = {n for n, _ in inference.named_parameters()} - taken  # which names a tied weight once
+            unfilled = {n for n, _ in inference.named_parameters()} - taken  # lists a tied weight once
             assert not unfilled, unfilled
     engine.actor.eval()
     with torch.no_grad():
-        expected = engine.actor(input_ids=ids).logits  # every rank: the shards are gathered layer by layer
+        expected = engine.actor(input_ids=ids).logits  # on every rank: it gathers shards layer by layer
         if inference is None:
             return None
         logits = inference(input_ids=ids).logits
@@ -223,9 +222,9 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
 
 
 def write_base(directory: Path, kind: str) -> None:
-    """A tiny model of noise in hub format, as it would lie on a disk. Rank 0's work."""
+    """Write a tiny random model in Hugging Face format. Called on rank 0 only."""
     torch.manual_seed(0)
-    if kind == "dense":  # tied: embedding and head are one tensor
+    if kind == "dense":  # embedding and head are tied
         config: Any = Qwen3Config(
             **IDS, **BODY, vocab_size=101, head_dim=8, num_key_value_heads=2, tie_word_embeddings=True
         )
@@ -237,14 +236,14 @@ def write_base(directory: Path, kind: str) -> None:
 
 
 def time_32b() -> tuple[float, Any]:
-    """CPU seconds to build Qwen3-32B on meta, and the model: parameters on meta, buffers real."""
+    """Build Qwen3-32B on the meta device, with real buffers. Returns the CPU seconds and the model."""
     config = Qwen3Config(
         **{"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936},
         **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
     )
-    AutoModelForCausalLM._model_mapping[Qwen3Config]  # imports are not counted
+    AutoModelForCausalLM._model_mapping[Qwen3Config]  # don't count imports
     if dist.is_initialized():
-        dist.barrier()  # all at once, as in a job that starts
+        dist.barrier()  # all ranks at once, as at the start of a job
     started = time.process_time()
     with sw.meta_init():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -252,7 +251,7 @@ def time_32b() -> tuple[float, Any]:
 
 
 def say(**facts: Any) -> None:
-    """One line of JSON from this rank."""
+    """Print one line of JSON from this rank."""
     print(json.dumps({"rank": dist.get_rank(), **facts}) + "\n", end="", flush=True)
 
 
@@ -282,7 +281,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         write_base(base, options.model)
     dist.barrier()
     if options.lora:
-        import peft  # noqa: F401  (imports are not counted)
+        import peft  # noqa: F401  (don't count imports)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     engine = Engine(base, mesh, options.model, lora=options.lora, from_scratch=options.from_scratch)
     say(seconds_of_model_creation={name: round(s, 3) for name, s in engine.seconds.items()})
@@ -290,7 +289,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     ids = torch.randint(3, 90, (4, 12), generator=torch.Generator().manual_seed(7))
     losses: dict[int, dict[str, float]] = {}
     with sw.Checkpointer(options.checkpoints or options.out / "checkpoints", keep_last=2) as checkpoints:
-        resumed = checkpoints.resume(engine.state)  # None on a first run; else at any world size
+        resumed = checkpoints.resume(engine.state)  # None on the first run; works at any world size
         first = resumed.step + 1 if resumed else 1
         for step in range(first, options.steps + 1):
             losses[step] = engine.step(ids)

@@ -1,11 +1,12 @@
-"""A loop in the way of torchtitan: an own model, TP and FSDP2 by hand on a mesh of two axes, weights from the hub.
+"""A torchtitan-style loop: your own model, TP and FSDP2 by hand on a mesh with two axes, and weights from the Hub.
 
     torchrun --nproc-per-node 4 examples/titan_loop.py --out titan-out --tp 2 --steps 4
-    torchrun --nproc-per-node 2 examples/titan_loop.py --out titan-out --tp 1 --steps 8   # goes on at step 5
+    torchrun --nproc-per-node 2 examples/titan_loop.py --out titan-out --tp 1 --steps 8   # resumes at step 5
     torchrun --nproc-per-node 4 examples/titan_loop.py --out titan-new --tp 2 --from-scratch
 
-The parameters have names of their own, which ``own_name`` knows; the export goes back to the hub's. The base is a tiny
-Llama, made on the spot; give yours with ``--base``. Runs on CPUs; on GPUs use "cuda" for mesh, backend and batches.
+The model has its own parameter names. ``own_name`` translates them from the Hub's names, and the export translates them
+back. The script creates a tiny Llama; to use your own, pass ``--base``. It runs on CPUs. On GPUs, use "cuda" for the mesh,
+the backend and the batches.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 
-BATCH, ACCUMULATE, SAVE_EVERY = 12, 2, 2  # sequences of a batch on all ranks; batches of a step; steps
+BATCH, ACCUMULATE, SAVE_EVERY = 12, 2, 2  # sequences per batch on all ranks; batches per step; steps
 SAMPLES = [3 + (first + torch.arange(17)) % 90 for first in range(120)]  # tokens that count upwards
-OWN_NAMES = {  # of what the hub calls otherwise
+OWN_NAMES = {  # by the Hub's names
     **{"model.embed_tokens": "tok_embeddings", "model.": "", "lm_head": "output", "self_attn": "attention"},
     **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.": ""},
     **{"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", **{f"{x}_proj": f"w{x}" for x in "qkvo"}},
@@ -50,7 +51,7 @@ class Attention(nn.Module):
         self.wk, self.wv = (nn.Linear(width, kv_heads * self.head_dim, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        split = (*x.shape[:2], -1, self.head_dim)  # under TP into this rank's heads
+        split = (*x.shape[:2], -1, self.head_dim)  # with TP, only this rank's heads
         q, k, v = (w(x).view(split).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         cos, sin = rope[:, : x.shape[1]]
         q, k = (t * cos + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * sin for t in (q, k))
@@ -73,7 +74,7 @@ class Block(nn.Module):
         return x + self.w2(nn.functional.silu(self.w1(y)) * self.w3(y))  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):  # a Llama; config is the hub's config.json
+class Transformer(nn.Module):  # a Llama; config is the content of config.json
     def __init__(self, config: dict[str, Any], length: int = 512) -> None:
         super().__init__()
         width, vocab = config["hidden_size"], config["vocab_size"]
@@ -90,12 +91,12 @@ class Transformer(nn.Module):  # a Llama; config is the hub's config.json
         x = self.tok_embeddings(tokens)
         for block in self.layers:
             x = block(x, self.rope)
-        return self.output(self.norm(x)).clone()  # type: ignore[no-any-return]  # FSDP2 warns of views
+        return self.output(self.norm(x)).clone()  # type: ignore[no-any-return]  # a view would cause an FSDP2 warning
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     """TP with sequence parallelism over the mesh axis "tp", then FSDP2 over "dp", in place."""
-    rows, whole = Shard(1), Replicate()  # rows: of the sequence
+    rows, whole = Shard(1), Replicate()  # rows of the sequence
     plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), tp.SequenceParallel())
     plan["attention"] = tp.PrepareModuleInput(input_layouts=(rows, None), desired_input_layouts=(whole, None))
     plan |= {f"attention.w{x}": tp.ColwiseParallel() for x in "qkv"}
@@ -122,25 +123,25 @@ def mean(dp: DeviceMesh, value: torch.Tensor) -> float:
 def train(
     base: Path, out: Path, mesh: DeviceMesh, steps: int, from_scratch: bool, checkpoints_at: str | None = None
 ) -> dict[int, Any]:
-    """From the newest published step, or the base, or nothing, to ``steps``. Each step's loss and norm of gradients."""
-    with sw.meta_init():  # parameters have no memory yet; buffers, which no file holds, are real
+    """Train from the newest published step, the base or random weights to ``steps``. Returns each step's loss and gradient norm."""
+    with sw.meta_init():  # parameters use no memory yet; buffers are real, because no file has them
         model: Any = Transformer(json.loads((base / "config.json").read_text()))
     parallelize(model, mesh)
     say = print if dist.get_rank() == 0 else lambda _: None
     if from_scratch:
         sw.init_weights(model, seed=0)  # the same values on every mesh
-    else:  # also before a resume: the export goes by the names that were loaded
+    else:  # also before a resume, because the export uses the names from this load
         say(f"rank 0 read {sw.load(model, base, names=own_name).bytes_read:,} bytes of {base}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-    dp = mesh["dp"]  # ranks of one TP group read the same sequences
+    dp = mesh["dp"]  # ranks of a TP group read the same sequences
     here, of = dp.get_local_rank(), dp.size()
     sampler = sw.ElasticSampler(SAMPLES, global_batch_size=BATCH, rank=here, num_replicas=of)
     loader = sw.ResumableLoader(DataLoader(SAMPLES, batch_sampler=sampler))  # type: ignore[arg-type]
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=schedule, dataloader=loader)
     found: dict[int, Any] = {}
     with sw.Checkpointer(checkpoints_at or out / "checkpoints", mode="async", keep_last=2) as checkpoints:
-        if resumed := checkpoints.resume(state):  # weights, optimizer, schedule, data, and RNG last
+        if resumed := checkpoints.resume(state):  # weights, optimizer, schedule, data position; RNG last
             say(f"step {resumed.step} of {resumed.saved_mesh}, now {resumed.mesh}; {resumed.rng}")
         batches = (batch for _ in itertools.count() for batch in loader)
         for step in range(resumed.step + 1 if resumed else 1, steps + 1):
@@ -157,7 +158,7 @@ def train(
             found[step] = [mean(dp, total), norm.full_tensor().item()]
             say(f"step {step}: loss {found[step][0]:.4f}, norm of gradients {found[step][1]:.3f}")
             if step % SAVE_EVERY == 0 or step == steps:
-                checkpoints.save(state, step)  # is written behind what follows
+                checkpoints.save(state, step)  # written in the background
                 with torch.no_grad():
                     unseen = torch.stack(SAMPLES[:BATCH]).flip(1).chunk(of)[here]
                     say(f"step {step}: validation loss {mean(dp, loss_of(model, unseen)):.4f}")
@@ -169,7 +170,7 @@ def train(
 
 
 def write_base(directory: Path) -> None:
-    """A tiny Llama of noise in hub format. Rank 0's work."""
+    """Write a tiny random Llama in Hugging Face format. Called on rank 0 only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

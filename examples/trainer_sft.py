@@ -1,10 +1,11 @@
-"""TRL's SFTTrainer on a sharded model: trains, checkpoints, resumes, exports (docs/howto/trainer.md).
+"""TRL's SFTTrainer with a sharded model: train, checkpoint, resume, export (docs/howto/trainer.md).
 
     torchrun --nproc-per-node 2 examples/trainer_sft.py --out out
     torchrun --nproc-per-node 2 examples/trainer_sft.py --out out-lora --lora
 
-What differs from a script without shardwise is marked with ``# <-``. Run it again with more ``--steps``, or on another
-number of ranks: it goes on where it stopped. ``out/export`` is for ``from_pretrained`` (with ``--lora`` PEFT's).
+Lines that differ from a script without shardwise are marked with ``# <-``. Run the script again with more ``--steps`` or
+on a different number of ranks, and it resumes where it stopped. ``from_pretrained`` opens ``out/export``; with
+``--lora``, PEFT's ``from_pretrained`` does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WORDS = [
 ]
 
 
-# Of all ranks together. Trainer finds its place in the data by steps: with another one it would skip or repeat samples.
+# Samples per step on all ranks. If this changed, a resume would skip or repeat samples, because Trainer counts steps.
 GLOBAL_BATCH = 12
 
 
@@ -50,7 +51,7 @@ class MyTrainer(ShardwiseTrainer, SFTTrainer):  # <-
 
 
 def make_pretrained(path: Path) -> None:
-    """Stands for pretrained weights and their tokenizer."""
+    """Write a tiny random model and its tokenizer, in place of pretrained ones."""
     tokens = ["<pad>", "<eos>", "<unk>", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,7 +73,7 @@ def make_pretrained(path: Path) -> None:
 
 
 def sentences() -> Dataset:
-    """192 sentences of a very small language."""
+    """192 sentences in a very small language."""
     draw = torch.Generator().manual_seed(0)
 
     def pick(*words: str) -> str:
@@ -87,7 +88,7 @@ def sentences() -> Dataset:
 
 
 def choose_fsdp_on_cpu(args: SFTConfig) -> None:
-    """Accelerate doesn't choose FSDP for CPU ranks by itself, so that its state is set here; not needed on GPUs."""
+    """Enable FSDP on CPU ranks, which Accelerate doesn't do automatically. Not needed on GPUs."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, TorchDynamoPlugin
@@ -115,7 +116,7 @@ def main() -> None:
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if GLOBAL_BATCH % ranks:
-        parser.error(f"{GLOBAL_BATCH} samples a step can't be shared out among {ranks} ranks")
+        parser.error(f"{GLOBAL_BATCH} samples per step can't be split evenly across {ranks} ranks")
     on_cpu = not torch.cuda.is_available()
     args = SFTConfig(
         output_dir=str(options.out / "run"),
@@ -141,9 +142,8 @@ def main() -> None:
             make_pretrained(path)
 
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
-    model, report = load_pretrained(
-        args, path, adapter=adapter, return_report=True
-    )  # <- for AutoModelForCausalLM.from_pretrained
+    # <- instead of AutoModelForCausalLM.from_pretrained
+    model, report = load_pretrained(args, path, adapter=adapter, return_report=True)
     if args.process_index == 0:
         print(f"rank 0 read {report.bytes_read:,} bytes of {report.tensors} tensors")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)

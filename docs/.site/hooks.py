@@ -114,11 +114,11 @@ def _anchor(name: str) -> str:
 
 
 def _examples() -> str:
-    """One page with every example, whole."""
+    """One page with the full text of every example."""
     lines = [
         "# Examples",
         "",
-        "Each file is a whole program. Its first lines say how to run it. All of them run on CPUs.",
+        "Each file is a complete program that runs on CPUs. Its first lines say how to launch it.",
         "",
     ]
     for file in sorted((ROOT / "examples").iterdir()):
