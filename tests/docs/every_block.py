@@ -102,7 +102,7 @@ OUTPUTS = {
     ("docs/howto/does-it-fit.md", "for a small model"): "shardwise plan small --ranks 2 --device cpu",
     ("docs/howto/doctor.md", "accelerate.device-mesh"): "shardwise doctor examples/accelerate_fsdp.yaml",
     ("docs/howto/logging.md", "INFO:shardwise.progress"): "test_listings.py::test_log_lines",
-    ("docs/howto/runs-in-a-store.md", "head.json"): "test_listings.py::test_objects_of_a_run",
+    ("docs/howto/runs-in-a-store.md", "head.json"): "test_console.py::test_objects_of_a_run",
     ("docs/format.md", "manifest.json"): "test_listings.py::test_files_of_a_checkpoint",
     ("docs/errors.md", "ShardwiseError"): "test_listings.py::test_tree_of_errors",
 }

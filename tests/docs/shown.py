@@ -33,7 +33,7 @@ VARIES = (
 )
 #: How a comment begins that shows the value of an expression. After an assignment only what no sentence begins with.
 _VALUE = re.compile(
-    r"(\d+(\.\d+)?|None|True|False|'[^']*'|\[.*\]|\{.*\}|\(.*\)|[A-Z]\w*\(.*\)|[A-Z]\w*Error)(?=$|[:;]| that )"
+    r"(\d+(?:\.\d+)?(?=$|[:; ])|(?:None|True|False|'[^']*'|\[.*\]|\{.*\}|\(.*\)|[A-Z]\w*\(.*\)|[A-Z]\w*Error)(?=$|[:;]| that ))"
 )
 _PATH = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)+)(?=$|[,;])")
 _ASSIGNED = re.compile(r"(\[.*\]|\{.*\}|\(.*\)|[A-Z]\w*\(.*\))(?=$|[:;])")

@@ -40,6 +40,7 @@ INSTEAD = {
     "diff A B": "diff base plain",
     "export CHECKPOINT OUT": "export runs/a/step-00000100 trained",
     "convert PATH OUT --to checkpoint|hf": "convert old/step-1200 converted --to hf --config path/to/base",
+    "copy PATH OUT": "copy base copied",
     "report RUN": "report runs/a --out report.html",
     "doctor PATH…": "doctor base",
     "explain ERROR": "explain PlanError",
@@ -54,7 +55,15 @@ INSTEAD = {
     "PATH --ranks 16": f"{CONFIGS}/qwen3-30b-a3b.json --ranks 16",
 }
 #: What the commands write.
-WRITTEN = ("trained ", "converted", "trained-fp8", "report.html", "runs/a/step-00001200", "scratch/qwen3-8b")
+WRITTEN = (
+    "trained ",
+    "converted ",
+    "copied ",
+    "trained-fp8",
+    "report.html",
+    "runs/a/step-00001200",
+    "scratch/qwen3-8b",
+)
 #: Not run here: pip needs PyPI, and the demo has tests of its own.
 LEFT_OUT = ("pip install ", "shardwise demo")
 
@@ -101,8 +110,8 @@ def write_checkpoints() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The reader's directory, and a store."""
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_readers.Store]:
+    """A store, in the reader's directory."""
     made = tmp_path_factory.mktemp("console")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
@@ -125,7 +134,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             store.fill()
             for file in Path("stored").iterdir():
                 store.server.call("PUT", f"/models/small/{file.name}", file.read_bytes())
-            yield made
+            yield store
+
+
+@pytest.fixture(scope="module")
+def folder(stored: _readers.Store) -> Path:
+    """The reader's directory."""
+    return Path.cwd()
 
 
 def commands(block: Block) -> list[str]:
@@ -197,3 +212,14 @@ def test_the_page_shows_what_is_printed(block: Block, printed: Callable[[Block],
     own = output_of(block)
     output = run(own).replace(f"{folder}/", "") if own else printed(COMMANDS[block])
     check(block, block.text, output.replace(f"{CONFIGS}/", ""))
+
+
+def test_objects_of_a_run(stored: _readers.Store) -> None:
+    (block,) = (b for b in blocks(DOCS / "howto/runs-in-a-store.md") if "head.json" in b.text)
+    with sw.Checkpointer("s3://runs/b") as checkpoints:
+        checkpoints.save(sw.TrainState(torch.nn.Linear(2, 2)), 1000)
+    listed = stored.server.call("GET", "/runs?list-type=2&prefix=b/").decode()
+    keys = re.findall("<Key>b/([^<]*)</Key>", listed)
+    places = sorted({re.sub(r"^([^/]*/).*", r"\1", key) for key in keys})
+    shown = [line.split()[0] for line in block.text.splitlines()]
+    check(block, "\n".join(shown), "\n".join(f"s3://runs/a/{place}" for place in places))

@@ -13,7 +13,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import errors
-from tests.docs import _readers
 from tests.docs.blocks import DOCS, blocks
 from tests.docs.shown import check
 
@@ -53,17 +52,6 @@ def test_files_of_a_checkpoint(tmp_path: Path) -> None:
     assert head == "step-00000100/"
     assert all((tmp_path / head / name).exists() for name in shown)
     assert {path.name for path in (tmp_path / head).iterdir()} == {name.split("/")[0] for name in shown}
-
-
-def test_objects_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = "howto/runs-in-a-store.md"
-    with _readers.store() as store, sw.Checkpointer("s3://runs/a") as checkpoints:
-        checkpoints.save(sw.TrainState(nn.Linear(2, 2)), 1000)
-        keys = re.findall("<Key>([^<]*)</Key>", store.server.call("GET", "/runs?list-type=2").decode())
-    places = sorted({re.sub(r"(?<=a/)([^/]*/).*", r"\1", key) for key in keys})
-    shown = [line.split()[0] for line in text_of(page, "head.json").splitlines()]
-    check(page, "\n".join(shown), "\n".join(f"s3://runs/{place}" for place in places))
 
 
 def test_tree_of_errors() -> None:
