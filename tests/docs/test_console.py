@@ -116,7 +116,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_readers.Store]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         write_base()
-        _readers.write_quantised()
+        _readers.write_quantized()
         write_checkpoints()
         write_log()
         models.write_hub_directory("llava", Path("llava"), torch.float32)

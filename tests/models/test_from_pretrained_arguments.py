@@ -84,7 +84,7 @@ def test_what_works(model: Path, tmp_path: Path) -> None:
         model, dtype="float32", torch_dtype=torch.float32, token="hf_x", revision="main"
     )
     assert same.dtype == torch.float32
-    with pytest.raises(ValueError, match="torch_dtype is the former name"):
+    with pytest.raises(ValueError, match="torch_dtype is the old name"):
         sw.load_pretrained(model, dtype="float32", torch_dtype=torch.bfloat16)
     (tmp_path / "outer").mkdir()
     (tmp_path / "outer" / "inner").symlink_to(model)
@@ -185,6 +185,6 @@ def test_which_files_of_a_repository() -> None:
         ("revison", "revision"),
     ],
 )
-def test_a_misspelt_argument_is_told_what_was_meant(typed: str, meant: str) -> None:
+def test_a_misspelled_argument_is_told_what_was_meant(typed: str, meant: str) -> None:
     with pytest.raises(TypeError, match=rf"takes no {typed}=; did you mean {meant}=\?"):
         understand({typed: None}, "auto")

@@ -102,7 +102,7 @@ def rank_of_launcher() -> tuple[int, int]:
         raise click.UsageError("RANK and WORLD_SIZE in the environment must be numbers") from None
     if not 0 <= rank < world_size:
         raise click.UsageError(
-            f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit together"
+            f"RANK={rank} and WORLD_SIZE={world_size} in the environment contradict each other"
         )
     return rank, world_size
 
@@ -125,7 +125,7 @@ def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     if rank == 0 and as_json:
         print_json({"error": document})
     if rank == 0 or not isinstance(error, RankError | click.ClickException):
-        head = click.style("error:", fg="red", bold=True)  # without colours where stderr is no terminal
+        head = click.style("error:", fg="red", bold=True)  # without colors where stderr is no terminal
         click.echo(f"{f'rank {rank}: ' if rank else ''}{head} {message}", err=True)
     return status
 

@@ -50,7 +50,7 @@ _KINDS = (
 #: Of the numbered checkpoints of the Trainer or Accelerate, the newest that are looked at.
 _STEPS_CHECKED = 3
 #: Those whose names are read, and how many next to each are compared with it.
-_STEPS_LISTED, _NEIGHBOURS = 200, 4
+_STEPS_LISTED, _NEIGHBORS = 200, 4
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def _look_with_limit(look_at: Callable[[str, _Found], str], path: str, found: _F
         raise
     if thread.is_alive():
         found.silent[path] = limit_s
-        found.taken_for[path] = f"unknown: its storage did not answer in {limit_s:.0f} s"
+        found.taken_for[path] = f"unknown: its storage didn't answer within {limit_s:.0f} s"
         return
     for error in errors:
         raise error
@@ -174,7 +174,7 @@ def _look_at_output(path: str, found: _Found) -> str:
     while not os.path.isdir(above):
         above = os.path.dirname(above)
     found.places.append(replace(look_at_place(above), path=path))
-    return f"a directory that the run will make; wrote test files to {above}"
+    return f"a directory that the run will create; wrote test files to {above}"
 
 
 def _look_in(path: str, found: _Found) -> str:
@@ -221,7 +221,7 @@ def _beside(path: str) -> list[list[str]]:
         near = sorted(
             (step for step in steps if step != int(own[1])), key=lambda step: abs(step - int(own[1]))
         )
-        listed = [os.listdir(steps[step]) for step in near[:_NEIGHBOURS]]
+        listed = [os.listdir(steps[step]) for step in near[:_NEIGHBORS]]
     except OSError:
         return []  # the directory above may be another user's
     return [names for names in listed if MANIFEST_NAME not in names]

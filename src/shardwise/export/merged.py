@@ -250,7 +250,7 @@ class MergedJob:
         """Does nothing: a live model has no recorded digests."""
 
     def assets(self) -> Mapping[str, bytes]:
-        """Those of the base. Its config says nothing of a quantisation: its weights are plain."""
+        """Those of the base. Its config says nothing of a quantization: its weights are plain."""
         found = asset_files(self._live.base)
         if "config.json" in found:
             config = json.loads(found["config.json"])
@@ -377,7 +377,7 @@ def _obstacle(layer: Any, adapter: str, weight: NamedTensor | None) -> str | Non
     if layer.merged:
         return "is merged already; call unmerge_adapter() first"
     if layer.lora_variant.get(adapter) is not None:
-        return f"{type(layer.lora_variant[adapter]).__name__} needs whole weights (DoRA and the like)"
+        return f"{type(layer.lora_variant[adapter]).__name__} needs complete weights (DoRA, for example)"
     if layer.lora_bias.get(adapter):
         return "lora_bias=True is not supported"
     if weight is None or weight.tensor.dim() != 2:

@@ -64,7 +64,7 @@ class Source:
         for field, value in self.asked.implementations.items():
             setattr(config, field, value)
         refusal = FormatError(
-            f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; see the numbers of layers",
+            f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; check the numbers of layers",
             path=self.shown,
         )
         with at_most(_MOST_PARTS, refusal):
@@ -110,7 +110,7 @@ def _is_config_alone(path: str) -> bool:
 
 
 def _dtype_of(config: Any) -> Any:
-    """The dtype that a config declares, or its text part; codes are dequantised to bfloat16; else transformers' default."""
+    """The dtype that a config declares, or its text part; codes are dequantized to bfloat16; else transformers' default."""
     for part in (config, config.get_text_config()):
         if getattr(part, "dtype", None) is not None:
             return part.dtype

@@ -98,7 +98,7 @@ class Drained:
 
 
 def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
-    """id of each optimised parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
+    """id of each optimized parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
     named = [t for t in tensors if t.kind == "parameter"]
     names = {id(t.tensor): t.name for t in named}
     strangers = [
@@ -111,7 +111,7 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
         raise StateError(
             f"the optimizer holds {len(strangers)} parameters that the model does not have: "
             f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model, and of its parameters. If it "
-            f"takes no DTensors (bitsandbytes' do not), keep these parameters whole on each rank, or take torchao's"
+            f"takes no DTensors (bitsandbytes' do not), keep these parameters whole on each rank, or use torchao's"
         )
     return {id(p): names[id(p)] for group in optimizer.param_groups for p in group["params"]}
 
@@ -334,7 +334,7 @@ def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterabl
     if strange:
         raise StateError(
             f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
-            f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
+            f"optimize: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
         )
 
 
