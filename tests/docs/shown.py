@@ -62,7 +62,16 @@ def is_alike(shown: str, printed: str) -> bool:
 
 def check(where: object, shown: str, printed: str) -> None:
     """Fail unless ``shown`` is what was printed."""
-    assert is_alike(shown, printed), f"{where} shows\n{shown}\nand this is printed:\n{printed}"
+    if is_alike(shown, printed):
+        return
+    lines = _plain(printed).split("\n")
+    lost = [
+        line
+        for line in _plain(shown).split("\n")
+        if line != "…" and not any(re.fullmatch(re.escape(line).replace("…", ".*"), one) for one in lines)
+    ]
+    reason = lost or "nothing: the order differs, or lines are left out"
+    raise AssertionError(f"{where} shows\n{shown}\nand this is printed:\n{printed}\nNot printed: {reason}")
 
 
 # ----------------------------------------------------------------------------------------------------
