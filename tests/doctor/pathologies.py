@@ -243,7 +243,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         ("software.gates",),
     ),
     Pathology(
-        "software.gates", "needs transformers 5.22 or newer, and 5.21.1", _software(transformers="5.21.1")
+        "software.gates", "needs transformers 5.22 or newer, but 5.21.1", _software(transformers="5.21.1")
     ),
     Pathology("software.peft", "peft 0.19.1 with transformers 5.23.0", _software(peft="0.19.1")),
     Pathology("software.peft", "peft 0.18.1 with torchao 0.18.0", _software(peft="0.18.1", torchao="0.18.0")),
@@ -380,7 +380,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("checkpoint.damaged", "passes this step by", _checkpoint(damaged={"step-00000300": "lost"})),
     Pathology(
-        "checkpoint.set-aside", "no longer counts 1 step (", _checkpoint(set_aside=("step-00000400.damaged-ab",))
+        "checkpoint.set-aside",
+        "no longer counts 1 step (",
+        _checkpoint(set_aside=("step-00000400.damaged-ab",)),
     ),
     Pathology("checkpoint.leftovers", "A save was killed", _checkpoint(leftovers=(".tmp-step-00000400-ab",))),
     Pathology(
