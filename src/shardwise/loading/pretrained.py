@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
@@ -233,7 +232,8 @@ def prepare(
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
-    rules = replace(rules, embeddings=partial(embedding_names, base))
+    embeddings = embedding_names(base)  # before PEFT renames them
+    rules = replace(rules, embeddings=lambda: embeddings)
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:
