@@ -174,7 +174,7 @@ def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> tuple[NamedTensor, .
             if name not in entry.names:
                 entry.names.append(name)
             # A module may stand at two places; its class may say itself which others are equal.
-            if not any(m is module and a == attribute for m, a in entry.owners):
+            if not entry.owners or not any(m is module and a == attribute for m, a in entry.owners):
                 entry.owners.append((module, attribute))
             entry.persistent |= persistent
     if clashes:
