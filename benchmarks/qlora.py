@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/qlora.py
     OMP_NUM_THREADS=1 python benchmarks/qlora.py --short
 
-Each way runs in fresh processes: shardwise, which quantises a bf16 source while it reads it, or keeps stored codes; transformers on every
+Each way runs in fresh processes: shardwise, which quantizes a bf16 source while it reads it, or keeps stored codes; transformers on every
 rank and FSDP2 over it; the same through Accelerate; transformers' own ``DistributedConfig``. ``held``: bytes of codes and scales of the
-base on a rank, of all. ``peak``: anonymous memory while the base is loaded and sharded, beside what is held. Then 4 ranks quantise weights
+base on a rank, of all. ``peak``: anonymous memory while the base is loaded and sharded, beside what is held. Then 4 ranks quantize weights
 of 600 MiB each. Prints JSON; the exit status is 1 if a contract is broken.
 """
 

@@ -1,4 +1,4 @@
-"""Loads of quantised models beside a cast of as many elements, and FP8 beside torch's own reader of quantised files.
+"""Loads of quantized models beside a cast of as many elements, and FP8 beside torch's own reader of quantized files.
 
     OMP_NUM_THREADS=1 python benchmarks/quantized.py
     OMP_NUM_THREADS=1 python benchmarks/quantized.py --short

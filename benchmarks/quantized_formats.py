@@ -1,4 +1,4 @@
-"""Directories of matrices in each quantised format, with random codes: what ``benchmarks/quantized.py`` loads.
+"""Directories of matrices in each quantized format, with random codes: what ``benchmarks/quantized.py`` loads.
 
 Layouts, names and dtypes are those that each format's library writes; ``tests/quantized`` holds that loads are right. Here only
 the time counts, so any codes will do.

@@ -171,7 +171,7 @@ def test_tracebacks_of_the_command_line_have_it_and_the_text_below_has_not(tmp_p
 def test_explain_prints_the_section(name: str) -> None:
     result = runner().invoke(main, ["explain", name])
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.strip().startswith(name)  # rich 13 centres it
+    assert result.stdout.strip().startswith(name)  # rich 13 centers it
     assert "](" not in result.stdout
     for path in re.findall(r"\(([\w/-]+\.md)\)", result.stdout):
         assert (PAGE.parents[1] / path).is_file(), path

@@ -1,6 +1,6 @@
 """A few SVG shapes: bars, curves and points that can be read at the width of a phone, on a light and on a dark page.
 
-An image follows the page's colour scheme by ``prefers-color-scheme``, which browsers take from the element that shows it.
+An image follows the page's color scheme by ``prefers-color-scheme``, which browsers take from the element that shows it.
 """
 
 from __future__ import annotations

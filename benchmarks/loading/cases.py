@@ -136,7 +136,7 @@ def local_ranges(case: Case) -> dict[str, list[Range]]:
 
 
 def _joined(spans: list[Range]) -> list[Range]:
-    """The same bytes in the same order, with neighbours in a file as one range."""
+    """The same bytes in the same order, with neighbors in a file as one range."""
     joined: list[Range] = []
     for span in spans:
         if joined and joined[-1].path == span.path and joined[-1].offset + joined[-1].nbytes == span.offset:

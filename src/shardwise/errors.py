@@ -1,25 +1,25 @@
-"""The error tree. Every error says what, where, expected, got, and what to do next.
+"""The exceptions of shardwise. Each message says what is wrong and where, what was expected and found, and what to do next.
 
 ::
 
     ShardwiseError
-    ├── SourceError            a source can't be read or is damaged (names the file)
-    │   ├── VersionError       a checkpoint of a format version that this release does not read
-    │   ├── FormatError        header, index or manifest is not what its format says
-    │   └── IntegrityError     bytes are there but checksum, digest or size is wrong
-    ├── LayoutError            a parallelised module whose shards we can't describe
-    ├── PlanError              a load that can't be proved complete; lists everything at once
+    ├── SourceError            a source can't be read or is damaged (with the file's name)
+    │   ├── VersionError       a checkpoint has a format version that this release can't read
+    │   ├── FormatError        a header, index or manifest violates its format
+    │   └── IntegrityError     a checksum, digest or size is wrong
+    ├── LayoutError            the shards of a parallelized module can't be described
+    ├── PlanError              a load wouldn't be complete; lists all problems at once
     │   └── UnsupportedConversionError   stored tensors need a conversion that is not supported
-    ├── ShardError             a model can't be wrapped as asked
-    ├── StateError             training state can't be expressed or matched
-    ├── CheckpointError        save, publish or resume failed
-    │   ├── NoCheckpointError  steps exist and none is valid
-    │   ├── LowSpaceError      the file system has less room than the save takes
-    │   └── LockedError        another run holds the directory
-    └── RankError              some rank failed; raised on every living rank
+    ├── ShardError             a model can't be wrapped as requested
+    ├── StateError             training state can't be stored or doesn't match
+    ├── CheckpointError        a save or resume failed
+    │   ├── NoCheckpointError  there are steps, but none is valid
+    │   ├── LowSpaceError      the file system has less space than the save needs
+    │   └── LockedError        another run is using the directory
+    └── RankError              a rank failed; raised on every living rank
 
-docs/errors.md has a section for each, with causes and fixes, which ``shardwise explain TYPE`` prints; a note below each
-error's text says so.
+docs/errors.md has a section for each type, with causes and fixes. ``shardwise explain TYPE`` prints it, as the note below each error's
+text says.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ DOCS_URL = ""
 
 
 class ShardwiseError(Exception):
-    """Base of every error that shardwise raises on purpose.
+    """Base class of every error that shardwise raises on purpose.
 
-    A note (``__notes__``), which tracebacks print below the text, says how to see causes and fixes.
-    ``str(error)`` is the text alone: ranks compare it, and errors quote each other.
+    Tracebacks also print a note (``__notes__``) that says how to look up causes and fixes. ``str(error)`` is the message without the note,
+    because ranks compare messages and errors quote each other.
     """
 
     def __init__(self, *args: object) -> None:
@@ -66,12 +66,12 @@ class ShardwiseError(Exception):
         self.add_note(f"Causes and fixes: shardwise explain {section}{page}")
 
     def _section(self) -> str:
-        """The heading of docs/errors.md that tells of this error; a subclass of a user has that of its base."""
+        """The error's heading in docs/errors.md. Subclasses defined elsewhere use that of their base."""
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
 
 
 class SourceError(ShardwiseError):
-    """A source can't be read. ``path`` names the file."""
+    """A source can't be read. ``path`` is the file."""
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(f"{path}: {message}" if path else message)
@@ -79,15 +79,15 @@ class SourceError(ShardwiseError):
 
 
 class VersionError(SourceError):
-    """A checkpoint has a format version that this release does not read. It is not damaged."""
+    """A checkpoint has a format version that this release can't read. It isn't damaged."""
 
 
 class FormatError(SourceError):
-    """A header, index or manifest does not follow its format."""
+    """A header, index or manifest violates its format."""
 
 
 class IntegrityError(SourceError):
-    """Content is there, but its size, checksum or digest is not the recorded one."""
+    """Stored content has a different size, checksum or digest than the recorded one."""
 
 
 class LayoutError(ShardwiseError):
@@ -95,7 +95,7 @@ class LayoutError(ShardwiseError):
 
 
 class PlanError(ShardwiseError):
-    """A load can't be proved complete. ``problems`` holds one line per finding."""
+    """A load wouldn't be complete. ``problems`` has one line per problem."""
 
     def __init__(self, summary: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__("\n".join((summary, *(f"  - {p}" for p in problems))))
@@ -103,19 +103,19 @@ class PlanError(ShardwiseError):
 
 
 class UnsupportedConversionError(PlanError):
-    """Stored tensors need a conversion that this version can't compile."""
+    """Stored tensors need a conversion that this version doesn't support."""
 
 
 class ShardError(ShardwiseError):
-    """A model can't be wrapped as asked."""
+    """A model can't be wrapped as requested."""
 
 
 class StateError(ShardwiseError):
-    """Training state can't be expressed, stored or matched with the live objects."""
+    """Training state can't be stored, or doesn't match the live objects."""
 
 
 class CheckpointError(ShardwiseError):
-    """A save, publish or resume failed."""
+    """A save or resume failed."""
 
 
 class NoCheckpointError(CheckpointError):
@@ -123,13 +123,13 @@ class NoCheckpointError(CheckpointError):
 
 
 class LockedError(CheckpointError):
-    """Another run holds the checkpoint directory."""
+    """Another run is using the checkpoint directory."""
 
 
 class LowSpaceError(CheckpointError):
-    """The file system of a checkpoint has less room than the save takes. Nothing was written.
+    """The checkpoint's file system has less space than the save needs. Nothing was written.
 
-    ``needed_bytes`` and ``free_bytes`` are those of the rank that looked; None on ranks that another rank told.
+    ``needed_bytes`` and ``free_bytes`` are set on the rank that checked, and None on ranks that learned of the failure from it.
     """
 
     def __init__(
@@ -140,10 +140,9 @@ class LowSpaceError(CheckpointError):
 
 
 class RankError(ShardwiseError):
-    """Work failed on some rank. Raised with the same text on every living rank.
+    """Work failed on at least one rank. Raised with the same message on every living rank.
 
-    ``causes`` maps each failing rank to a one-paragraph cause; ``missing`` names ranks that made
-    no progress for the timeout.
+    ``causes`` maps each failed rank to a one-paragraph cause. ``missing`` lists ranks that made no progress within the timeout.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class RankError(ShardwiseError):
         super().__init__("\n".join(lines))
 
     def _section(self) -> str:
-        """That of the cause, if all failing ranks have one: its cures are the ones that help."""
+        """The cause's heading, if all failed ranks have the same one: its fixes are the ones that help."""
         kinds = {cause.partition(":")[0] for cause in self.causes.values()}
         return kinds.pop() if len(kinds) == 1 and kinds < set(__all__) and not self.missing else "RankError"
 
@@ -173,15 +172,14 @@ class RankError(ShardwiseError):
 def is_damage(error: ShardwiseError) -> bool:
     """Whether an error means that stored bytes are lost or wrong, on any rank.
 
-    Not damage: a file that can't be read for another reason (too many open files, permissions, an unreachable
-    server), a later format version, or a valid state that the live objects do not fit. No step may be moved aside for
-    these.
+    These aren't damage: a file that can't be read for another reason (too many open files, permissions, an unreachable server), a newer
+    format version, and valid state that doesn't fit the live objects. No step may be moved away because of them.
     """
     return _is_all(error, IntegrityError, FormatError)
 
 
 def is_unreadable(error: ShardwiseError) -> bool:
-    """Whether an error means that a source can't be read, for whatever reason, on any rank."""
+    """Whether an error means that a source can't be read, for any reason, on any rank."""
     return _is_all(error, SourceError)
 
 

@@ -61,7 +61,7 @@ GATES = {
         "torch",
         ">=2.12",
         "fully_shard asks for gradients of each parameter, and integers have none.",
-        "Register them as buffers, leave them whole on each rank (ShardPolicy(exclude=...)), or load quantised weights dequantised.",
+        "Register them as buffers, leave them whole on each rank (ShardPolicy(exclude=...)), or load quantized weights dequantized.",
         ShardError,
     ),
     "plans": Gate(
@@ -84,7 +84,7 @@ GATES = {
         "transformers",
         ">=5.7",
         "Older releases lack the modules that hold them, or can't import those without Triton.",
-        "Load without that option: the weights are dequantised.",
+        "Load without that option: the weights are dequantized.",
         UnsupportedConversionError,
     ),
     "trainer": Gate(

@@ -47,7 +47,7 @@ MAX_ARGUMENTS_PER_BYTE = 4
 MAX_ZIP_DIRECTORY_BYTES = 64 * 1024**2
 #: A value that is not a weight and is read whole: a setting, a scheduler's state, a step.
 MAX_VALUE_BYTES = 64 * 1024**2
-#: JSON that describes one quantised tensor: bitsandbytes writes about 200 bytes.
+#: JSON that describes one quantized tensor: bitsandbytes writes about 200 bytes.
 MAX_QUANT_STATE_BYTES = 64 * 1024
 #: Bytes of all tensors of a torch file, for each byte of the file: tied tensors lie in one storage.
 MAX_BYTES_PER_BYTE = 64

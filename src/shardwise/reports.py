@@ -1,4 +1,7 @@
-"""The reports that calls return, and the records that progress hooks get: one class for each, ``to_json()`` for a file, ``print`` for a table."""
+"""Reports that calls return, and records that progress hooks receive.
+
+One class for each; ``to_json()`` gives plain values for a file, and ``print`` shows a table.
+"""
 
 from .checkpoint.resume_report import ResumeReport
 from .checkpoint.save import SaveReport

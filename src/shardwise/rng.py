@@ -50,7 +50,7 @@ def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """The state of every global generator of this process, in values that typed JSON can hold.
 
     On an accelerator: the current device of this process, then the other ones among ``devices`` (where its tensors
-    lie) by index. Other visible devices belong to other processes. Draws nothing. Does not initialise an accelerator;
+    lie) by index. Other visible devices belong to other processes. Draws nothing. Does not initialize an accelerator;
     one that is not in use is skipped.
     Raises :class:`StateError` if numpy's global generator was replaced and is not a Mersenne twister.
     """
@@ -125,7 +125,7 @@ def plan_rng(
     if why_not:
 
         def derive_devices() -> None:
-            derive()  # torch seeds all devices at once, also those that are not initialised yet
+            derive()  # torch seeds all devices at once, also those that are not initialized yet
             set_host()
 
         return RngPlan(
@@ -143,7 +143,7 @@ def derive_rng(*, seed: int, step: int, rank: int) -> str:
     """Seed every global generator from (``seed``, ``step``, ``rank``). Returns the rule in one line.
 
     Used at another world size, where no captured state fits. Equal input gives equal draws on every machine.
-    Accelerators are seeded without being initialised. Ranks that must draw alike, such as tensor-parallel peers,
+    Accelerators are seeded without being initialized. Ranks that must draw alike, such as tensor-parallel peers,
     pass the same ``rank``.
     """
     rule = _derived_text(seed=seed, step=step, rank=rank)
@@ -210,11 +210,11 @@ def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
 
 
 def _in_use() -> bool:
-    """Whether this process has initialised its accelerator. Does not initialise it."""
+    """Whether this process has initialized its accelerator. Does not initialize it."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return False
-    # Asking a device for its state initialises it. A backend without is_initialized() counts as in use if available.
+    # Asking a device for its state initializes it. A backend without is_initialized() counts as in use if available.
     in_use = getattr(torch.get_device_module(device), "is_initialized", torch.accelerator.is_available)
     return bool(in_use())
 
@@ -286,7 +286,7 @@ def preserve_rng() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     cpu_state = torch.get_rng_state()
-    device_module = _initialised_accelerator()
+    device_module = _initialized_accelerator()
     device_states = device_module.get_rng_state_all() if device_module is not None else None
     try:
         yield
@@ -298,8 +298,8 @@ def preserve_rng() -> Iterator[None]:
             device_module.set_rng_state_all(device_states)
 
 
-def _initialised_accelerator() -> Any:
-    """The device module (``torch.cuda``, …) if it was initialised. Does not initialise it."""
+def _initialized_accelerator() -> Any:
+    """The device module (``torch.cuda``, …) if it was initialized. Does not initialize it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None

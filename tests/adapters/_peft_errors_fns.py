@@ -29,7 +29,7 @@ def refusals(base: str, directories: dict[str, str]) -> dict[str, tuple[str, str
 
 
 def refused_configs(base: str, given: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """load_pretrained with configs that can't be initialised, or loaded, in shards."""
+    """load_pretrained with configs that can't be initialized, or loaded, in shards."""
     found = {}
     for case, settings in given.items():
         settings = dict(settings)

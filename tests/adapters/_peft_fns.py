@@ -110,7 +110,7 @@ def base_class(kind: str) -> Any:
 
 
 def plain_peft(kind: str, base: str) -> Any:
-    """The ordinary way: everything on one process, initialised by PEFT."""
+    """The ordinary way: everything on one process, initialized by PEFT."""
     with known_warnings():
         model: Any = base_class(kind).from_pretrained(base)
         for k, (name, config) in enumerate(configs(kind).items()):
@@ -264,7 +264,7 @@ def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     if any(".lora_magnitude" in n for n in values):
         error, words = failure(lambda: sw.init_weights(plain, only=["*.lora_magnitude_vector.*"]))
         assert error == "PlanError"
-        assert "follows from lora_B, which is not initialised along with it" in words
+        assert "follows from lora_B, which is not initialized along with it" in words
     return values if dist.get_rank() == 0 else {}
 
 
@@ -468,7 +468,7 @@ def plain_module(base: str, adapter: str, out: str) -> None:
 
 
 def a_new_head(base: str) -> dict[str, torch.Tensor]:
-    """A classifier on a base that has none: its head is initialised, and PEFT's trained copy begins as the head."""
+    """A classifier on a base that has none: its head is initialized, and PEFT's trained copy begins as the head."""
     config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
     options: dict[str, Any] = {
         "auto_class": transformers.AutoModelForSequenceClassification,

@@ -163,7 +163,7 @@ def test_an_adapter_beside_experts(tmp_path: Path) -> None:
     assert all(torch.equal(live[name], tensor) for name, tensor in stored.items())
 
 
-def test_a_quantised_base(ranks: RankPool, reference: Path, tmp_path: Path) -> None:
+def test_a_quantized_base(ranks: RankPool, reference: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(reference / "base", tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -171,7 +171,7 @@ def test_a_quantised_base(ranks: RankPool, reference: Path, tmp_path: Path) -> N
     found = ranks.run_ranks(2, error_fns.refused_configs, str(base), {"base": {"target_modules": ["q_proj"]}})
     assert found[0] == found[1]
     assert found[0]["base"][0] == "UnsupportedConversionError"
-    assert "says that it is quantised (bitsandbytes)" in found[0]["base"][1]
+    assert "says that it is quantized (bitsandbytes)" in found[0]["base"][1]
 
 
 def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:

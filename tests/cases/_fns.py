@@ -129,7 +129,7 @@ def loads_however_wrapped(file: str, run: tuple[str, ...]) -> dict[str, list[str
 
 
 # ----------------------------------------------------------------------------------------------------
-# 2: own bytes, bounded memory, nothing initialised for nothing
+# 2: own bytes, bounded memory, nothing initialized for nothing
 
 
 class _RandomDraws(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Case 2: every rank reads and holds its own part only, and initialises nothing that is then overwritten."""
+"""Case 2: every rank reads and holds its own part only, and initializes nothing that is then overwritten."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Other programs' files: every reader of a path refuses them by their name, with the line to write.
 
-Their directories have the public layout of each program; none of these programs is needed to recognise them.
+Their directories have the public layout of each program; none of these programs is needed to recognize them.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def test_urls_too() -> None:
                 CALLS[call](url, "unwritten")
 
 
-def test_what_is_recognised_and_not_ours_can_not_be_verified(tmp_path: Path) -> None:
+def test_what_is_recognized_and_not_ours_can_not_be_verified(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     for call in ("verify", "restore"):
         with pytest.raises(SourceError, match=r"is a directory of weights.*shardwise convert"):
@@ -323,10 +323,10 @@ def test_tensors_of_other_classes_are_named(ranks: RankPool, tmp_path: Path) -> 
     parts = torch.nn.Linear(8, 8, bias=False)
     quantize_(parts, Int8WeightOnlyConfig(version=2))
     torch.save(parts.state_dict(), tmp_path / "x.pt")
-    with pytest.raises(FormatError, match=r"'weight' is quantised by torchao \(Int8Tensor\)"):
+    with pytest.raises(FormatError, match=r"'weight' is quantized by torchao \(Int8Tensor\)"):
         open_catalog(tmp_path / "x.pt")
     save_file({"0._weight_qdata": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match="is quantised by torchao"):
+    with pytest.raises(SourceError, match="is quantized by torchao"):
         open_catalog(tmp_path / "model.safetensors")
     torch.save({"weight": torch.ones(2, 2).to_sparse()}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"'weight' is a tensor of torch\._utils\._rebuild_sparse_tensor"):

@@ -1,4 +1,4 @@
-"""Quantised sources: what can't be dequantised is refused in one line, with the way to plain weights, before anything is planned."""
+"""Quantized sources: what can't be dequantized is refused in one line, with the way to plain weights, before anything is planned."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_method_that_is_not_known_is_refused_in_one_line(tmp_path: Path, says:
         assert "\n" not in text, (case, text)
         assert "allow_missing=" not in text, (case, text)
         assert "allow_unused=" not in text, (case, text)
-        for word in (root, "quantised (quanto", "from which it was quantised"):
+        for word in (root, "quantized (quanto", "from which it was quantized"):
             assert word in text, (case, text)
     assert not (tmp_path / "out").exists()
 
@@ -140,13 +140,13 @@ def test_declarations_let_no_codes_through(tmp_path: Path, kind: str) -> None:
 def test_a_conversion_takes_plain_sources(tmp_path: Path) -> None:
     root = _write(tmp_path / "fp8", "fp8")
     text = _refusal(lambda: sw.convert(root, tmp_path / "out"))
-    assert "quantised (fp8" in text
+    assert "quantized (fp8" in text
     assert "which can't be taken here" in text
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("kind", "config"), [("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config")])
-def test_as_transformers_dequantises_it(tmp_path: Path, kind: str, config: str) -> None:
+def test_as_transformers_dequantizes_it(tmp_path: Path, kind: str, config: str) -> None:
     """The way that an error names, where one process holds the whole model, and a load give the same bits."""
     root = _write(tmp_path / kind, kind)
     fp8_module()  # which from_pretrained imports
@@ -154,7 +154,7 @@ def test_as_transformers_dequantises_it(tmp_path: Path, kind: str, config: str) 
         root, dtype=torch.bfloat16, quantization_config=getattr(transformers, config)(dequantize=True)
     )
     plain.save_pretrained(tmp_path / "out", save_original_format=False)
-    # transformers before 5.8 leaves dequantised FP8 in fp32, whatever dtype it was asked for.
+    # transformers before 5.8 leaves dequantized FP8 in fp32, whatever dtype it was asked for.
     expected = {name: tensor.to(torch.bfloat16) for name, tensor in plain.state_dict().items()}
     for source in (root, tmp_path / "out"):
         model = sw.load_pretrained(source)
@@ -204,7 +204,7 @@ def test_a_config_that_says_it_of_plain_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["quantization_config", "load_in_4bit", "config", "nested config"])
-def test_a_quantisation_that_the_caller_asks_for_is_not_dropped(tmp_path: Path, how: str) -> None:
+def test_a_quantization_that_the_caller_asks_for_is_not_dropped(tmp_path: Path, how: str) -> None:
     text = transformers.Qwen3Config(**_IDS, **_SIZES, **_HEADS)
     transformers.Qwen3ForCausalLM(text).save_pretrained(tmp_path)
     wanted = transformers.BitsAndBytesConfig(load_in_4bit=True)
@@ -219,14 +219,14 @@ def test_a_quantisation_that_the_caller_asks_for_is_not_dropped(tmp_path: Path, 
         config.text_config.quantization_config = wanted.to_dict()
         given = {"config": config, "auto_class": transformers.LlavaForConditionalGeneration}
     said = _refusal(lambda: sw.load_pretrained(tmp_path, **given))
-    assert "asks for a quantised model (bitsandbytes)" in said
+    assert "asks for a quantized model (bitsandbytes)" in said
     assert "\n" not in said
 
 
 def test_an_export_in_another_dtype_would_cast_the_scales(tmp_path: Path) -> None:
-    """Refused; as it is, a quantised directory is cut anew and says the same."""
+    """Refused; as it is, a quantized directory is cut anew and says the same."""
     root = _write(tmp_path / "fp8", "fp8")
-    assert "quantised (fp8" in _refusal(lambda: sw.export_hf(root, tmp_path / "cast", dtype="bfloat16"))
+    assert "quantized (fp8" in _refusal(lambda: sw.export_hf(root, tmp_path / "cast", dtype="bfloat16"))
     assert not (tmp_path / "cast").exists()
     sw.export_hf(root, tmp_path / "copy")
     before, after = (load_file(d / "model.safetensors") for d in (root, tmp_path / "copy"))
@@ -269,6 +269,6 @@ def test_codes_are_never_said_to_be_new(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         sw.load(Odd(), tmp_path / "model.safetensors")
     assert not isinstance(caught.value, UnsupportedConversionError)
-    assert "its quantised codes are stored ('weight_packed')" in str(caught.value)
+    assert "its quantized codes are stored ('weight_packed')" in str(caught.value)
     assert "allow_missing=" not in str(caught.value)
     assert "allow_unused=" not in str(caught.value)

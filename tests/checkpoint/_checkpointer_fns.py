@@ -429,7 +429,7 @@ def refused_states(root: str) -> dict[str, tuple[str, str]]:
     found = {}
     with sw.Checkpointer(root) as checkpoints:
         state = state_at(1, odd={"inner": [1, object()]})
-        found["unserialisable"] = failure(lambda: checkpoints.save(state, 1))
+        found["unserializable"] = failure(lambda: checkpoints.save(state, 1))
         state = state_at(1)
         state.dataloader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
         found["loader"] = failure(lambda: checkpoints.save(state, 1))

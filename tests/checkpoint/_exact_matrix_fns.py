@@ -223,7 +223,7 @@ class OnLoad(torch.optim.SGD):
 
 
 class Wrapping(torch.Tensor):
-    """A tensor of tensors, as quantised states of other libraries are."""
+    """A tensor of tensors, as quantized states of other libraries are."""
 
     inner: torch.Tensor
 
@@ -502,7 +502,7 @@ def lazy() -> nn.Module:
     return model
 
 
-def quantised() -> nn.Module:
+def quantized() -> nn.Module:
     """A tower of packed int8 weights below a head that is trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -659,7 +659,7 @@ KINDS: dict[str, Kind] = {
     "finer copy under a name": module(lambda: mlp(WIDTH, MasterSaved(8, 8))),
     "buffer that grows": module(lambda: Grows(WIDTH, 3)),
     "buffer that torch leaves out": module(lambda: mlp(WIDTH, Unlisted(8, 8))),
-    "quantize_dynamic": module(quantised),
+    "quantize_dynamic": module(quantized),
     "AveragedModel, SWALR": Kind(mlp, adamw, more=averaged),
     "SWA with buffers": Kind(lambda: mlp(WIDTH, nn.BatchNorm1d(8)), adamw, more=swa),
     "EMA by hand": Kind(mlp, adamw, more=ema_by_hand),
@@ -670,8 +670,8 @@ KINDS: dict[str, Kind] = {
     "complex double buffer": module(lambda: WithBuffer(torch.zeros(2, dtype=torch.complex128)), "refused", "odd: has the dtype"),
     "meta buffer": module(lambda: WithBuffer(torch.zeros(2, device="meta")), "refused", "odd: is on the meta device"),
     "nested buffer": module(lambda: WithBuffer(torch.nested.nested_tensor([torch.ones(2)])), "refused", "odd: is a nested"),
-    "quantised buffer": module(
-        lambda: WithBuffer(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)), "refused", "odd: is a quantised"
+    "quantized buffer": module(
+        lambda: WithBuffer(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)), "refused", "odd: is a quantized"
     ),
     "subclassed buffer": module(lambda: WithBuffer(Wrapping(torch.ones(2))), "refused", "odd: is a Wrapping"),
 }  # fmt: skip

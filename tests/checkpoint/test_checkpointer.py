@@ -178,7 +178,7 @@ def test_hint_is_not_part_of_a_save(ranks: RankPool, tmp_path: Path) -> None:
 def test_states_that_can_not_be_saved(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.refused_states, str(tmp_path)):
         assert {kind for kind, _ in found.values()} == {"StateError"}
-        assert "extra.odd.inner[1]" in found["unserialisable"][1]
+        assert "extra.odd.inner[1]" in found["unserializable"][1]
         assert "ResumableLoader" in found["loader"][1]
         assert "step" in found["step differs"][1]
         assert "temperature" in found["plain parameter"][1]

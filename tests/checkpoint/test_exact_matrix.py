@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import _exact_matrix_fns as fns
-from tests.checkpoint import _exact_quantised_fns as quantised
+from tests.checkpoint import _exact_quantized_fns as quantized
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly
 
@@ -51,24 +51,24 @@ def test_exact_if_and_only_if_bitwise_on_shards(ranks: RankPool, tmp_path: Path,
         _check(fns.SHARDED[name], by_kind[name])
 
 
-@pytest.mark.parametrize("name", quantised.KINDS)
+@pytest.mark.parametrize("name", quantized.KINDS)
 def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    for by_kind in found(ranks, tmp_path, quantised.KINDS, sharded=False, of=quantised):
-        _check(quantised.KINDS[name], by_kind[name])
+    for by_kind in found(ranks, tmp_path, quantized.KINDS, sharded=False, of=quantized):
+        _check(quantized.KINDS[name], by_kind[name])
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.needs("integers")) if "Linear4bit" in name else name
-        for name in quantised.SHARDED
+        for name in quantized.SHARDED
     ],
 )
 def test_exact_if_and_only_if_bitwise_of_few_bits_on_shards(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    for by_kind in found(ranks, tmp_path, quantised.SHARDED, sharded=True, of=quantised):
-        _check(quantised.SHARDED[name], by_kind[name])
+    for by_kind in found(ranks, tmp_path, quantized.SHARDED, sharded=True, of=quantized):
+        _check(quantized.SHARDED[name], by_kind[name])
 
 
 def test_there_are_kinds_of_every_outcome() -> None:

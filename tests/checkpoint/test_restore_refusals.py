@@ -230,7 +230,7 @@ def test_parameters_can_be_added_after_the_resume(tmp_path: Path) -> None:
     assert sw.restore(unfrozen(1, 0), tmp_path / "next").exact
 
 
-def test_state_of_a_parameter_that_is_not_optimised_is_refused_before_anything_changes(
+def test_state_of_a_parameter_that_is_not_optimized_is_refused_before_anything_changes(
     tmp_path: Path,
 ) -> None:
     sw.save(grouped(2), tmp_path / "step")
@@ -238,7 +238,7 @@ def test_state_of_a_parameter_that_is_not_optimised_is_refused_before_anything_c
     state = grouped(1, seed=1)
     before = state.model.weight.detach().clone()  # type: ignore[union-attr, operator]
     with pytest.raises(
-        StateError, match="optimizer state of 1 parameters that this optimizer does not optimise: bias"
+        StateError, match="optimizer state of 1 parameters that this optimizer does not optimize: bias"
     ):
         sw.restore(state, tmp_path / "step")
     assert torch.equal(state.model.weight, before)  # type: ignore[union-attr, arg-type]

@@ -21,7 +21,7 @@ MODULE = "simgpu_C"
 _SOURCE = Path(__file__).with_name("simgpu.cpp")
 #: In the folder that git ignores, so that it lives as long as the checkout.
 _CACHE = ROOT / "build" / "simgpu"
-#: Without optimisation: the compiler is the slow part here.
+#: Without optimization: the compiler is the slow part here.
 _FLAGS = ("-std=c++20", "-O0", "-g0", "-w", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={MODULE}")
 
 

@@ -8,7 +8,7 @@
 //   wrong values every time. After schedule(seed) each stream has run by chance more than it must at any time.
 // * A kernel counts as unfinished for every stream that was not made to wait for it. A copy or an operator there that
 //   reads its result gets poison every time. Collectives of simccl are not checked, they only write.
-// * Copies by kind, synchronisations of the host, pinned memory and memory of each device are counted. Pinned memory is
+// * Copies by kind, synchronizations of the host, pinned memory and memory of each device are counted. Pinned memory is
 //   taken in powers of two and kept when it is freed, as torch's host allocator does.
 // * A clock of simulated seconds, for copies to a device that have a rate and for a host that says what it spent.
 // * One generator per device, from which operators without a generator draw.

@@ -87,7 +87,7 @@ def shown(simgpu: None) -> dict[str, Any]:
 
 def test_the_device_is_none_that_a_cpu_could_be(shown: dict[str, Any]) -> None:
     found = shown
-    assert found["unused"], "asking for the generators initialises no device"
+    assert found["unused"], "asking for the generators initializes no device"
     assert found["reused"] == 2, "a host buffer that was used again too early shows"
     assert (found["early"], found["late"]) == (0, 2), "a copy to the host that nothing waited for shows"
     assert found["peek"] == -signal.SIGSEGV

@@ -38,7 +38,7 @@ INSTEAD = {
 }
 
 
-def write_quantised() -> None:
+def write_quantized() -> None:
     """The directories of the page of sources, by transformers and bitsandbytes."""
     from transformers import AutoModelForCausalLM
 
@@ -122,7 +122,7 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
         write_adapter(config)
         return {"MyModel": Qwen3ForCausalLM, "cfg": config}
     if page.endswith("/sources.md"):
-        write_quantised()
+        write_quantized()
         return {"AutoModelForCausalLM": AutoModelForCausalLM, "SOURCE": "nf4", "OUT": "plain-again"}
     if page.endswith("/tensor-parallel.md"):
         sw.export_hf(Transformer(8), "path/to/hub/model")

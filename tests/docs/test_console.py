@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         write_base()
-        _readers.write_quantised()
+        _readers.write_quantized()
         write_checkpoints()
         write_log()
         models.write_hub_directory("llava", Path("llava"), torch.float32)

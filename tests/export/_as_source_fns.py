@@ -1,4 +1,4 @@
-"""On ranks: quantised directories are loaded in several layouts, and exported in their own format."""
+"""On ranks: quantized directories are loaded in several layouts, and exported in their own format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.export import requantised, weights
+from shardwise.export import requantized, weights
 from tests.quantized import _layout_fns as layouts
 
 __all__ = ["CHANGED", "export_all", "export_one", "touch"]
@@ -44,12 +44,12 @@ def export_all(
 
     The models of directories in ``saved`` are saved and exported from their checkpoints, too.
     """
-    own = requantised._WINDOW_BYTES, weights._PIECE_BYTES
-    requantised._WINDOW_BYTES, weights._PIECE_BYTES = 4096, 1500
+    own = requantized._WINDOW_BYTES, weights._PIECE_BYTES
+    requantized._WINDOW_BYTES, weights._PIECE_BYTES = 4096, 1500
     try:
         return [_both(directory, f"{out}/{k}", directory in saved) for k, directory in enumerate(directories)]
     finally:
-        requantised._WINDOW_BYTES, weights._PIECE_BYTES = own
+        requantized._WINDOW_BYTES, weights._PIECE_BYTES = own
 
 
 def _both(directory: str, out: str, save: bool) -> tuple[dict[str, Any], dict[str, Any] | str]:

@@ -1,4 +1,4 @@
-"""Exports into the source's own format: what is untouched comes out byte for byte, what changed as the format's library quantises it."""
+"""Exports into the source's own format: what is untouched comes out byte for byte, what changed as the format's library quantizes it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
 from tests.quantized._boxes import State
-from tests.quantized._made import fp8_directory, plain_tensors, quantised_directories
-from tests.quantized._references import quantised_by_library
+from tests.quantized._made import fp8_directory, plain_tensors, quantized_directories
+from tests.quantized._references import quantized_by_library
 from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
 
@@ -43,8 +43,8 @@ SAVED = ("qwen3-moe", "qwen3-tied", NESTED, "fp8-tensor")
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """One of each format, and two with a scale of a whole tensor."""
-    root = tmp_path_factory.mktemp("quantised")
-    found = quantised_directories(root)
+    root = tmp_path_factory.mktemp("quantized")
+    found = quantized_directories(root)
     for case in ("fp8-tensor", "int8-tensor-zeros"):
         write(root / case, CASES[case][0], torch.bfloat16, inner=150)
     return [*found, root / "fp8-tensor", root / "int8-tensor-zeros"]
@@ -74,7 +74,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _expected(directory: Path) -> tuple[State, list[str], list[str]]:
-    """What an export of the changed model must hold; the stored names that change; the tensors that are quantised again."""
+    """What an export of the changed model must hold; the stored names that change; the tensors that are quantized again."""
     stored = plain_tensors(directory)
     plain = sw.load_pretrained(directory, dtype="bfloat16")
     touch(plain)
@@ -90,7 +90,7 @@ def _expected(directory: Path) -> tuple[State, list[str], list[str]]:
     for name in _different(wanted, untouched):
         if name in coded:
             again.append(name)
-            parts = quantised_by_library(directory, name, wanted[name], stored)
+            parts = quantized_by_library(directory, name, wanted[name], stored)
             expected |= {
                 part: tensor.view(stored[part].dtype) for part, tensor in parts.items() if part in stored
             }
@@ -191,7 +191,7 @@ def test_into_files_by_a_model_without_a_directory(directories: list[Path], tmp_
     model = sw.load_pretrained(source, dtype="bfloat16")
     sw.export_hf(model, tmp_path / "plain")
     plain = sw.load_pretrained(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match=r"is not quantised, and quantize='as-source' writes"):
+    with pytest.raises(CheckpointError, match=r"is not quantized, and quantize='as-source' writes"):
         sw.export_hf(plain, tmp_path / "out", quantize="as-source")
     report = sw.export_hf(plain, tmp_path / "out", quantize="as-source", source=source)
     assert report.as_source is not None
@@ -213,7 +213,7 @@ def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path
             sw.export_hf(model, out, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of a stored model needs source="):
         sw.export_hf(source, out, quantize="as-source")
-    with pytest.raises(UnsupportedConversionError, match=r"quantised .*which can't be taken here"):
+    with pytest.raises(UnsupportedConversionError, match=r"quantized .*which can't be taken here"):
         sw.export_hf(source, out, quantize="as-source", source=source)
     assert not out.exists()
 
@@ -243,7 +243,7 @@ def test_a_source_that_is_gone_or_another(fp8: Path, tmp_path: Path) -> None:
     sw.export_hf(model, tmp_path / "again", quantize="as-source", source=tmp_path / "moved")
     assert _different(plain_tensors(tmp_path / "again"), plain_tensors(out)) == []
     bare = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"not known which quantised source.*give source="):
+    with pytest.raises(CheckpointError, match=r"not known which quantized source.*give source="):
         sw.export_hf(bare, tmp_path / "bare", quantize="as-source")
 
 
@@ -251,7 +251,7 @@ def test_codes_that_may_be_the_model_s_under_another_name(fp8: Path, tmp_path: P
     """Neither is the model's weight written beside old codes, nor are these copied as if they were it."""
     model = sw.load_pretrained(fp8)
     bare = torch.nn.ModuleDict({"other": model.model})
-    with pytest.raises(PlanError, match="can't be written again as it is quantised") as caught:
+    with pytest.raises(PlanError, match="can't be written again as it is quantized") as caught:
         sw.export_hf(bare, tmp_path / "out", quantize="as-source", source=fp8)
     assert "it is not known whether the ones are the others" in caught.value.problems[0]
     small = torch.nn.Module()
@@ -276,7 +276,7 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
     touch(model)
     with pytest.raises(
         UnsupportedConversionError,
-        match=rf"^{stem}: was changed, and can't be quantised again as .*weight_g_idx",
+        match=rf"^{stem}: was changed, and can't be quantized again as .*weight_g_idx",
     ):
         sw.export_hf(model, tmp_path / "out", quantize="as-source")
     assert not (tmp_path / "out").exists()
@@ -321,7 +321,7 @@ def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_of_kept_codes(fp8: Path, tmp_path: Path) -> None:
     model = sw.load_pretrained(fp8, quantized="keep")
     sw.save(sw.TrainState(model=model), tmp_path / "step")
-    with pytest.raises(UnsupportedConversionError, match=r"quantised \(fp8"):
+    with pytest.raises(UnsupportedConversionError, match=r"quantized \(fp8"):
         sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
     assert not (tmp_path / "out").exists()
 
@@ -339,7 +339,7 @@ def test_the_command(fp8: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert "from the source" in said
-    assert "quantised again (2) model.layers.0.mlp.down_proj.weight" in said
+    assert "quantized again (2) model.layers.0.mlp.down_proj.weight" in said
     assert "Fp8Quantize" in said
     assert _different(plain_tensors(tmp_path / "out"), plain_tensors(tmp_path / "live")) == []
 
@@ -358,7 +358,7 @@ def test_nan_has_no_code(fp8: Path, tmp_path: Path, ranks: RankPool) -> None:
 
 
 def test_a_difference_of_one_rank_is_one_of_all(fp8: Path, tmp_path: Path, ranks: RankPool) -> None:
-    """Only the last rank's rows differ; all ranks quantise the tensor again."""
+    """Only the last rank's rows differ; all ranks quantize the tensor again."""
     assert ranks.run_ranks(2, export_one, str(fp8), str(tmp_path / "out"), CHANGED[:1], 0.5) == ["", ""]
     changed = _different(plain_tensors(tmp_path / "out"), plain_tensors(fp8))
     assert changed == [

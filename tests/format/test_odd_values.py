@@ -65,9 +65,9 @@ def test_a_manifest_has_no_longer_names_than_slice_files(tmp_path: Path) -> None
         sw.verify(tmp_path / "step")
 
 
-def test_an_empty_quantisation_is_not_dropped(tmp_path: Path) -> None:
+def test_an_empty_quantization_is_not_dropped(tmp_path: Path) -> None:
     build_reference("qwen3-tied").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedConversionError, match="quantization_config= asks for a quantised model"):
+    with pytest.raises(UnsupportedConversionError, match="quantization_config= asks for a quantized model"):
         sw.load_pretrained(tmp_path, quantization_config={})
     sw.load_pretrained(tmp_path, quantization_config=None, load_in_8bit=False)
 

@@ -1,4 +1,4 @@
-"""Targets for what other programs write: doctor's files and logs, reports, quantised configs, indexes, adapters, documents, leftovers."""
+"""Targets for what other programs write: doctor's files and logs, reports, quantized configs, indexes, adapters, documents, leftovers."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def _report_page(rng: random.Random, seeds: Seeds, place: Path) -> None:
     _make_report(rng, seeds, place)
 
 
-# --------------------------------------------------------------------------------------------- quantised
+# --------------------------------------------------------------------------------------------- quantized
 
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "quanto", "")
 _SETTINGS = (

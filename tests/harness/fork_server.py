@@ -1,7 +1,7 @@
 """Processes forked from one that has imported torch and transformers: a rank starts in milliseconds, not in seconds.
 
 A rank of a pool or a launch is a copy of such a server, in a session of its own, with its own environment. Two servers
-with different hash seeds take turns, so that neighbouring ranks disagree about the order of sets, as ranks of a launcher
+with different hash seeds take turns, so that neighboring ranks disagree about the order of sets, as ranks of a launcher
 do. The lanes of a test run share them. A test needs new interpreters if it depends on an import, or on a variable that a
 library reads when it is imported; ``spawn(…, fresh=True)`` of :mod:`tests.harness.process` starts one.
 """

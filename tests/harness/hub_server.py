@@ -19,7 +19,7 @@ TOKEN = "hf_right"
 
 
 class HubServer:
-    """Serves ``root/ORGANISATION/NAME/REVISION/files``; a context manager. ``GET /log`` tells what was asked for.
+    """Serves ``root/ORGANIZATION/NAME/REVISION/files``; a context manager. ``GET /log`` tells what was asked for.
 
     Names say how a repository behaves: ``gated-*`` wants the token, ``broken-*`` ends each safetensors file in the
     middle and fails when it is asked to go on, ``slow-*`` pauses for ``pause_s`` in the middle, ``stalls-*`` stops there.

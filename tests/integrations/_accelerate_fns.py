@@ -171,7 +171,7 @@ def loaded_whole(ours: bool) -> str:
 
 
 def refused(source: str) -> dict[str, str]:
-    """What can't be honoured is a named error, alike on all ranks."""
+    """What can't be honored is a named error, alike on all ranks."""
     found = {}
 
     def attempt(name: str, plugin: dict[str, Any], model: Any, **options: Any) -> None:

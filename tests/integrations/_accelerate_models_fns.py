@@ -86,7 +86,7 @@ def loaded(source: str, root: str, compiled: bool) -> dict[str, Any]:
 
 
 def from_scratch(root: str) -> dict[str, Any]:
-    """docs/howto/accelerate.md, "From scratch": shard on meta, initialise, prepare, train, save, resume."""
+    """docs/howto/accelerate.md, "From scratch": shard on meta, initialize, prepare, train, save, resume."""
     found: dict[str, Any] = {}
     for life in ("first", "second"):
         with accelerator_with(plugin={"transformer_cls_names_to_wrap": ["Linear"]}) as accelerator:

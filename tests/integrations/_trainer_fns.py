@@ -281,7 +281,7 @@ def one_rank_reads(path: str, root: str) -> str:
 
 
 def refused(path: str, root: str, locked: str) -> dict[str, str]:
-    """What can't be honoured is a named error, alike on all ranks. Another process holds the directory ``locked``."""
+    """What can't be honored is a named error, alike on all ranks. Another process holds the directory ``locked``."""
     import peft
     from accelerate import ParallelismConfig
     from accelerate.state import PartialState

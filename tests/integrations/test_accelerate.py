@@ -102,7 +102,7 @@ def test_prepare_says_why_a_whole_model_fails(ranks: RankPool) -> None:
             assert words in text
 
 
-def test_what_cannot_be_honoured_is_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_cannot_be_honored_is_named(ranks: RankPool, tmp_path: Path) -> None:
     write_source(tmp_path, torch.float32)
     for found in ranks.run_ranks(2, fns.refused, str(tmp_path), timeout_s=120):
         assert "do not implement forward" in found["containers"]

@@ -159,7 +159,7 @@ def test_why_a_whole_model_can_not_be_sharded(ranks: RankPool, hub: Path, tmp_pa
         assert "trainer.load_pretrained(args" in text
 
 
-def test_what_cannot_be_honoured_is_named(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_honored_is_named(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     lock = DirectoryLock(str(tmp_path / "locked"), name=LOCK_NAME)  # as another run would
     try:
         results = ranks.run_ranks(

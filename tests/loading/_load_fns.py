@@ -286,7 +286,7 @@ def several_dtypes() -> list[tuple[list[str], list[str]]]:
 
 
 def declared_by_class_and_caller(root: str) -> dict[str, Any]:
-    """What may be left over or missing in load_pretrained, and who says so; values of what is initialised."""
+    """What may be left over or missing in load_pretrained, and who says so; values of what is initialized."""
     mesh = mesh_of((dist.get_world_size(),))
     found: dict[str, Any] = {}
     for kind in ("qwen3", "bert"):
@@ -495,7 +495,7 @@ def fsdp_and_tp(sizes: tuple[int, int, int], file: str, forward_too: bool) -> di
 
 
 def transformers_fsdp_and_tp(directory: str) -> dict[str, str]:
-    """A transformers model that the caller parallelised, with vocab 1001, through ``load``."""
+    """A transformers model that the caller parallelized, with vocab 1001, through ``load``."""
     import transformers
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -75,7 +75,7 @@ def test_a_class_that_is_not_there(directory: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT's use of it
 @pytest.mark.parametrize("kind", ["new", "stored"])
 def test_lora(directory: Path, tmp_path: Path, kind: str) -> None:
-    """The adapter's bytes count, whether it is read or initialised; without its files it is a new one."""
+    """The adapter's bytes count, whether it is read or initialized; without its files it is a new one."""
     import peft
 
     path = str(directory / "qwen3")

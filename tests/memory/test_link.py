@@ -364,7 +364,7 @@ def test_both_kinds_of_addresses(serve: Callable[..., Server], address: str) -> 
         assert reader.read_whole(NAME) == CONTENT
 
 
-def test_the_own_address_towards_another_host() -> None:
+def test_the_own_address_toward_another_host() -> None:
     assert own_address(("::1", 1)) == "::1"
     assert own_address(("127.0.0.1", 1)) == "127.0.0.1"
     assert own_address(("no such host.invalid", 1)) == "127.0.0.1"

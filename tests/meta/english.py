@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WORDS", "Found", "found_in", "texts_of_messages", "texts_of_pages", "texts_of_the_interface"]
+__all__ = [
+    "SPELLINGS",
+    "WORDS",
+    "Found",
+    "british_in_code",
+    "found_in",
+    "texts_of_messages",
+    "texts_of_pages",
+    "texts_of_the_interface",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +51,29 @@ WORDS: dict[str, str] = {
     r"\bby turns\b": "alternately, in turn",
 }
 
+#: British spellings, also inside identifiers, and the American ones, as PyTorch and transformers write.
+SPELLINGS: dict[str, str] = {
+    r"(?:author|categor|character|custom|emphas|factor|final|general|initial|local|material|maxim|minim|modular|normal|optim|organ"
+    r"|parallel|priorit|quant|random|recogn|regular|real|sanit|serial|special|stabil|standard|summar|synchron|token|util|vector"
+    r"|visual)is(?:e[ds]?|ers?|ing|able|ations?)(?![a-z])": "-ize",
+    r"(?:anal|paral|catal)ys(?:ed?|ers?|ing)(?![a-z])": "-yze",
+    r"(?:behavi|col|endeav|fav|flav|harb|hon|lab|neighb|rum)our": "-or",
+    r"(?:cancel|channel|dial|fuel|label|level|marshal|model|panel|signal|total|travel|tunnel)l(?:ed|ing|ers?)(?![a-z])": "one l",
+    r"(?:cent|fib|lit|met|theat)re[ds]?(?![a-z])": "-er",
+    r"(?:catal|anal)ogue": "-og",
+    r"licence|(?:def|off|pret)ence(?![a-z])": "-se",
+    r"acknowledgement|(?<![a-z])ageing|judgement": "acknowledgment, aging, judgment",
+    r"artefact|cheque|(?<![a-z])enrol(?!l)|fulfil(?!l)|grey|mould|plough|programmes?(?![a-z])|sceptic|skilful": "artifact, gray, …",
+    r"(?<![a-z])(?:amongst|burnt|learnt|(?:mis)?spelt|towards|whilst)(?![a-z])": "among, learned, toward, while",
+}
+#: Words that others chose, in the files that need them: a state of SLURM's, a stored tag, another vocabulary.
+_OF_OTHERS = {
+    ("tests/harness/slurm.py", "CANCELLED"),
+    ("src/shardwise/state/decoding.py", "quantised"),
+    ("src/shardwise/state/encoding.py", "quantised"),
+    ("tests/models/_tokenizers.py", "colour"),
+}
+
 
 @dataclass(frozen=True)
 class Found:
@@ -60,10 +92,25 @@ def found_in(where: str, text: str) -> Iterator[Found]:
     """Each such place of a text. Code in backticks isn't looked at."""
     plain = re.sub(r"``.*?``|`[^`\n]*`", "`x`", text, flags=re.DOTALL)
     plain = re.sub(r"\s+", " ", plain).strip()
-    for pattern, instead in WORDS.items():
-        for match in re.finditer(pattern, plain):
-            around = plain[max(0, match.start() - 60) : match.end() + 60]
-            yield Found(where, match.group().strip(" .:;"), instead, around)
+    for patterns, flags in ((WORDS, re.NOFLAG), (SPELLINGS, re.IGNORECASE)):
+        for pattern, instead in patterns.items():
+            for match in re.finditer(pattern, plain, flags):
+                around = plain[max(0, match.start() - 60) : match.end() + 60]
+                yield Found(where, match.group().strip(" .:;"), instead, around)
+
+
+def british_in_code() -> Iterator[Found]:
+    """British spellings in Python files: comments, texts and names."""
+    either = re.compile("|".join(f"(?:{one})" for one in SPELLINGS), re.IGNORECASE)
+    for folder in ("src", "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            where = path.relative_to(ROOT).as_posix()
+            if where in ("tests/meta/english.py", "tests/meta/test_english.py"):
+                continue
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                for match in either.finditer(line):
+                    if (where, match.group()) not in _OF_OTHERS:
+                        yield Found(f"{where}:{number}", match.group(), "the American spelling", line.strip())
 
 
 def texts_of_pages(paths: list[Path]) -> Iterator[tuple[str, str]]:

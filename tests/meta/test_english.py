@@ -34,6 +34,10 @@ def test_messages() -> None:
     assert found(texts) == []
 
 
+def test_spelling_in_code() -> None:
+    assert [str(one) for one in english.british_in_code()] == []
+
+
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(english.ROOT)))
 def test_pages(page: Path) -> None:
     assert found(list(english.texts_of_pages([page]))) == []
@@ -42,8 +46,6 @@ def test_pages(page: Path) -> None:
 def test_what_it_finds() -> None:
     assert [
         one.match for one in english.found_in("here", "The files lie beside it. What is new is `beside` it.")
-    ] == [
-        "beside",
-        "lie",
-        "What",
-    ]
+    ] == ["beside", "lie", "What"]
+    words = "Initialised neighbours; raise promises otherwise, in `colour`."
+    assert [one.match for one in english.found_in("here", words)] == ["Initialised", "neighbour"]

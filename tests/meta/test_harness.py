@@ -242,7 +242,7 @@ def test_forked_ranks_differ_as_new_processes_do() -> None:
     with Launch(2, _what_it_has) as job:
         assert job.wait(60) == [0, 0]
         first, second = job.result(0), job.result(1)
-    assert first["hash"] != second["hash"], "neighbours must disagree about the order of sets"
+    assert first["hash"] != second["hash"], "neighbors must disagree about the order of sets"
     assert first["random"] != second["random"]
     assert first["session"]
     assert first["transformers"], "forked from a process that has imported it"

@@ -14,7 +14,7 @@ from tests.mutations.table import MUTATIONS
 _NOT_IN_TEST = re.compile(r"pytest\.mark\.(slow|nightly)\b")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "shardwise"
-#: Rooms that hold no behaviour of their own that could be wrong unnoticed.
+#: Rooms that hold no behavior of their own that could be wrong unnoticed.
 WITHOUT = {"errors", "reports", "gc_paused", "devices", "dtypes", "internals", "api", "", "demo", "__main__"}
 
 

@@ -32,7 +32,7 @@ IDS = torch.arange(12).reshape(2, 6) % 90 + 3
 def ordinary(directory: str) -> Any:
     """What ``from_pretrained`` gives; of buffers that only ``__init__`` computes, what construction gives.
 
-    transformers builds on meta and leaves uninitialised memory in those. Call it after a load of ours: that
+    transformers builds on meta and leaves uninitialized memory in those. Call it after a load of ours: that
     puts the code into transformers' cache without a race between the ranks.
     """
     from transformers import AutoModelForCausalLM

@@ -185,6 +185,6 @@ def test_which_files_of_a_repository() -> None:
         ("revison", "revision"),
     ],
 )
-def test_a_misspelt_argument_is_told_what_was_meant(typed: str, meant: str) -> None:
+def test_a_misspelled_argument_is_told_what_was_meant(typed: str, meant: str) -> None:
     with pytest.raises(TypeError, match=rf"takes no {typed}=; did you mean {meant}=\?"):
         understand({typed: None}, "auto")

@@ -85,10 +85,10 @@ def test_the_lowest_limit_on_the_way_up(tmp_path: Path) -> None:
     version_2(root, "pod", 8 * GIB, 7 * GIB)
     version_2(root, "pod/container", 24 * GIB, 6 * GIB)
     version_2(root, "pod/container/step", "max", 5 * GIB)
-    version_2(root, "pod/neighbour", GIB, GIB)
+    version_2(root, "pod/neighbor", GIB, GIB)
     budget = found(root)
     assert (budget.limit_bytes, budget.limit_from) == (8 * GIB, "/sys/fs/cgroup/pod/memory.max")
-    assert budget.free_bytes == GIB, "what its neighbours use of the pod is gone"
+    assert budget.free_bytes == GIB, "what its neighbors use of the pod is gone"
 
 
 def test_least_free_is_not_always_the_lowest_limit(tmp_path: Path) -> None:

@@ -428,7 +428,7 @@ def test_a_32b_model_takes_half_a_second_and_no_memory() -> None:
         head_dim=128,
         vocab_size=151936,
     )
-    _build("qwen3")  # import the modelling file
+    _build("qwen3")  # import the modeling file
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times_s = []
     for _ in range(5):

@@ -95,7 +95,7 @@ MUTATIONS = (
         ("tests/operations/test_bars.py::test_killed_amid_a_bar",),
         "a killed command leaves a terminal without a cursor",
     ),
-    # ------------------------------------------------------------------------------------- quantised sources
+    # ------------------------------------------------------------------------------------- quantized sources
     Mutation(
         "export/as_source.py",
         "lambda found: sorted({name for names in found for name in names}),",
@@ -156,14 +156,14 @@ MUTATIONS = (
         "quantized/packing.py",
         "_AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)",
         "_AWQ_OUTPUTS = (0, 4, 1, 5, 2, 6, 3, 7)",
-        ("tests/quantized/test_requantised.py::test_words_of_awq",),
+        ("tests/quantized/test_requantized.py::test_words_of_awq",),
         "AWQ's codes are packed in the order in which they are unpacked",
     ),
     Mutation(
         "quantized/packing.py",
         "(1.75, True)",
         "(1.75, False)",
-        ("tests/quantized/test_requantised.py::test_fp4_is_rounded_as_its_library_does",),
+        ("tests/quantized/test_requantized.py::test_fp4_is_rounded_as_its_library_does",),
         "a tie of FP4 goes to the odd code",
     ),
     Mutation(
@@ -240,7 +240,7 @@ MUTATIONS = (
         "quantized/blocks4.py",
         "rows[:, half:] = scales.reshape(-1, 1).view(torch.uint8)",
         "rows[:, half:] = scales.flip(0).reshape(-1, 1).view(torch.uint8)",
-        ("tests/quantized/test_qlora.py::test_transposed_weights_are_turned_before_they_are_quantised",),
+        ("tests/quantized/test_qlora.py::test_transposed_weights_are_turned_before_they_are_quantized",),
         "blocks get each other's scales",
     ),
     Mutation(
@@ -754,7 +754,7 @@ MUTATIONS = (
         ' and name.rpartition(".")[2] not in held:',
         ":",
         ("tests/catalog/test_quantized_sources.py::test_float8_without_scales_and_a_models_own_scales",),
-        "a model's own scales are taken for a quantisation",
+        "a model's own scales are taken for a quantization",
     ),
     # ------------------------------------------------------------------------------------- models
     Mutation(
@@ -1399,14 +1399,14 @@ MUTATIONS = (
         "nbytes=max(last.nbytes, end))",
         "nbytes=last.nbytes)",
         ("tests/loading/test_strategies.py::test_shards_are_those_that_each_rank_reads_itself",),
-        "a bucket holds the first of neighbouring ranges alone",
+        "a bucket holds the first of neighboring ranges alone",
     ),
     Mutation(
         "transfer/shared.py",
         "index = number * self._count + place",
         "index = number * self._count + self._index",
         ("tests/loading/test_strategies.py::test_shards_are_those_that_each_rank_reads_itself",),
-        "a rank takes its own bucket for those of its neighbours",
+        "a rank takes its own bucket for those of its neighbors",
     ),
     Mutation(
         "transfer/shared.py",

@@ -167,7 +167,7 @@ def ties_stored_twice(source: str) -> list[int]:
     return found
 
 
-def converted_and_dequantised(no_map: str, fp8: str) -> list[str]:
+def converted_and_dequantized(no_map: str, fp8: str) -> list[str]:
     """Loads of a source whose conversions have no map, and of one in FP8, by each strategy. Returns what the reports name."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     named: list[str] = []

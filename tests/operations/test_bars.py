@@ -102,7 +102,7 @@ def screen(shown: str) -> list[str]:
 
 
 def frames(shown: str) -> list[str]:
-    """Every line that was drawn, without colours."""
+    """Every line that was drawn, without colors."""
     return [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", shown)) if line.strip()]
 
 
@@ -134,7 +134,7 @@ work("diff")
 
 
 @pytest.mark.nightly
-def test_narrow_terminals_and_no_colour() -> None:
+def test_narrow_terminals_and_no_color() -> None:
     """One line at every width, with at least the remaining time."""
     _, _, shown = run_script(
         """
@@ -146,7 +146,7 @@ with sw.progress():
 """,
         env={"NO_COLOR": "1"},
     )
-    assert set(re.findall(r"\x1b\[([\d;]*)m", shown)) <= {"", "0", "1", "2", "3"}, "no colour"
+    assert set(re.findall(r"\x1b\[([\d;]*)m", shown)) <= {"", "0", "1", "2", "3"}, "no color"
     chars, seen = 0, set()
     for line in frames(shown):
         if found := re.fullmatch(r"at (\d+)", line.strip()):
@@ -155,7 +155,7 @@ with sw.progress():
         assert len(line.rstrip()) <= chars, (chars, line)
         assert re.search(r"(-:--:--|\d:\d\d:\d\d)$", line.rstrip()), (chars, line)
         assert ("GiB/s" in line or "B/s" in line) == (chars >= 48), (chars, line)
-        begun = " 0 B/" not in line  # without colours the bar is empty before
+        begun = " 0 B/" not in line  # without colors the bar is empty before
         assert ("━" in line) == (chars >= 72 and begun), (chars, line)
         seen.add(chars)
     assert seen == {12, 24, 32, 48, 60, 72, 90}

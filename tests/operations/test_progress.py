@@ -364,12 +364,12 @@ def test_a_copy_that_goes_on_never_falls_back(tmp_path: Path) -> None:
     assert report.files_sent == 3
 
 
-def test_what_a_load_converts_and_dequantises(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_a_load_converts_and_dequantizes(ranks: RankPool, tmp_path: Path) -> None:
     """It counts what is read from files, not what becomes of it."""
     _fallback_fns.make_checkpoint(tmp_path / "no-map")
     models.write_hub_directory("qwen3", tmp_path / "plain", torch.bfloat16)
     fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
-    named = ranks.run_ranks(2, fns.converted_and_dequantised, str(tmp_path / "no-map"), str(tmp_path / "fp8"))
+    named = ranks.run_ranks(2, fns.converted_and_dequantized, str(tmp_path / "no-map"), str(tmp_path / "fp8"))
     assert named == [["6 1 own", "6 1 node", "6 1 once"]] * 2
 
 

@@ -1,1 +1,1 @@
-"""Quantised sources: bitwise against the libraries that wrote them, and what is wrong with a source."""
+"""Quantized sources: bitwise against the libraries that wrote them, and what is wrong with a source."""

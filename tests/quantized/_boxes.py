@@ -24,7 +24,7 @@ Find = Callable[[Source], Found]
 
 
 def stored(root: Path) -> tuple[State, dict[str, Any]]:
-    """The tensors of a checkpoint, and what its config says of quantisation."""
+    """The tensors of a checkpoint, and what its config says of quantization."""
     config = json.loads((root / "config.json").read_text())
     state: State = {}
     for file in sorted(root.glob("*.safetensors")):

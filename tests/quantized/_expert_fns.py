@@ -1,4 +1,4 @@
-"""On ranks: quantised experts under transformers' own expert parallelism, beside the plain model whole on each rank."""
+"""On ranks: quantized experts under transformers' own expert parallelism, beside the plain model whole on each rank."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def _expert_parallel(model: Any, groups: int) -> None:
 
 
 def like_the_plain_model(pairs: Sequence[tuple[str, str]]) -> list[tuple[int, int, int]]:
-    """Loads of each quantised directory; ``pairs``: with its dequantised twin. Experts held here, in all, and bytes read."""
+    """Loads of each quantized directory; ``pairs``: with its dequantized twin. Experts held here, in all, and bytes read."""
     world, found = dist.get_world_size(), []
-    for quantised, plain in pairs:
+    for quantized, plain in pairs:
         expected = sw.load_pretrained(plain, dtype="bfloat16")
         for groups in (1, 2) if world > 2 else (1,):
             for strategy in ("own", "node"):
-                model = build_meta_of(quantised, "bfloat16")
+                model = build_meta_of(quantized, "bfloat16")
                 _expert_parallel(model, groups)
-                report = sw.load(model, quantised, io=sw.IOOptions(strategy=strategy))  # type: ignore[arg-type]
+                report = sw.load(model, quantized, io=sw.IOOptions(strategy=strategy))  # type: ignore[arg-type]
                 held, total = 0, 0
                 theirs = dict(expected.named_parameters())
                 for name, parameter in model.named_parameters():
-                    assert torch.equal(whole(parameter.detach()), theirs[name]), (quantised, groups, name)
+                    assert torch.equal(whole(parameter.detach()), theirs[name]), (quantized, groups, name)
                     if ".experts." in name:
                         assert isinstance(parameter, DTensor), name
                         held, total = held + local_tensor(parameter).numel(), total + parameter.numel()

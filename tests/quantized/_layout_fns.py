@@ -1,4 +1,4 @@
-"""On ranks: a quantised directory and its dequantised twin, filled into the same shards."""
+"""On ranks: a quantized directory and its dequantized twin, filled into the same shards."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ _LAYOUTS: dict[int, Sequence[tuple[Callable[[nn.Module], None], str]]] = {
 
 
 def different(pairs: Sequence[tuple[str, str]], dtypes: Sequence[str]) -> tuple[int, list[str]]:
-    """Load each quantised directory and its twin in all layouts of this number of ranks; the cases, and those that differ."""
+    """Load each quantized directory and its twin in all layouts of this number of ranks; the cases, and those that differ."""
     wrong, cases = [], 0
-    for quantised, plain in pairs:
+    for quantized, plain in pairs:
         for lay_out, strategy in _LAYOUTS[dist.get_world_size()]:
             for dtype in dtypes:
                 io = sw.IOOptions(strategy=strategy, staging_bytes=1024**2)  # type: ignore[arg-type]
                 found, expected = (
-                    _loaded(quantised, lay_out, io, dtype),
+                    _loaded(quantized, lay_out, io, dtype),
                     _loaded(plain, lay_out, sw.IOOptions(), dtype),
                 )
-                label = f"{quantised} {lay_out.__name__} {strategy} {dtype}"
+                label = f"{quantized} {lay_out.__name__} {strategy} {dtype}"
                 cases += 1
                 wrong += [f"{label}: {name}" for name in _unlike(found, expected)]
     return cases, wrong

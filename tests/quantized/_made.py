@@ -1,4 +1,4 @@
-"""Quantised directories of tiny models, written by the libraries that define the formats."""
+"""Quantized directories of tiny models, written by the libraries that define the formats."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
     "bitsandbytes_directory",
     "boxes_of",
     "decoded",
-    "dequantised_twin",
+    "dequantized_twin",
     "fp8_directory",
     "gpt_oss_directory",
     "packed_directory",
     "plain_tensors",
-    "quantised_directories",
+    "quantized_directories",
     "whole",
     "write_quantized",
 ]
@@ -132,7 +132,7 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "
 _COMPRESSED = ("fp8-blocks", "int8-channel", "w4-group-zeros", "w8-channel-zeros", "nvfp4", "mxfp4")
 
 
-def quantised_directories(root: Path) -> list[Path]:
+def quantized_directories(root: Path) -> list[Path]:
     """One of each format, by the libraries that define them."""
     import transformers
 
@@ -167,10 +167,10 @@ def quantised_directories(root: Path) -> list[Path]:
     return found + [root / name for name in more]
 
 
-def dequantised_twin(quantised: Path, out: Path) -> None:
+def dequantized_twin(quantized: Path, out: Path) -> None:
     """A plain directory with the same tensors, decoded whole. Tests of each format hold that to its library's own results."""
-    stored = plain_tensors(quantised)
-    found = dequantized(open_catalog(quantised))
+    stored = plain_tensors(quantized)
+    found = dequantized(open_catalog(quantized))
     assert found.coded
     plain = {
         name: stored[name] for name in found.tensors if found.tensors[name].chunks[0].path not in found.coded
@@ -178,7 +178,7 @@ def dequantised_twin(quantised: Path, out: Path) -> None:
     plain |= {
         one.tensor.name: decoded(one, stored, whole(one.tensor.shape)).float() for one in found.coded.values()
     }
-    write_quantized(quantised, out, {}, plain)
+    write_quantized(quantized, out, {}, plain)
     config = json.loads((out / "config.json").read_text())
     del config["quantization_config"]
     (out / "config.json").write_text(json.dumps(config))

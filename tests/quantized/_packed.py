@@ -15,7 +15,7 @@ __all__ = ["awq_parts", "gptq_parts"]
 def _groups(
     weight: torch.Tensor, g_idx: torch.Tensor, bits: int, sym: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zero points of a weight [out, in], each [out, groups], as quantisers choose them."""
+    """Scales and zero points of a weight [out, in], each [out, groups], as quantizers choose them."""
     scales, zeros = [], []
     for group in range(int(g_idx.max()) + 1):
         found = weight[:, g_idx == group]

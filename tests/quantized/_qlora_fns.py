@@ -133,7 +133,7 @@ def held_bytes(source: str, quantized: Any) -> tuple[int, int, int]:
     codes = [p for n, p in model.named_parameters() if n.endswith("base_layer.weight")]
     assert codes
     assert all(p.dtype == torch.uint8 and isinstance(p, DTensor) for p in codes)
-    assert all("kept" in one.format or "quantised to" in one.format for one in report.dequantized)
+    assert all("kept" in one.format or "quantized to" in one.format for one in report.dequantized)
     own = sum(p.to_local().nbytes for p in codes)
     return own, sum(p.numel() for p in codes), sum(p.shape[1] for p in codes)
 
@@ -170,7 +170,7 @@ def merged(source: str, quantized: Any, out: str) -> None:
 
 
 def merged_by_peft(source: str, quantized: Any) -> dict[str, torch.Tensor]:
-    """PEFT's own merge of the dequantised base."""
+    """PEFT's own merge of the dequantized base."""
     with known_warnings():
         base = unsharded(source, quantized).unload()
         if quantized != "dequantize":

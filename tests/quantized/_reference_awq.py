@@ -1,4 +1,4 @@
-"""AWQ's packing and dequantisation, as AutoAWQ has them; it is archived, and needs an old transformers.
+"""AWQ's packing and dequantization, as AutoAWQ has them; it is archived, and needs an old transformers.
 
 Transcribed from AutoAWQ 0.2.9 (https://github.com/casper-hansen/AutoAWQ, MIT, Copyright (c) 2023 MIT HAN Lab):
 ``WQLinear_GEMM.from_linear`` of awq/modules/linear/gemm.py, and awq/utils/packing_utils.py. Names and order of operations are

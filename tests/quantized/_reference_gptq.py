@@ -1,4 +1,4 @@
-"""GPTQ's packing and dequantisation, as GPTQModel has them, which this repository can't import without its extensions.
+"""GPTQ's packing and dequantization, as GPTQModel has them, which this repository can't import without its extensions.
 
 Transcribed from GPTQModel 7.7.0 (https://github.com/ModelCloud/GPTQModel, Apache-2.0, Copyright 2024-2025 ModelCloud.ai):
 ``pack_original`` and ``dequantize_weight`` of gptqmodel/nn_modules/qlinear/__init__.py, for 2, 4 and 8 bits in words of 32, and

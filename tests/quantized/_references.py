@@ -1,4 +1,4 @@
-"""What the formats' own libraries make of a weight: the stored tensors of one module, by name. They quantise the whole tensor."""
+"""What the formats' own libraries make of a weight: the stored tensors of one module, by name. They quantize the whole tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.quantized._boxes import State
 from tests.quantized._fp8_library import fp8_quantize
 from tests.quantized.compressed_models import scheme_of
 
-__all__ = ["quantised_by_library"]
+__all__ = ["quantized_by_library"]
 
 
-def quantised_by_library(directory: Path, name: str, weight: torch.Tensor, stored: State) -> State:
+def quantized_by_library(directory: Path, name: str, weight: torch.Tensor, stored: State) -> State:
     """The stored tensors that a library makes of ``weight`` for the settings of a directory. ``stored``: those of the directory."""
     settings = json.loads((directory / "config.json").read_text())["quantization_config"]
     make = {

@@ -1,4 +1,4 @@
-"""Tiny models that compressed-tensors quantises and writes, and what it makes of the files again."""
+"""Tiny models that compressed-tensors quantizes and writes, and what it makes of the files again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.quantized.boxes import stored_in
 def write(
     root: Path, groups: dict[str, Any], dtype: torch.dtype, kv: dict[str, Any] | None = None, inner: int = 160
 ) -> dict[str, Any]:
-    """Quantise a Llama of one layer by ``config_groups``, and write it; returns its ``quantization_config``."""
+    """Quantize a Llama of one layer by ``config_groups``, and write it; returns its ``quantization_config``."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=72,
@@ -74,7 +74,7 @@ def _calibrate(module: torch.nn.Module) -> None:
 
 
 def whole_weights(root: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Each quantised weight of a directory, as the library decompresses it."""
+    """Each quantized weight of a directory, as the library decompresses it."""
     stored = stored_in(root)
     config = QuantizationConfig.model_validate(settings)
     found = {}

@@ -66,11 +66,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for kind, (options, dtype) in _KINDS.items():
         config = transformers.BitsAndBytesConfig(**options)
-        quantised = transformers.Qwen3ForCausalLM.from_pretrained(
+        quantized = transformers.Qwen3ForCausalLM.from_pretrained(
             root / "plain", quantization_config=config, dtype=dtype, device_map="cpu"
         )
         found[kind] = root / kind
-        quantised.save_pretrained(found[kind])
+        quantized.save_pretrained(found[kind])
     return found
 
 
@@ -260,7 +260,7 @@ _PROBLEMS: dict[str, tuple[str, Change, str]] = {
     "surplus": (
         "nf4",
         _puts(__nested_quant_map=torch.ones(256)),
-        f"{_Q}.nested_quant_map: surplus: the scales of {_Q} are not quantised",
+        f"{_Q}.nested_quant_map: surplus: the scales of {_Q} are not quantized",
     ),
     "no nested scales": (
         "nested nf4",
@@ -270,12 +270,12 @@ _PROBLEMS: dict[str, tuple[str, Change, str]] = {
     "state is not JSON": (
         "nf4",
         lambda s, _: s.update({_STATE: _bytes(b"{")}),
-        f"{_STATE}: quantisation state is not JSON",
+        f"{_STATE}: quantization state is not JSON",
     ),
     "state is deep": (
         "nf4",
         lambda s, _: s.update({_STATE: _bytes(b"[" * 60_000)}),
-        f"{_STATE}: quantisation state is not JSON",
+        f"{_STATE}: quantization state is not JSON",
     ),
     "state is long": (
         "nf4",

@@ -1,4 +1,4 @@
-"""FP8 with scales: every box is bitwise that of transformers' own dequantised tensor; wrong scales are named."""
+"""FP8 with scales: every box is bitwise that of transformers' own dequantized tensor; wrong scales are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> Any:
-    """The whole tensor, dequantised by transformers, in fp32."""
+    """The whole tensor, dequantized by transformers, in fp32."""
     config = SimpleNamespace(weight_block_size=block)
     made = fp8_module().Fp8Dequantize(SimpleNamespace(quantization_config=config))
     if hasattr(made, "_dequantize_one"):

@@ -123,7 +123,7 @@ def test_saved_at_two_exported_and_resumed_at_three(
             for tensor in expected:
                 assert expected[tensor].dtype == found[tensor].dtype, (name, tensor)
                 assert torch.equal(fns.raw(expected[tensor]), fns.raw(found[tensor])), (name, tensor)
-        with pytest.raises(UnsupportedConversionError, match="quantised"):
+        with pytest.raises(UnsupportedConversionError, match="quantized"):
             sw.export_hf(root / "step", root / "cast", dtype="float32")
         with pytest.raises(PlanError, match=r"holds the codes and scales of its source .*quantized='keep'"):
             sw.load_pretrained(root / "step")

@@ -1,4 +1,4 @@
-"""Every format in every layout: the shards are bitwise those of the tensors that the format's own library dequantises, cut."""
+"""Every format in every layout: the shards are bitwise those of the tensors that the format's own library dequantizes, cut."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.harness.tiers import nightly_but
 from tests.quantized import _expert_fns
 from tests.quantized._layout_fns import different
 from tests.quantized._made import (
-    dequantised_twin,
+    dequantized_twin,
     fp8_directory,
     gpt_oss_directory,
-    quantised_directories,
+    quantized_directories,
 )
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    """Quantised directories, each with a plain one that holds what the library makes of it."""
-    root = tmp_path_factory.mktemp("quantised")
-    found = quantised_directories(root)
-    twins = [(quantised, root / "plain" / str(k)) for k, quantised in enumerate(found)]
-    for quantised, plain in twins:
-        dequantised_twin(quantised, plain)
-    return [(str(quantised), str(plain)) for quantised, plain in twins]
+    """Quantized directories, each with a plain one that holds what the library makes of it."""
+    root = tmp_path_factory.mktemp("quantized")
+    found = quantized_directories(root)
+    twins = [(quantized, root / "plain" / str(k)) for k, quantized in enumerate(found)]
+    for quantized, plain in twins:
+        dequantized_twin(quantized, plain)
+    return [(str(quantized), str(plain)) for quantized, plain in twins]
 
 
 @pytest.mark.parametrize("world_size", nightly_but((1, 2, 3, 4, 5), 3))
@@ -62,7 +62,7 @@ def test_experts_over_ranks(world_size: int, tmp_path: Path, ranks: RankPool) ->
     gpt_oss_directory(tmp_path / "gpt-oss", experts=4)
     pairs = []
     for name in ("fp8", "gpt-oss"):
-        dequantised_twin(tmp_path / name, tmp_path / "plain" / name)
+        dequantized_twin(tmp_path / name, tmp_path / "plain" / name)
         pairs.append((str(tmp_path / name), str(tmp_path / "plain" / name)))
     for found in ranks.run_ranks(world_size, _expert_fns.like_the_plain_model, pairs, timeout_s=300):
         assert len(found) == (4 if world_size == 2 else 8)

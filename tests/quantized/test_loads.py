@@ -1,4 +1,4 @@
-"""Loads of quantised directories as callers make them: into a model of their own, with adapters, with tensors that look like scales."""
+"""Loads of quantized directories as callers make them: into a model of their own, with adapters, with tensors that look like scales."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_order_of_columns_from_a_file(tmp_path: Path) -> None:
     assert torch.equal(mixed, codes.round() * scales[:, order])
 
 
-def test_plain_tensors_under_a_quantised_config(tmp_path: Path) -> None:
+def test_plain_tensors_under_a_quantized_config(tmp_path: Path) -> None:
     """The error says what is wrong, and its advice works."""
     sizes = {
         "hidden_size": 32,
@@ -148,7 +148,7 @@ def test_plain_tensors_under_a_quantised_config(tmp_path: Path) -> None:
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
     with pytest.raises(
-        sw.errors.UnsupportedConversionError, match=r"quantised \(fp8\), but its tensors are plain"
+        sw.errors.UnsupportedConversionError, match=r"quantized \(fp8\), but its tensors are plain"
     ):
         sw.load_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)

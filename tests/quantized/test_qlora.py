@@ -25,12 +25,12 @@ from tests.quantized import _qlora_fns as fns
 from tests.quantized._made import bitsandbytes_directory
 
 #: How the source is stored → what is asked of it.
-KINDS = ("quantised while it is read", "kept", "kept, scales quantised")
+KINDS = ("quantized while it is read", "kept", "kept, scales quantized")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama in bf16, and as transformers and bitsandbytes quantise it."""
+    """A small Llama in bf16, and as transformers and bitsandbytes quantize it."""
     root = tmp_path_factory.mktemp("qlora")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(root: Path, kind: str) -> tuple[str, Any]:
     """The directory, and ``quantized=``."""
-    if kind == "quantised while it is read":
+    if kind == "quantized while it is read":
         return str(root / "plain"), fns.four_bits()
     return str(root / ("nf4" if kind == "kept" else "nested")), "keep"
 
@@ -96,7 +96,7 @@ def test_saved_at_two_and_resumed_at_three(root: Path, tmp_path: Path, ranks: Ra
 
 @pytest.mark.needs("integers")
 def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: RankPool) -> None:
-    """It holds adapters and optimizer; the base, quantised the same way, is compared by its digests, at any number of ranks."""
+    """It holds adapters and optimizer; the base, quantized the same way, is compared by its digests, at any number of ranks."""
     source = asked(root, KINDS[0])
     straight = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "straight"), 0, 4)[0]
     first = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run"), 0, 2, frozen="refer")[0]
@@ -110,7 +110,7 @@ def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: Rank
     assert sw.diff(tmp_path / "run/step-00000004", tmp_path / "straight/step-00000004").ok
     with fns.known_warnings():
         other = sw.load_pretrained(root / "nested", quantized="keep", adapter=fns.lora())
-    with pytest.raises(StateError, match=r"which is not the one of this run.*quantised the same way"):
+    with pytest.raises(StateError, match=r"which is not the one of this run.*quantized the same way"):
         sw.restore(sw.TrainState(model=other), tmp_path / "run" / "step-00000005")
 
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_codes_is_loaded_kept_and_not_exported(root: Path, tmp_p
         sw.export_hf(tmp_path / "step", tmp_path / "out")
 
 
-def test_a_base_without_adapters_is_exported_dequantised(root: Path, tmp_path: Path) -> None:
+def test_a_base_without_adapters_is_exported_dequantized(root: Path, tmp_path: Path) -> None:
     model = sw.load_pretrained(root / "nf4", quantized="keep")
     sw.export_hf(model, tmp_path / "out")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -189,7 +189,7 @@ def test_a_base_without_adapters_is_exported_dequantised(root: Path, tmp_path: P
         assert torch.equal(found[name], tensor), name
 
 
-def test_transposed_weights_are_turned_before_they_are_quantised(tmp_path: Path) -> None:
+def test_transposed_weights_are_turned_before_they_are_quantized(tmp_path: Path) -> None:
     """GPT-2 stores inputs as rows; its widths are no multiple of a block, too."""
     models.write_hub_directory("gpt2", tmp_path / "gpt2", torch.float32)
     options = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_type": "nf4"}
@@ -228,7 +228,7 @@ def test_transposed_weights_are_turned_before_they_are_quantised(tmp_path: Path)
 @pytest.mark.needs("integers")
 def test_plan_says_what_is_stored_and_held(root: Path) -> None:
     (one,) = sw.plan(root / "plain", ranks=2, quantized=fns.four_bits()).dequantized
-    assert one.format == "BF16, quantised to NF4 in blocks of 64"
+    assert one.format == "BF16, quantized to NF4 in blocks of 64"
     assert (one.tensors, one.stored_bytes, one.nbytes) == (14, 491520, 138240)
     (kept,) = sw.plan(root / "nf4", ranks=2, quantized="keep").dequantized
     assert (kept.format, kept.stored_bytes, kept.nbytes) == ("NF4 in blocks of 64, kept", 138240, 138240)
@@ -242,7 +242,7 @@ def test_what_is_asked_and_can_not_be_had(root: Path, tmp_path: Path) -> None:
     refused(ValueError, "'dequantize', 'keep' or", quantized="nf4")
     refused(TypeError, "BitsAndBytesConfig", quantized={"load_in_4bit": True})
     refused(UnsupportedConversionError, "nothing to keep", quantized="keep")
-    refused(UnsupportedConversionError, "quantised already", "nf4", quantized=fns.four_bits())
+    refused(UnsupportedConversionError, "quantized already", "nf4", quantized=fns.four_bits())
     double = fns.four_bits(bnb_4bit_use_double_quant=True)
     refused(UnsupportedConversionError, "mean of all scales", quantized=double)
     eight = transformers.BitsAndBytesConfig(load_in_8bit=True)

@@ -20,12 +20,12 @@ from shardwise.transfer.box import wanted_box
 from shardwise.transfer.copy import Destination, Staging, execute
 from shardwise.transfer.decoded import DecodingReader
 from tests.harness.tiers import nightly_but
-from tests.quantized._made import decoded, plain_tensors, quantised_directories, whole
+from tests.quantized._made import decoded, plain_tensors, quantized_directories, whole
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return quantised_directories(tmp_path_factory.mktemp("quantised"))
+    return quantized_directories(tmp_path_factory.mktemp("quantized"))
 
 
 def test_any_range_of_bytes(directories: list[Path]) -> None:

@@ -18,7 +18,7 @@ from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_rows
 from tests.quantized import _scales_fns as fns
 from tests.quantized._layout_fns import build_meta_of
-from tests.quantized._made import fp8_directory, quantised_directories
+from tests.quantized._made import fp8_directory, quantized_directories
 
 #: In the last element, which the last rank reads.
 _NAN = {torch.uint8: 255, torch.float8_e4m3fn: float("nan")}
@@ -30,11 +30,11 @@ _SHARES = {"gptq": 1.62, "gptq by activation": 1.62, "awq": 1.63, "nested fp4": 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return quantised_directories(tmp_path_factory.mktemp("quantised"))
+    return quantized_directories(tmp_path_factory.mktemp("quantized"))
 
 
 def _spoilt(directory: Path, out: Path) -> tuple[Path, str]:
-    """A copy whose last scale of its last quantised tensor is NaN, and that tensor's name."""
+    """A copy whose last scale of its last quantized tensor is NaN, and that tensor's name."""
     one = max(dequantized(open_catalog(directory)).coded.values(), key=lambda coded: coded.path)
     role = "nested" if "nested" in one.parts else "scales"
     out.mkdir(parents=True)

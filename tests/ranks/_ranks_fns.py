@@ -204,7 +204,7 @@ def slow(notes: Notes, store: Any) -> None:
     notes.step("after", lambda: agree(Ranks.current(timeout_s=20), "after", lambda: None))
 
 
-def signalled(notes: Notes, store: Any) -> None:
+def signaled(notes: Notes, store: Any) -> None:
     """Ranks that stop in the middle of their work (the test continues them), and one that is killed."""
     patient = Ranks.current(timeout_s=30.0)
     ranks = Ranks.current(timeout_s=3.0)
@@ -266,5 +266,5 @@ def main(scenario: str, rank: str, world_size: str, port: str, folder: str) -> N
     store = hosted_by_first(own, place / "port") if port == "first" else connect(port)
     dist.init_process_group("gloo", store=store, rank=own, world_size=int(world_size))
     notes = Notes(own, place)
-    {f.__name__: f for f in (calm, slow, signalled, first_killed, last_word)}[scenario](notes, store)
+    {f.__name__: f for f in (calm, slow, signaled, first_killed, last_word)}[scenario](notes, store)
     notes.write()

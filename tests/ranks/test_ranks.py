@@ -80,7 +80,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]
         return Job(scenario, world_size, tmp_path_factory.mktemp(scenario), first_hosts=first_hosts)
 
     jobs = {
-        "signalled": start("signalled", 3),
+        "signaled": start("signaled", 3),
         "slow": start("slow", 2),
         "first killed": start("first_killed", 3),
         "first killed, which hosts the store": start("first_killed", 3, first_hosts=True),
@@ -182,7 +182,7 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
 
 
 def test_stopped_and_killed_ranks(waiting: dict[str, Job]) -> None:
-    job = waiting["signalled"]
+    job = waiting["signaled"]
 
     def continue_when_others_have_raised(processes: list[Process]) -> None:
         for name, stopped in (("stop-last", 2), ("stop-first", 0)):

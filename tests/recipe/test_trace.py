@@ -215,7 +215,7 @@ def factors(draw: Draw, numel: int) -> list[int]:
 
 
 def reshapes(draw: Draw, x: Pair, pool: list[Pair]) -> list[Pair]:
-    """Another factorisation; sometimes one size is left for torch to find."""
+    """Another factorization; sometimes one size is left for torch to find."""
     shape = factors(draw, math.prod(x.shape))
     if math.prod(shape) and draw(st.booleans()):
         shape[draw(st.integers(0, len(shape) - 1))] = -1
@@ -579,7 +579,7 @@ def test_what_torch_refuses_is_refused(what: str) -> None:
 
 # --- the operations of transformers' conversions -----------------------------------------------------------
 
-#: Every kind of operation that the library's own conversions can be made of; quantisers bring others.
+#: Every kind of operation that the library's own conversions can be made of; quantizers bring others.
 OPERATIONS = {
     name: kind
     for name, kind in vars(core_model_loading).items()

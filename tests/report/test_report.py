@@ -176,7 +176,7 @@ def test_it_is_one_accessible_file(page: str) -> None:
     for region in (a for tag, a in found.elements if tag == "div" and a.get("role") == "region"):
         assert region["tabindex"] == "0"
         assert region["aria-label"]
-    assert not re.search(r"#0000[ef]\d", page), "a colour of matplotlib that the page does not replace"
+    assert not re.search(r"#0000[ef]\d", page), "a color of matplotlib that the page does not replace"
 
 
 def ledger_of(folder: Path, rank: int, *records: dict[str, Any], began_s: float = 1e9) -> None:
@@ -357,9 +357,9 @@ def test_steps_are_what_lies_outside_of_operations(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """Relative luminance, as WCAG 2 defines it."""
-    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    parts = [int(color[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
@@ -369,8 +369,8 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def blended(colour: str, paper: str, alpha: float) -> str:
-    pairs = [(int(colour[k : k + 2], 16), int(paper[k : k + 2], 16)) for k in (1, 3, 5)]
+def blended(color: str, paper: str, alpha: float) -> str:
+    pairs = [(int(color[k : k + 2], 16), int(paper[k : k + 2], 16)) for k in (1, 3, 5)]
     return "#" + "".join(f"{round(alpha * a + (1 - alpha) * b):02x}" for a, b in pairs)
 
 
@@ -380,7 +380,7 @@ def test_text_and_drawings_have_contrast(page: str) -> None:
     roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     schemes = [dict(re.findall(r"--([\w-]+): (#\w+)", one)) for one in roots]
     assert len(schemes) == 3
-    assert {"currentColor", *(f"var(--{name})" for name in schemes[0])} >= set(drawing.COLOURS.values())
+    assert {"currentColor", *(f"var(--{name})" for name in schemes[0])} >= set(drawing.COLORS.values())
     for short in schemes:
         assert short.keys() == schemes[0].keys()
         found = {n: "#" + "".join(c * (1 if len(v) == 7 else 2) for c in v[1:]) for n, v in short.items()}

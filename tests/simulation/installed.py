@@ -133,7 +133,7 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
         "socket",
         SimpleNamespace(gethostname=lambda: f"host{on.world.process.host}"),
     )
-    yield local_parts, "address_towards_store", lambda: f"address of host{on.world.process.host}"
+    yield local_parts, "address_toward_store", lambda: f"address of host{on.world.process.host}"
     yield local_parts, "Server", on.network.server
     yield local_parts, "Reader", on.network.reader
     yield part_view, "open", opened_new(hands)

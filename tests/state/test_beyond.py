@@ -154,7 +154,7 @@ def test_documents_of_another_shape_are_refused(tmp_path: Path, name: str, docum
 @pytest.mark.parametrize(
     "change", [{"dtype": "qint32"}, {"parts": []}, {"parts": [1, 2, 3, None]}, {"parts": 4}, {"axis": 9}]
 )
-def test_quantised_documents_of_another_shape_are_refused(change: dict[str, Any]) -> None:
+def test_quantized_documents_of_another_shape_are_refused(change: dict[str, Any]) -> None:
     encoded = encode(PER_CHANNEL)
     document = {**encoded.document, **change}
     if "axis" in change:

@@ -81,7 +81,7 @@ def test_tensors_follow_the_live_ones_through_containers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_quantised_tensors_follow_the_live_ones() -> None:
+def test_quantized_tensors_follow_the_live_ones() -> None:
     given = torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8)
     value, places = read({"a": [given]}, "xla")
     found = places.put(value, lambda: {"a": [given]})["a"][0]

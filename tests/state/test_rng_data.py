@@ -73,7 +73,7 @@ def test_capture_draws_nothing() -> None:
     assert draws() == expected
 
 
-def test_capture_does_not_initialise_cuda() -> None:
+def test_capture_does_not_initialize_cuda() -> None:
     before = torch.cuda.is_initialized()
     capture_rng()
     assert torch.cuda.is_initialized() == before

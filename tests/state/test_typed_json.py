@@ -22,7 +22,7 @@ from shardwise.state.typed_json import Encoded, decode, encode
 from tests.harness.tiers import examples
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     CRIMSON = "red"
     BLUE = (1, 2)
@@ -101,7 +101,7 @@ plain_leaves = (
     | st.sampled_from(["$type", "\ud83d", "\ude00", "\ud83d\ude00"])
     | st.complex_numbers()
     | st.binary()
-    | st.sampled_from([*Colour, Level.LOW, Bits.A, torch.float16, torch.device("cuda:3"), torch.Size([2, 3])])
+    | st.sampled_from([*Color, Level.LOW, Bits.A, torch.float16, torch.device("cuda:3"), torch.Size([2, 3])])
     | paths
     | st.builds(range, small, small, small.filter(bool))
 )
@@ -346,7 +346,7 @@ def test_enums_come_only_from_imported_enum_classes(name: str) -> None:
 
 def test_renamed_enum_member_is_named() -> None:
     with pytest.raises(StateError, match="GREEN"):
-        decode({"$type": "enum", "class": f"{__name__}:Colour", "name": "GREEN"}, {})
+        decode({"$type": "enum", "class": f"{__name__}:Color", "name": "GREEN"}, {})
 
 
 # ------------------------------------------------------------------------------- what training really holds

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import CheckpointError, IntegrityError, LockedError, ShardwiseError
-from shardwise.export import job, requantised
+from shardwise.export import job, requantized
 from shardwise.storage import exists, files_below, read_whole
 from tests.adapters._peft_fns import known_warnings
 from tests.export._as_source_fns import touch
@@ -157,10 +157,10 @@ def test_merged_weights_are_the_files_of_a_directory(
 
 
 def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict[str, Any]]:
-    """A quantised source, loaded and changed, in its own format: from the model, the last one from its checkpoint. The reports."""
+    """A quantized source, loaded and changed, in its own format: from the model, the last one from its checkpoint. The reports."""
     use(endpoint)
-    own, job.WINDOW_BYTES, requantised._WINDOW_BYTES = (
-        (job.WINDOW_BYTES, requantised._WINDOW_BYTES),
+    own, job.WINDOW_BYTES, requantized._WINDOW_BYTES = (
+        (job.WINDOW_BYTES, requantized._WINDOW_BYTES),
         4096,
         1000,
     )
@@ -173,14 +173,14 @@ def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict
         last = sw.export_hf(step, places[-1], quantize="as-source", source=source, **SHARDS)
         return [*reports, last.to_json()]
     finally:
-        job.WINDOW_BYTES, requantised._WINDOW_BYTES = own
+        job.WINDOW_BYTES, requantized._WINDOW_BYTES = own
 
 
 @pytest.mark.parametrize("kind", nightly_but(("qwen3-moe", "qwen3"), "qwen3-moe"))
 def test_as_source_from_a_store_into_a_store(
     hub: Path, proxy: Proxy, server: S3Server, ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    """The files of an export into a directory: copies, changed tensors as the model has them, and quantised again."""
+    """The files of an export into a directory: copies, changed tensors as the model has them, and quantized again."""
     fp8_directory(hub / kind, tmp_path / "source", (4, 8))
     for name, content in below(str(tmp_path / "source")).items():
         server.put(f"exports/source-{kind}/{name}", content)

@@ -244,11 +244,11 @@ def _refuse(
 ) -> None:
     """Raise :class:`PlanError` for what has no sharded form, or is not what ``configs``, the model's, say."""
     problems = []
-    quantised = getattr(getattr(base, "config", None), "quantization_config", None)
+    quantized = getattr(getattr(base, "config", None), "quantization_config", None)
     is_ours = has_blocks(base) or bool(kept_in(base))
-    if not is_ours and (quantised is not None or getattr(base, "hf_quantizer", None) is not None):
+    if not is_ours and (quantized is not None or getattr(base, "hf_quantizer", None) is not None):
         problems.append(
-            f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), and can't be sharded; load it by "
+            f"the base {type(base).__name__} is quantized ({type(quantized).__name__}), and can't be sharded; load it by "
             f"load_pretrained(…, quantized='keep')"
         )
     for name, config in configs.items():
@@ -279,7 +279,7 @@ def _obstacles(config: Any, has_files: bool) -> list[str]:
     elif rule not in SEEDED_INITS and not has_files:
         found.append(
             f"init_lora_weights={rule!r} has no rule that gives the same values at every world size; take True or "
-            f"'gaussian', or initialise it with PEFT on one process, save it there, and give its directory"
+            f"'gaussian', or initialize it with PEFT on one process, save it there, and give its directory"
         )
     return found
 
@@ -368,7 +368,7 @@ def combine(
 
 
 def _seeded(live: LiveModel, adapters: Collection[str]) -> dict[str, str]:
-    """The tensors that these adapters add to the model, each with the rule that initialises it."""
+    """The tensors that these adapters add to the model, each with the rule that initializes it."""
     of_the_base = wrapped_names(live).bases
     return {
         held: f"PEFT (init_lora_weights of {name!r})"

@@ -1,7 +1,7 @@
 """What other programs leave behind: one table of kinds, each with its marks, what works with it, and the line to write.
 
 A kind is told by names in a directory, by a file's name, or by its first bytes; nothing is opened further. What is
-recognised and can't be read is refused by its name, by every reader of a path. What isn't recognised isn't guessed.
+recognized and can't be read is refused by its name, by every reader of a path. What isn't recognized isn't guessed.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def kind_in(names: Iterable[str]) -> Kind | None:
 
 
 def kind_of(path: str) -> Kind | None:
-    """The kind of a directory or file that another program wrote; None for a checkpoint of ours, and for what isn't recognised.
+    """The kind of a directory or file that another program wrote; None for a checkpoint of ours, and for what isn't recognized.
 
     Rank-local: lists the directory, or reads eight bytes of a local file. Of a URL that names an object only the name counts.
     """
@@ -313,7 +313,7 @@ def refuse_named(path: str) -> None:
 
 
 def refuse_below(path: str) -> None:
-    """Refuse a directory in which nothing was recognised, if one of its folders is of a kind that can't be read.
+    """Refuse a directory in which nothing was recognized, if one of its folders is of a kind that can't be read.
 
     Rank-local. Raises :class:`SourceError`.
     """
@@ -325,7 +325,7 @@ def refuse_below(path: str) -> None:
 def refuse_other(path: str, done: str) -> None:
     """Refuse what another program wrote, where only a checkpoint of ours can be ``done``. Rank-local.
 
-    Raises :class:`SourceError`. Does nothing for what isn't recognised.
+    Raises :class:`SourceError`. Does nothing for what isn't recognized.
     """
     refuse_foreign(path)
     kind = kind_of(path)

@@ -62,7 +62,7 @@ def _plain(catalog: Catalog) -> Catalog:
     codes = next((name for name in catalog.tensors if name.endswith(("_weight_qdata", ":qdata"))), None)
     if codes is not None:
         raise SourceError(
-            f"is quantised by torchao ({brief(codes)}), which can't be read. Load the model from which it was quantised, or let "
+            f"is quantized by torchao ({brief(codes)}), which can't be read. Load the model from which it was quantized, or let "
             f"transformers open it and save plain weights",
             path=catalog.root,
         )

@@ -1,4 +1,4 @@
-"""What a source says of its own quantisation: the config beside it, and the small tensors that describe others."""
+"""What a source says of its own quantization: the config beside it, and the small tensors that describe others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_BYTES = 1024**2
 
 
 def with_quantization(catalog: Catalog) -> Catalog:
-    """The catalog, with :attr:`.Catalog.quantization` if its tensors look quantised. Rank-local; reads ``config.json``, and a few
+    """The catalog, with :attr:`.Catalog.quantization` if its tensors look quantized. Rank-local; reads ``config.json``, and a few
     bytes of each tensor that describes others.
 
     Raises :class:`SourceError`, :class:`FormatError`.

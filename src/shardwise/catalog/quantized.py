@@ -1,4 +1,4 @@
-"""Finds quantised weights in a source, by names and dtypes of its tensors, and tells how to dequantise them.
+"""Finds quantized weights in a source, by names and dtypes of its tensors, and tells how to dequantize them.
 
 Stored codes are not weights without their scales. A load that took them as weights would be wrong.
 """
@@ -23,7 +23,7 @@ __all__ = [
     "way_out",
 ]
 
-#: Where a config says how its model is quantised.
+#: Where a config says how its model is quantized.
 NAMES_IN_CONFIG = ("quantization_config", "compression_config")
 
 
@@ -51,7 +51,7 @@ _CODE_ENDS = ("_blocks", "_packed", ".qweight", ".W_q", "._data")
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The method by which a source is quantised, and stored tensors that show it."""
+    """The method by which a source is quantized, and stored tensors that show it."""
 
     method: str
     codes: str
@@ -60,7 +60,7 @@ class Quantized:
 
 
 def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) -> Quantized | None:
-    """How a source is quantised, if it holds codes with their scales; otherwise None, also for float8 without scales.
+    """How a source is quantized, if it holds codes with their scales; otherwise None, also for float8 without scales.
 
     ``own``: names of the model's tensors. A model that itself has scales of such a name is loaded as stored. Pure;
     looks at each name once.
@@ -139,7 +139,7 @@ def method_of_config(config: Any) -> str:
 
 
 def settings_of_config(config: Any) -> Mapping[str, Any]:
-    """The settings of the quantisation that a stored config, or a part of it, names; empty for none."""
+    """The settings of the quantization that a stored config, or a part of it, names; empty for none."""
     found = _found_in(config)
     return found if isinstance(found, Mapping) else {}
 
@@ -176,7 +176,7 @@ def _method(found: Any) -> str:
 
 
 def way_out(method: str) -> str:
-    """How to get plain weights, in one sentence, if transformers 5.23 can dequantise the method."""
+    """How to get plain weights, in one sentence, if transformers 5.23 can dequantize the method."""
     kind = {
         "mxfp4": "Mxfp4Config",
         "fp8": "FineGrainedFP8Config",
@@ -190,5 +190,5 @@ def way_out(method: str) -> str:
     elif method == "bitsandbytes":
         undo = f"{load}).dequantize().{save}"
     else:
-        return "transformers can't dequantise this method: load the model from which it was quantised"
-    return f"dequantise it first, in one process, and load OUT: {undo}"
+        return "transformers can't dequantize this method: load the model from which it was quantized"
+    return f"dequantize it first, in one process, and load OUT: {undo}"

@@ -201,7 +201,7 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a source says of its own quantisation, beside the tensors."""
+    """What a source says of its own quantization, beside the tensors."""
 
     settings: Mapping[str, Any]
     """``quantization_config`` of its config.json; empty if there is none."""

@@ -386,7 +386,7 @@ def _not_plain(name: Any, value: Record) -> str:
         )
     elif "torchao" in kind:
         what = (
-            f"is quantised by torchao ({kind.rpartition('.')[2]}), which can't be read. Load the model from which it was quantised, or "
+            f"is quantized by torchao ({kind.rpartition('.')[2]}), which can't be read. Load the model from which it was quantized, or "
             f"save plain tensors: {{n: t.dequantize() for n, t in state_dict.items()}}"
         )
     else:

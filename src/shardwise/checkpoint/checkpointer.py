@@ -43,13 +43,13 @@ _NUMBERS = itertools.count()
 def save(
     state: TrainState, path: str | os.PathLike[str], *, step: int = 0, io: IOOptions | None = None
 ) -> SaveReport:
-    """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing. ``path`` may be a URL of an object store with
-    conditional writes.
+    """Write ``state`` as one checkpoint directory at ``path``, completely or not at all.
 
-    Every rank writes its own shards; replicas are written once. Every rank of the default process group must call it.
-    Memory besides the live tensors on CPU: ≤ 32 MiB, plus the tensors in documents (at most 64 MiB for the own state of
-    each model or optimizer). Raises :class:`StateError` before anything is written, :class:`CheckpointError` if
-    ``path`` exists, :class:`LockedError` if another save writes to the URL (or was killed there), :class:`RankError` on every rank.
+    ``path`` can be a URL of an object store that supports conditional writes. Each rank writes its own shards; replicated tensors are written
+    once. Every rank of the default process group must call it. Memory in addition to the live tensors: at most 32 MiB for tensors on CPU, plus
+    the tensors in documents (at most 64 MiB for the custom state of each model or optimizer). Raises :class:`StateError` before anything is
+    written, :class:`CheckpointError` if ``path`` exists, :class:`LockedError` if another save is writing to the URL (or was killed while
+    it did), and :class:`RankError` on every rank.
     """
     return save_at(target_of(absolute(path)), state, step, io)
 
@@ -67,42 +67,43 @@ def _new_run_id() -> str:
 
 
 class Checkpointer(Stopping, Resuming):
-    """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
+    """Save the checkpoints of one run to a directory, delete old ones, and resume from the newest valid one.
 
     Args:
-        root: directory of the steps; made if needed. One run at a time holds it (advisory lock). Or a URL of an object store with
-            conditional writes: there the run that saved or resumed last holds it, and the run before gets
-            :class:`LockedError` at its next save.
-        save_every: when :meth:`should_save` is true: a number of steps, or a ``datetime.timedelta`` since the last save.
-        keep_last: number of newest valid steps to keep; None keeps all. A step is valid here if its manifest is intact
-            and of this run, and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted
-            bytes. A step that lacks a file does not count, and is deleted when enough newer ones are valid. A directory without such a
-            manifest, or a link, neither counts nor is deleted.
-        keep_every: keep steps divisible by this permanently.
-        mirror: a second directory or URL. A thread of rank 0 copies each published step there and compares the copy with the
-            manifest, the newest step first; ``keep_last`` and ``keep_every`` hold there, too. A resume takes a step from the mirror if
-            the first place has lost it, or if it is damaged there. A failure to copy is logged, and tried again after the next save.
-            Memory of rank 0 while it copies: as :func:`copy`.
-        mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied (on a
-            device: when its copies are enqueued before all later work of the current stream); a background thread
-            hashes, writes and publishes.
-        max_staging_bytes: for ``"async"``, host memory for the copy, per rank. None: the size of the rank's state.
-            With less, ``save`` waits in waves until the last part of the state is copied. Pinned for a state on a device.
-        failures: what happens when storage makes a save fail; see :class:`FailurePolicy`. None: ``save`` raises. With ``mode="async"`` the
-            failure is in the next save's report, and the next save goes to the policy's fallback. :meth:`wait` and :meth:`close` raise
-            in any case.
-        preemption: which signals ask the run to stop, and how much time it then has; see :class:`PreemptionPolicy` and
-            :meth:`should_stop`. None: no signal does; :meth:`request_stop` works without it.
-        memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
-        local: each host keeps the files of its ranks in a directory of its own: ``root`` on a local disk, which may have another path on each
-            rank. The manifest is on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
-            merged into one directory; other hosts and another number of ranks may take part. docs/howto/several-hosts.md.
-        io: staging of a resume, and time limits.
+        root: directory of the checkpoints, created if needed. Only one run at a time may use it (it holds an advisory lock). It can
+            also be a URL of an object store that supports conditional writes. There, the run that saved or resumed last owns the
+            URL, and the previous owner gets a :class:`LockedError` at its next save.
+        save_every: when :meth:`should_save` returns True: every so many steps, or once a ``datetime.timedelta`` has passed since the last
+            save.
+        keep_last: number of newest valid steps to keep; None keeps all of them. A step counts as valid here if its manifest is intact and
+            belongs to this run, and every file has the recorded size. Payload isn't read, so only a resume or ``verify`` can find
+            corrupted bytes. A step with a missing file doesn't count, and is deleted once enough newer steps are valid. Links, and
+            directories without a manifest of this run, are ignored and never deleted.
+        keep_every: keep steps divisible by this number permanently.
+        mirror: a second directory or URL. A thread on rank 0 copies each published step there, newest first, and checks the copy against
+            the manifest. ``keep_last`` and ``keep_every`` apply there, too. A resume uses the mirror for a step that is lost or damaged in
+            ``root``. A failed copy is logged and retried after the next save. For rank 0's memory during a copy, see
+            :func:`copy_checkpoint`.
+        mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: ``save`` returns when the state is copied (on a
+            device: when the copies are enqueued, ahead of any later work on the current stream), and a background thread hashes,
+            writes and publishes it.
+        max_staging_bytes: host memory per rank for the copy that ``"async"`` makes. None: as much as the rank's state needs. With less,
+            ``save`` copies the state in several rounds and returns after the last one. The memory is pinned if the state is on a device.
+        failures: how to handle a save that fails because of storage; see :class:`FailurePolicy`. None: ``save`` raises. With
+            ``mode="async"``, the failure appears in the report of the next save, which goes to the policy's fallback. :meth:`wait` and
+            :meth:`close` always raise.
+        preemption: the signals that ask the run to stop, and how much time it then has; see :class:`PreemptionPolicy` and
+            :meth:`should_stop`. None: no signals; :meth:`request_stop` works either way.
+        memory: also keep steps in the hosts' memory; see :meth:`remember`. A resume uses the newest step, in memory or on disk.
+        local: each host keeps the files of its own ranks, in a ``root`` on its local disk (the path may differ between ranks). Every host
+            stores the manifest, which lists hosts and ranks. A resume needs every host that saved the step, or all parts
+            merged into one directory. Additional hosts and a different number of ranks are fine. See docs/howto/several-hosts.md.
+        io: staging memory for a resume, and time limits.
 
-    Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
-    run holds the directory or has taken it since: the lock is checked at each save, and again right before the step
-    appears. Call :meth:`close` before ``destroy_process_group``: a pending async save still needs the group. After a
-    :class:`RankError` with missing ranks, restart all processes: slow ranks are out of step.
+    Every rank of the default process group must make every call. A call raises :class:`LockedError` on every rank if another run holds
+    the directory or has taken it over: the lock is checked at each save, and again just before the step is published. Call
+    :meth:`close` before ``destroy_process_group``, because a pending async save still needs the group. After a :class:`RankError` with missing
+    ranks, restart all processes: the slow ranks are out of sync.
     """
 
     def __init__(
@@ -191,12 +192,12 @@ class Checkpointer(Stopping, Resuming):
         return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
-        """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.
+        """Wait for the pending async save and the mirror, then release the directory. Later saves and resumes raise.
 
-        Every rank must call it, before ``destroy_process_group``; rank 0 alone waits for the mirror. A process that ends without it may leave
-        the mirror without its last step. Raises the pending save's error on every rank
-        (:class:`CheckpointError` if the process group is gone); the directory is released then, too. After Ctrl-C a save may
-        still run: the directory is held until a second call.
+        Every rank must call it, before ``destroy_process_group``. Only rank 0 waits for the mirror; if the process ends without this call,
+        the mirror may lack the last step. Raises the pending save's error on every rank (:class:`CheckpointError` if the process
+        group is gone), and releases the directory even then. After Ctrl-C a save may still be running: the directory stays locked until
+        you call ``close`` again.
         """
         try:
             self.wait()
@@ -214,21 +215,22 @@ class Checkpointer(Stopping, Resuming):
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the staging buffer, kept between saves on this rank until :meth:`close`; 0 for ``"sync"``.
+        """Host memory in the staging buffer, which this rank keeps from save to save until :meth:`close`; 0 for ``"sync"``.
 
-        Of pinned memory what torch really took for it.
+        For pinned memory, the amount that torch actually allocated.
         """
         return self._buffer.nbytes if self._buffer is not None else 0
 
     @property
     def mirrored(self) -> int | None:
-        """The newest step that rank 0 has copied to the mirror and proved there; None on other ranks and before the first."""
+        """The newest step that rank 0 has copied to the mirror and verified there; None on other ranks, and before the first copy."""
         return self._steps.mirror.newest if self._steps.mirror is not None else None
 
     @property
     def stored(self) -> Stored | None:
-        """Contents of the URL after the retention of the last save, by rank 0's listing; None on other ranks, for a directory, and
-        without ``keep_last``. Also logged."""
+        """The contents of the URL after the last save deleted old steps, as rank 0 listed them. None on other ranks, for a directory, and
+        without ``keep_last``. Also logged.
+        """
         return self._steps.stored
 
     @property
@@ -237,10 +239,10 @@ class Checkpointer(Stopping, Resuming):
         return self._pending is not None and self._pending.is_running
 
     def prepare(self, state: TrainState) -> int:
-        """Allocate and touch the staging buffer for the present ``state``, to spare the first save. Returns its bytes.
+        """Allocate the staging buffer for ``state`` now, so that the first save doesn't have to. Returns its size in bytes.
 
-        Collective. Optimizer state that does not exist yet enlarges the buffer at the first save that has it. Does
-        nothing for ``"sync"``.
+        Every rank must call it. If the optimizer has no state yet, the buffer grows at the first save that has some. Does nothing
+        for ``"sync"``.
         """
         if self._buffer is not None:
             self.wait()
@@ -250,9 +252,9 @@ class Checkpointer(Stopping, Resuming):
         return self.staging_bytes
 
     def wait(self) -> SaveReport | None:
-        """Block until a pending async save is published. Returns its report, or None if there is none.
+        """Block until a pending async save is published. Returns its report, or None if no save is pending.
 
-        Raises its error once, on every rank; earlier steps are untouched.
+        If the save failed, raises its error on every rank, once. Earlier steps are unaffected.
         """
         pending = self._pending
         if pending is None:
@@ -272,25 +274,25 @@ class Checkpointer(Stopping, Resuming):
         return report
 
     def should_save(self, step: int) -> bool:
-        """Whether ``step`` should be saved, by ``save_every``. True at the same call on every rank.
+        """Whether it's time to save ``step``, according to ``save_every``. All ranks get the same answer.
 
-        Call it once after each step, with the number of the step; every rank must make the same calls. False for a step that is saved already.
-        For a number of steps it is arithmetic on each rank. For a time rank 0's clock decides, which the ranks ask about ten times between
-        two saves. Raises :class:`ValueError` without ``save_every``; :class:`RankError` as :meth:`save`.
+        Call it once after each step, with the step's number, on every rank. It is False for a step that is already saved. With a number of steps,
+        each rank computes the answer alone. With a time, rank 0's clock decides, and the ranks ask for it about ten times between two saves.
+        Raises :class:`ValueError` without ``save_every``, and :class:`RankError` as :meth:`save` does.
         """
         self._check_open()
         newest = None if self._lineage is None else self._lineage.parent_step
         return self._due.at(checked_step(step), newest, self._ranks())
 
     def save(self, state: TrainState, step: int) -> SaveReport:
-        """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
+        """Publish ``state`` as ``step``, then delete old steps. Every rank must call it. Raises the errors of :func:`save`.
 
-        ``"async"``: waits for the last save, and returns when the state is copied; the next call raises a failure of the background
-        thread, or with a :class:`FailurePolicy` has it in its report (``failure``, ``failed_step``).
+        With ``"async"``, it first waits for the previous save, and returns once the state is copied. If the background thread fails, the next
+        call raises the error, or with a :class:`FailurePolicy` reports it (``failure``, ``failed_step``).
 
-        On failure earlier steps are untouched, and ``step`` is not published unless the failure came after the rename
-        (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
-        directory with steps of a run that this one did not resume.
+        If a save fails, earlier steps are unaffected, and ``step`` isn't published unless the failure came after the rename (then it is
+        complete). Raises :class:`CheckpointError` for a step that isn't newer than all published ones, and for a first save into a directory that
+        contains steps of a run which this one didn't resume.
         """
         called = time.perf_counter()
         step, ranks = checked_step(step), self._ranks()

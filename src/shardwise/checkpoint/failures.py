@@ -22,18 +22,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """How a run deals with saves that fail because of storage: ``failures=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and ``ShardwiseTrainer``.
+    """How a run handles saves that fail because of storage. Pass it as ``failures=`` to ``Checkpointer``, ``ShardwiseAccelerator`` or
+    ``ShardwiseTrainer``.
 
-    Without a policy the first such save raises. With one it is logged, whichever rank it happened on, and
-    training continues: the report says why (``failure``), and the next save is tried as usual. Errors of the program itself always
-    raise. Rank-local, takes no memory. Raises :class:`ValueError` for ``max_failures`` below 1.
+    Without a policy, the first failed save raises. With one, a failed save is logged no matter which rank it failed on, and training
+    continues: the report gives the reason (``failure``), and the next save is attempted as usual. Errors in the program itself always raise.
+    Raises :class:`ValueError` if ``max_failures`` is below 1.
     """
 
     max_failures: int = 3
-    """The number of failed saves in a row at which a save raises. 1: the first one."""
+    """Raise at this many failed saves in a row. 1: raise at the first."""
     fallback: str | os.PathLike[str] | None = None
-    """A second directory or URL, for a step that can't be saved in the first. A resume looks there, too. Give it again at each start,
-    and each run its own."""
+    """A second directory or URL for steps that can't be saved in the first one. A resume looks there, too. Pass it again at every start, and use
+    a different one for each run."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1:

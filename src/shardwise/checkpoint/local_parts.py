@@ -16,7 +16,7 @@ from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import describe_absent, files_by_place
 from ..limits import read_small
-from ..memory.link import Reader, Server, address_towards_store
+from ..memory.link import Reader, Server, address_toward_store
 from ..memory.units import Unit
 from ..planning import IOOptions
 from ..ranks.patience import patiently
@@ -188,7 +188,7 @@ def opened(
             def serve() -> list[Any] | None:
                 if not leads or not mine:
                     return None
-                address = address_towards_store()
+                address = address_toward_store()
                 server = Server(PartFiles(path, here), secret.encode(), address, io.timeout_s)
                 stack.callback(server.close)
                 return [at.places[at.own].host, address, server.port]

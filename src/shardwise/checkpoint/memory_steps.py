@@ -16,7 +16,7 @@ import xxhash
 from ..errors import CheckpointError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_of_manifest
 from ..limits import inside, read_small
-from ..memory.link import Server, address_towards_store
+from ..memory.link import Server, address_toward_store
 from ..memory.maps import Maps
 from ..memory.options import InMemoryCheckpoints
 from ..memory.places import Peer, Places
@@ -70,7 +70,7 @@ class MemorySteps:
 
         def told() -> list[Any]:
             ring = Ring(tier.root, self._name)
-            address = tier.address or address_towards_store()
+            address = tier.address or address_toward_store()
             self._server = Server(ring, secret.encode(), address, tier.timeout_s)
             self._ring = ring
             return [tier.host_name, address, self._server.port]

@@ -64,5 +64,5 @@ def _refuse(unlike: list[str], path: str) -> None:
         raise StateError(
             f"{path}: holds only digests of its base, which is not the one of this run: {'; '.join(unlike[:5])}"
             f"{f'; and {len(unlike) - 5} more' if len(unlike) > 5 else ''}. Load the base that the saved run began with, "
-            f"quantised the same way, before the restore"
+            f"quantized the same way, before the restore"
         )

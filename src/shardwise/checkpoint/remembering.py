@@ -61,13 +61,13 @@ class Remembering(ABC):
             memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
 
     def remember(self, state: TrainState, step: int) -> int:
-        """Keep ``state`` in the memory of the hosts, if ``InMemoryCheckpoints.every`` divides ``step``. Returns the bytes that this rank copied.
+        """Keep ``state`` in the hosts' memory, if ``step`` is divisible by ``InMemoryCheckpoints.every``. Returns the bytes that this rank copied.
 
-        Call it after each step; it does nothing without ``memory=``. Returns when the state is copied, and a thread has compared it with
-        the other ranks' meanwhile. The thread continues in the background: it hashes the copy, and copies the slices of other hosts. 0: the step is not
-        due, or on some rank the one before is still on its way, or ranks are missing. A failure (no room on tmpfs, a host that is away)
-        is logged, and training continues. Collective. Raises :class:`StateError` for a state that can't be stored,
-        :class:`CheckpointError` for a directory with steps of another run.
+        Call it after each step; it does nothing without ``memory=``. It returns once the state is copied; during the copy, a thread compares
+        it with the state of the other ranks. In the background, the thread then hashes the copy and exchanges slices with other hosts. Returns 0 if the step isn't due,
+        if the previous step is still being copied on some rank, or if ranks are missing. Failures (no room on tmpfs, a host that is gone)
+        are logged, and training continues. Every rank must call it. Raises :class:`StateError` for a state that can't be
+        stored, and :class:`CheckpointError` for a directory with steps of another run.
         """
         memory, step = self._memory, checked_step(step)
         if memory is None or not memory.is_due(step):
@@ -80,7 +80,7 @@ class Remembering(ABC):
         return memory.save(state, step, self._lineage, ranks)
 
     def wait_for_memory(self) -> int | None:
-        """Block until the step that :meth:`remember` has copied is held, with its copies. Returns the newest step in memory."""
+        """Block until the step that :meth:`remember` copied is complete on all hosts. Returns the newest step in memory."""
         return None if self._memory is None else self._memory.wait()
 
     def _resume_from_memory(

@@ -42,7 +42,7 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport(Printed):
-    """The outcome of a restore: the step, the restored state, and the state that was skipped by rule."""
+    """The result of a restore: the step, the restored state, and the state that was skipped and why."""
 
     path: str
     step: int
@@ -50,48 +50,48 @@ class ResumeReport(Printed):
     saved_world_size: int
     world_size: int
     saved_mesh: str
-    """Names and sizes of the axes that tensors were spread over: ``dp_shard 2 × tp 2``."""
+    """Names and sizes of the mesh axes at the save: ``dp_shard 2 × tp 2``."""
     mesh: str
-    """The same of this run."""
+    """Names and sizes of the mesh axes in this run."""
     digest: str
-    """Digest of the names and digests of all restored tensors: equal for equal state under any mesh."""
+    """Digest of the names and digests of all restored tensors. The same state has the same digest on any mesh."""
     exact: bool
-    """Whether the next steps are promised to be bitwise those of a run that never stopped."""
+    """Whether the next steps will be bit-identical to those of a run that never stopped."""
     differences: tuple[str, ...]
-    """Reasons why it is not exact: another world size, other versions, threads, devices, dtypes; own state of a model
-    or an optimizer that was not stored, or that its ``load_state_dict`` did not take back."""
+    """Reasons why the resume isn't exact: a different world size; other versions, threads, devices or dtypes; custom state of a model or an
+    optimizer that wasn't stored, or that its ``load_state_dict`` didn't accept."""
     tensors: int
-    """Number of restored model tensors. Digests were compared unless the dtype differs (see ``differences``)."""
+    """Number of restored model tensors. Their digests were compared unless the dtype differs (see ``differences``)."""
     optimizer_tensors: int
     """Number of restored optimizer tensors. All their digests were compared."""
     documents: tuple[str, ...]
     """Names of all other restored state."""
     skipped: tuple[str, ...]
-    """State in the checkpoint that this run did not take, with the rule."""
+    """State in the checkpoint that this run didn't use, with the reason."""
     caveats: tuple[str, ...]
-    """Why the data loader may not repeat exactly."""
+    """Reasons why the data loader may not produce exactly the same batches."""
     rng: str
-    """The rule by which random generators were set."""
+    """How the random generators were set."""
     bytes_read: int
     seconds: float
     damaged: Mapping[int, str]
-    """Newer steps that were skipped, with their damage."""
+    """Newer steps that were skipped because they are damaged, with the damage."""
     superseded: tuple[int, ...]
-    """Newer steps that were moved aside, because the run continues from this one."""
+    """Newer steps that were renamed because the run continues from this one."""
     functions: tuple[str, ...] = ()
-    """Functions of schedulers. No checkpoint holds them: the program gave its own. ``exact`` assumes that they are
-    those of the saved run, like all other code."""
+    """Functions in schedulers. A checkpoint can't store them, so your program's own are used. ``exact`` assumes that they are the same as in
+    the saved run, like all other code."""
     replaced: tuple[str, ...] = ()
-    """Settings of this program's optimizers and schedulers, such as ``lr``, that the checkpoint's values replaced. The resume is exact with
-    these; docs/howto/own-loop.md says how to train on with the program's."""
+    """Settings of this program's optimizers and schedulers, such as ``lr``, that were replaced by the checkpoint's values. The resume is exact with
+    the checkpoint's; docs/howto/own-loop.md explains how to use the program's instead."""
     gradients: int = 0
-    """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
+    """Number of restored gradients, included in ``optimizer_tensors``. Not 0 if the save was in the middle of an accumulation."""
     requests: int = 0
     """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
     from_memory: bool = False
-    """Whether the step was taken from the memory of the hosts (:class:`shardwise.InMemoryCheckpoints`), not from disk."""
+    """Whether the step came from the hosts' memory (:class:`shardwise.InMemoryCheckpoints`) instead of from disk."""
     fetched: Mapping[str, int] = field(default_factory=dict)
-    """For a step in memory, the bytes that this rank fetched from other hosts, by host. Empty: its own host had all that it read."""
+    """For a step in memory, the bytes that this rank fetched from other hosts, by host. Empty if its own host had everything."""
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class ResumeReport(Printed):
         functions: tuple[str, ...] = (),
         replaced: tuple[str, ...] = (),
     ) -> ResumeReport:
-        """The report of a restore that has just ended; ``filled`` has the counts. The fields say what the rest is."""
+        """Create the report of a restore that has just ended, with the counts in ``filled``. The other arguments are fields."""
         lives, first = filled.lives.values(), filled.loads[: len(filled.lives)]
         return cls(
             path=saved.path,
@@ -136,11 +136,11 @@ class ResumeReport(Printed):
         )
 
     def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
-        """The report, with the damaged and superseded steps of the search."""
+        """A copy of the report that also lists the damaged and superseded steps."""
         return replace(self, damaged=dict(damaged), superseded=superseded)
 
     def rows(self) -> Mapping[str, str]:
-        """The rows of its table: from where, whether it is exact and why not, and what was restored."""
+        """The rows of the printed table: the source, whether the resume is exact and why not, and what was restored."""
         why = (*self.differences, *self.skipped, *self.caveats)
         rows = {
             "resumed from": f"step {self.step}, saved by {self.saved_world_size} rank{'s' * (self.saved_world_size != 1)}, "
@@ -158,7 +158,7 @@ class ResumeReport(Printed):
         return {name: value for name, value in rows.items() if value}
 
     def line(self) -> str:
-        """The same in one line, as it is logged."""
+        """The report in one line, as it is logged."""
         rows = self.rows()
         return f"restored {rows['resumed from']}; exact: {rows['exact']}"
 

@@ -34,15 +34,14 @@ class Resuming(Remembering):
     @logged
     @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
-        """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
+        """Restore the newest valid step (or exactly ``step``). Returns None only if nothing was ever published here.
 
-        Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed
-        one are renamed to ``step-N.superseded-…``: if the run stops again, it resumes from its own steps. Steps with
-        another step's manifest (an old manifest, or a renamed directory) or with a malformed document count as
-        damaged. Collective.
+        Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed one are renamed to
+        ``step-N.superseded-…``, so that the next restart resumes from the steps of this run. A step also counts as damaged if its manifest is
+        that of another step (an old manifest, or a renamed directory) or if one of its documents is malformed. Every rank must call it.
 
-        Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
-        :class:`StateError` if a valid step does not fit the live objects (nothing is renamed then).
+        Raises :class:`NoCheckpointError` if there are steps but none is valid, and :class:`PlanError` or :class:`StateError` if a
+        valid step doesn't fit the live objects (nothing is renamed then).
         """
         with counting() as asked:
             report = self._resume(state, step, self._ranks())

@@ -46,34 +46,34 @@ __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport(Printed):
-    """The outcome of a save on this rank."""
+    """The result of a save on this rank."""
 
     path: str
     step: int
     bytes_written: int
-    """Payload and headers that this rank wrote; for an async save, the bytes that it copied."""
+    """Payload and headers that this rank wrote. For an async save, the bytes that it copied."""
     seconds: float
-    """From the call to the published step; for an async save, to the return of ``save``."""
+    """From the call until the step was published. For an async save, until ``save`` returned."""
     stall_seconds: float
-    """Time that training waited for ``save``. For an async save, the wait for the save before it counts, too."""
+    """How long training waited for ``save``. For an async save, this includes the wait for the previous save."""
     skipped: tuple[str, ...]
-    """State that can't be stored: functions, by path; gradients whose use no hook saw; own state of a model or an
-    optimizer that a document can't hold. The restore reports the last, too."""
+    """State that can't be stored: functions, by path; gradients whose use no hook recorded; and custom state of a model or an optimizer
+    that can't be put into a document. A restore reports the last kind, too."""
     staging_bytes: int = 0
-    """Host memory for copies of the state: of an async save, kept for the next one; of another save, 16 MiB at most,
-    for tensors on a device. Pinned memory, if they are on a device: what torch took for it, to the byte."""
+    """Host memory for copies of the state. An async save keeps it for the next one; other saves use at most 16 MiB, for tensors on a
+    device. If the tensors are on a device, the memory is pinned, and this is exactly what torch allocated."""
     is_published: bool = True
-    """Whether the step is published. An async save is published when ``Checkpointer.wait`` returns."""
+    """Whether the step is published. An async save is published once ``Checkpointer.wait`` returns."""
     gradients: int = 0
-    """Number of stored gradients that wait for an optimizer step: the save is in the middle of an accumulation."""
+    """Number of stored gradients that still wait for an optimizer step, because the save was in the middle of an accumulation."""
     requests: int = 0
-    """Requests that this rank made to an object store, each part of a large object for one; 0 for a local path, and for an
-    async save that is not published."""
+    """Requests that this rank made to an object store, counting each part of a large object. 0 for a local path, and for an async save that isn't
+    published yet."""
     failure: str | None = None
-    """Why a step is not saved, where a ``FailurePolicy`` lets training continue. The same on every rank."""
+    """Why a step wasn't saved, if a ``FailurePolicy`` let training continue. The same on every rank."""
     failed_step: int | None = None
-    """The step that ``failure`` is about. With ``mode="async"`` it is mostly the step before: a save in the background
-    fails after its own report was returned, and the next call of ``save`` says so."""
+    """The step that ``failure`` is about. With ``mode="async"`` it is usually the previous step: a background save fails after its own report was
+    returned, so the next call of ``save`` reports it."""
 
     @classmethod
     def of(
@@ -88,8 +88,9 @@ class SaveReport(Printed):
         is_published: bool = True,
         requests: int = 0,
     ) -> SaveReport:
-        """The report of a save that began at ``started``, by ``time.perf_counter()``, and has ended now. Without ``stall_seconds``
-        training waited for all of it."""
+        """Create the report of a save that has just ended and that started at ``started``, as ``time.perf_counter()`` returned it. Without
+        ``stall_seconds``, training waited the entire time.
+        """
         seconds = time.perf_counter() - started
         return cls(
             path=path,
@@ -106,11 +107,11 @@ class SaveReport(Printed):
 
     @classmethod
     def of_failure(cls, path: str, step: int, failure: str) -> SaveReport:
-        """The report of a save that failed, while training goes on."""
+        """Create the report of a save that failed while training continues."""
         return cls(path, step, 0, 0.0, 0.0, (), is_published=False, failure=failure, failed_step=step)
 
     def after_failure(self, step: int, failure: str) -> SaveReport:
-        """This report, which also says that the save of ``step`` before it failed in the background."""
+        """A copy of this report that also says that the earlier save of ``step`` failed in the background."""
         if self.failure is None:
             return replace(self, failure=failure, failed_step=step)
         return replace(

@@ -247,8 +247,8 @@ def _optimizer_part(
 
 def trained_model(optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
     """The name of the first model that holds all parameters of the optimizer; of the first one, if none does."""
-    optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = (n for n, live in lives.items() if optimised <= {id(t.tensor) for t in live.tensors})
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = (n for n, live in lives.items() if optimized <= {id(t.tensor) for t in live.tensors})
     return next(found, next(iter(lives)))
 
 

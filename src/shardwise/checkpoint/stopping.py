@@ -45,37 +45,37 @@ class Stopping(ABC):
     def _ranks(self) -> Ranks: ...
 
     def should_stop(self, step: int) -> bool:
-        """Whether the run was asked to stop, by a signal on any rank or :meth:`request_stop`. True at the same call on every rank.
+        """Whether the run was asked to stop, by a signal on any rank or by :meth:`request_stop`. True in the same call on every rank.
 
-        Call it after each step, and as often as you like in between: in a warm-up, or for each batch of an evaluation, then with
-        the step of the training. Every rank must make the same calls with the same steps, from the main thread. A call is no
-        collective and waits for no other rank than rank 0; it costs a microsecond, and about once in 20 ms a look at the
-        process group's store (docs/howto/preemption.md has figures). With calls of 0.5 s or more all ranks stop at
-        the call in which rank 0 learns of the signal or at the next one, with faster calls at most 12 calls later.
+        Call it after each step, and as often as you like in between: during a warm-up, or for each batch of an evaluation (with the training
+        step's number). Every rank must make the same calls with the same steps, from the main thread. A call isn't a collective and
+        waits for rank 0 only. It takes about a microsecond, and every 20 ms or so it also checks the process group's store
+        (docs/howto/preemption.md has numbers). If calls are 0.5 s or more apart, all ranks stop at the call in which rank 0 learns of the
+        signal, or at the next one. With more frequent calls, they stop at most 12 calls later.
 
-        When it is True, call :meth:`stop`, and exit with :attr:`exit_code`. Raises :class:`RankError` on all ranks for ranks whose calls
-        differ, and if rank 0 does not come to the call within ``IOOptions.timeout_s``.
+        When it returns True, call :meth:`stop` and exit with :attr:`exit_code`. Raises :class:`RankError` on all ranks if their calls differ, or if
+        rank 0 doesn't make the call within ``IOOptions.timeout_s``.
         """
         if not self._stops.has_stopped:
             self._check_open()
         return self._stops.should_stop(checked_step(step), self._ranks())
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough."""
+        """Ask all ranks to stop, as a signal would: at a time limit, or when the loss is NaN, for example. One rank's call is enough."""
         self._stops.request()
 
     @property
     def exit_code(self) -> int:
-        """0, or ``exit_status`` (75) of a run that has stopped: give it to ``sys.exit``. A scheduler or launcher then starts it again."""
+        """Pass this to ``sys.exit``: ``exit_status`` (75) if the run was stopped, so that the scheduler or launcher restarts it, otherwise 0."""
         return self._stops.exit_code
 
     def stop(self, state: TrainState, step: int) -> int | None:
-        """Publish ``state`` as ``step`` by the fastest safe way, and :meth:`close`. Returns the newest published step.
+        """Save ``state`` as ``step`` in the fastest safe way, and :meth:`close`. Returns the newest published step.
 
-        A step that is saved, or that an async save is about to publish, is not saved again. A pending save is always waited for:
-        no new one is faster. If the time that is left (``deadline_s``; none after a second signal, 2 s or more after the first) is
-        less than saves took here, the run ends with the step before. A scheduler that kills in the middle leaves the
-        step before as it is. Collective. Raises as :meth:`save` and :meth:`close`.
+        A step that is already saved, or about to be published by an async save, isn't saved again. A pending save is always awaited, because
+        no new save could be faster. If the time left until ``deadline_s`` is shorter than previous saves took, the run ends with the
+        previous step. A second signal, 2 s or more after the first, leaves no time. If the scheduler kills the process during the save,
+        the previous step is unaffected. Every rank must call it. Raises the errors of :meth:`save` and :meth:`close`.
         """
         step, ranks = checked_step(step), self._ranks()
         for _ in range(2):  # what fails is tried once more, an async save in the fallback

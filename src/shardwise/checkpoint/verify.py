@@ -45,7 +45,7 @@ __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Printed):
-    """The scope of a verification, and every problem that it found."""
+    """The result of a verification: what was checked, and every problem that it found."""
 
     path: str
     step: int
@@ -55,14 +55,14 @@ class VerifyReport(Printed):
     bytes_read: int
     seconds: float
     referred: int = 0
-    """Tensors that the checkpoint holds only digests of: a restore compares them with the live ones."""
+    """Number of tensors for which the checkpoint stores only digests. A restore compares them with the live ones."""
 
     part: str | None = None
-    """For one host\'s part of a step (``Checkpointer(local=True)``): which part, and where the others are. The files here were checked."""
+    """For one host's part of a step (``Checkpointer(local=True)``): which part it is, and where the others are. The files here were checked."""
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is proved: no problem, and all of it is here."""
+        """Whether the checkpoint is complete and free of problems."""
         return not self.problems and self.part is None
 
     def to_json(self) -> dict[str, Any]:
@@ -72,17 +72,16 @@ class VerifyReport(Printed):
 
 @announced("verify", "path")
 def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> VerifyReport:
-    """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
+    """Check every byte of a stored checkpoint. Reads all of it once, in blocks of 16 MiB, in one process.
 
-    It checks the manifest's own checksum; that the directory holds exactly the manifest's files, with their sizes; the
-    checksum of every header, small file and 16 MiB block; that headers agree with the manifest; that slices cover every
-    tensor exactly once; that this release knows the names and forms of documents (with at most 16 MiB of tensors);
-    every tensor's digest, recomputed from the stored bytes; and that a directory named after a step holds that step.
-    Hard links of one file are read once. For one host's part of a step it checks the files that are here; ``part`` of the report says
-    where the others are.
+    It checks the manifest's own checksum; that the directory contains exactly the manifest's files, with the right sizes; the checksum of
+    every header, small file and 16 MiB block; that headers agree with the manifest; that slices cover every tensor exactly once; that this
+    release knows the names and forms of the documents (with at most 16 MiB of tensors); every tensor's digest, recomputed from the stored
+    bytes; and that a directory named after a step contains that step. Hard links to one file are read once. For one host's part of a step, it
+    checks the files that are there; ``part`` of the report says where the others are.
 
-    ``threads``: default all cores of the process, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only if there is no
-    readable manifest; every other problem is a line in ``problems``.
+    ``threads`` defaults to all cores available to the process, at most 8; each thread takes 17 MiB of memory. One rank can call it alone. Raises
+    :class:`SourceError` (or a subclass) only if there is no readable manifest; every other problem is a line in ``problems``.
     """
     started = time.perf_counter()
     root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)

@@ -39,9 +39,9 @@ __all__ = ["main"]
 @click.version_option(__version__)
 @debug
 def main() -> None:
-    """Pretrained weights and training state, in and out of sharded PyTorch models.
+    """Load, save and resume sharded PyTorch models (FSDP2, DTensor).
 
-    Exit status: 0 fine, 1 something is wrong with your data, 2 wrong usage.
+    Exit status: 0 success, 1 a problem with your data, 2 wrong usage.
     """
 
 
@@ -49,10 +49,10 @@ def main() -> None:
 @source_path
 @common
 def inspect(path: str, as_json: bool) -> int:
-    """Show what a source, a checkpoint or a directory of checkpoints holds.
+    """Show the contents of a model, a checkpoint, or a directory of checkpoints.
 
-    Reads headers and manifests only. Status 1 if they show that a published step is damaged; one host's part of a step is not. PATH may be the id of a
-    model on the hub if the cache holds it; inspect downloads nothing.
+    Reads headers and manifests only. PATH can be the id of a model on the hub if it is in the local cache; inspect downloads nothing.
+    Status 1 if a published step turns out to be damaged. One host's part of a step doesn't count as damaged.
     """
     from .inspection import contents_of, to_json
     from .render import console, show_contents
@@ -80,26 +80,26 @@ def _is_sound(contents: Inspection) -> bool:
     type=click.IntRange(1, 16_384),
     default=None,
     metavar="N",
-    help="Ranks of the run. Default, with --fit: as few as fit.",
+    help="Number of ranks. With --fit, the default is the smallest number that fits.",
 )
 @click.option(
     "--replicas",
     type=click.IntRange(1),
     default=1,
     metavar="R",
-    help="Copies of the model (HSDP); R divides N.",
+    help="Copies of the model (HSDP). R must divide N.",
 )
 @click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: as the config says."
+    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: the config's dtype."
 )
-@click.option("--tp", type=click.IntRange(1), default=1, metavar="T", help="Ranks of tensor parallelism.")
-@click.option("--ep", type=click.IntRange(1), default=1, metavar="E", help="Ranks of expert parallelism.")
+@click.option("--tp", type=click.IntRange(1), default=1, metavar="T", help="Ranks for tensor parallelism.")
+@click.option("--ep", type=click.IntRange(1), default=1, metavar="E", help="Ranks for expert parallelism.")
 @click.option(
     "--nodes",
     type=click.IntRange(1),
     default=None,
     metavar="H",
-    help="Hosts of the ranks. Default: enough for one rank on each device, as many as here; without devices 1.",
+    help="Number of hosts. Default: as many as the ranks need if every host has as many devices as this one; 1 without devices.",
 )
 @as_training
 @as_load_pretrained
@@ -123,16 +123,16 @@ def plan(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Show how many GPUs a model needs, and what loading and training it over N ranks will take, without loading it.
+    """Show how many GPUs a model needs, and what loading and training it with N ranks will take, without loading it.
 
-    plan PATH --fit 80GiB answers how many GPUs of 80 GiB a training needs, and what takes the memory.
+    For example, plan PATH --fit 80GiB tells you how many 80 GiB GPUs a training run needs, and what takes the memory.
 
-    Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, the
-    id of a model on the hub, which is downloaded if the cache lacks it, or a URL, to which the requests are counted.
-    With --device cpu it warns if the memory of this host, or of its container, would not suffice for the ranks of one of H hosts.
+    Creates the plan that load_pretrained would run on each rank, and checks that it is complete. PATH is a directory, the id of a model
+    on the hub (downloaded if it isn't in the cache), or a URL (the requests to it are counted). With --device cpu, warns if this host, or its
+    container, doesn't have enough memory for its share of the ranks (those of one of H hosts).
 
-    With any of the options of a training run (from --batch-size to --explain) it shows each phase of the run: load, steps,
-    saves, resume, export. A config.json without weights is enough for PATH. Status 1 if the run does not fit into --fit or --host.
+    With any option of a training run (from --batch-size to --explain), also shows each phase of the run: load, steps, saves, resume, export. For
+    PATH, a config.json without weights is enough. Status 1 if the run doesn't fit into --fit or --host.
     """
     from ..phases.plan import plan as plan_model
     from .options import check_axes
@@ -179,14 +179,18 @@ def plan(
 @main.command(short_help="Check every byte of a checkpoint, or of a whole run.")
 @source_path
 @click.option(
-    "--threads", type=click.IntRange(1, 256), default=None, metavar="N", help="Default: cores, at most 8."
+    "--threads",
+    type=click.IntRange(1, 256),
+    default=None,
+    metavar="N",
+    help="Default: number of cores, at most 8.",
 )
 @common
 def verify(path: str, threads: int | None, as_json: bool) -> int:
-    """Check every byte of a checkpoint, or of every step of a directory of checkpoints.
+    """Check every byte of a checkpoint, or of every step in a directory of checkpoints.
 
-    Of one host's part of a step (Checkpointer(local=True)) it checks what is here. Status 3 if that is sound: the whole can't be
-    proved here.
+    For one host's part of a step (Checkpointer(local=True)), checks the files that are here. Status 3 if they are fine, because the
+    complete step can't be checked here.
     """
     from .inspection import is_root
     from .render import console, show_verify
@@ -205,13 +209,13 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 @click.argument("first", type=click.Path(path_type=str))
 @click.argument("second", type=click.Path(path_type=str))
 @click.option(
-    "--all", "every", is_flag=True, help="Show every tensor that changed, not only the 20 that changed most."
+    "--all", "every", is_flag=True, help="Show every changed tensor, not only the 20 that changed most."
 )
 @common
 def diff(first: str, second: str, every: bool, as_json: bool) -> int:
-    """Compare two sources tensor by tensor: added, removed, changed, and by how much.
+    """Compare two models or checkpoints tensor by tensor: added, removed, changed, and by how much.
 
-    Compares the optimizers of two checkpoints, too. Status 1 if the sources differ.
+    If both are checkpoints, compares their optimizers, too. Status 1 if they differ.
     """
     from ..runs.diff import diff as diff_sources
     from .render import console, show_diff
@@ -241,13 +245,13 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
         steps = {step: path for step, path in others.items() if is_file(join(path, MANIFEST_NAME))}
         if not steps:
             raise NoCheckpointError(
-                f"{root}: holds checkpoints of the HF Trainer or Accelerate, which record no checksums to verify; "
-                f"inspect shows them, and diff compares two of them"
+                f"{root}: contains checkpoints of the HF Trainer or Accelerate, which have no checksums to verify; "
+                f"use inspect to show them, or diff to compare two of them"
             )
     if not steps:
         raise NoCheckpointError(
             line.strangers()
-            or f"{root}: steps were published, but all were moved aside; name one to verify it"
+            or f"{root}: steps were published, but all were renamed as damaged or superseded; give the path of one to verify it"
         )
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():
@@ -268,9 +272,9 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     if as_json:
         print_json({"path": root, "ok": ok, "resumes_from": newest, "steps": documents})
     elif newest is None:
-        click.echo("no step is sound: a resume raises NoCheckpointError")
+        click.echo("no step is intact: a resume raises NoCheckpointError")
     elif not any(document["part"] for document in documents):  # of parts, all hosts' together decide
-        click.echo(f"a resume takes step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
+        click.echo(f"a resume uses step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
     return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
 
 
@@ -280,15 +284,15 @@ def _verify_one(path: str, threads: int | None) -> Any:
     return stored.verify(path, threads=threads)
 
 
-@main.command(short_help="Copy a model or checkpoint, and prove the copy.")
+@main.command(short_help="Copy a model or checkpoint, and verify the copy.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @common
 def copy(path: str, out: str, as_json: bool) -> None:
-    """Copy the checkpoint or model directory PATH to OUT, and prove that it is the same there.
+    """Copy the checkpoint or model directory PATH to OUT, and verify the copy.
 
-    Either may be a URL of an object store (s3://bucket/prefix). A local OUT must not exist. A copy that was stopped goes on where it
-    stopped, if it is started again.
+    Either can be a URL in an object store (s3://bucket/prefix). A local OUT must not exist. If a copy is interrupted, run the command again to
+    continue it.
     """
     from ..store.copy import copy_checkpoint
     from .render import console, show_copy
@@ -303,25 +307,25 @@ def copy(path: str, out: str, as_json: bool) -> None:
 @main.command(short_help="Write a checkpoint as a Hugging Face model.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
-@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: as stored.")
+@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: unchanged.")
 @click.option(
     "--max-shard-bytes",
     callback=byte_count,
     default="5GiB",
     show_default=True,
     metavar="SIZE",
-    help="Per file.",
+    help="Maximum size of a file.",
 )
 @click.option(
     "--quantize",
     type=click.Choice(["as-source"]),
     default=None,
-    help="Write the format of --source. Default: plain weights.",
+    help="Write the quantized format of --source. Default: plain weights.",
 )
 @click.option(
-    "--source", metavar="PATH", default=None, help="The quantised source that the model was loaded from."
+    "--source", metavar="PATH", default=None, help="The quantized model from which this one was loaded."
 )
-@click.option("--overwrite", is_flag=True, help="Replace an earlier export at OUT, at once.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export at OUT, atomically.")
 @one_model
 @config
 @trust_remote_code
@@ -339,16 +343,16 @@ def export(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
+    """Export the model at PATH (a checkpoint, also DCP's, or safetensors) as a Hugging Face directory OUT.
 
-    PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
-    meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
+    PATH and OUT can be URLs in object stores. Runs in one process, or under torchrun, where all ranks share the work. Meanwhile, a training run
+    may save and delete steps. With --quantize as-source, unchanged tensors are copied from the quantized source, byte for byte.
     """
     if (quantize is None) != (source is None):
-        raise click.UsageError("--quantize as-source and --source go together: give both, or neither")
+        raise click.UsageError("--quantize as-source and --source need each other: give both or neither")
     if quantize is not None and dtype is not None:
         raise click.UsageError(
-            "--dtype and --quantize exclude each other: the source says the dtypes; give one of them"
+            "--dtype and --quantize can't be combined, because the source determines the dtypes; give one of them"
         )
     from ..export.hub import export_hf
     from .render import console, show_export
@@ -374,7 +378,7 @@ def export(
             show_export(console(), report)
 
 
-@main.command(short_help="Convert what other libraries saved while training.")
+@main.command(short_help="Convert a training checkpoint of another library.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="Format of OUT.")
@@ -391,16 +395,16 @@ def convert(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Write the run at PATH as a checkpoint, or its model as a Hugging Face directory (as export does).
+    """Convert the run at PATH to a checkpoint, or its model to a Hugging Face directory (like export).
 
-    PATH is a checkpoint of Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint, sharded
-    or as full state; safetensors; or a shardwise checkpoint, whose files are then cut anew. A checkpoint also gets
-    optimizer, scheduler and scaler, if they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in
-    its directory. PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work.
+    PATH is a checkpoint of Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint, sharded or as full state;
+    or safetensors; or a shardwise checkpoint, which is re-sharded. A checkpoint also gets the optimizer, scheduler and scaler if they are
+    stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN and put it in the Checkpointer's directory. PATH and OUT can be URLs in
+    object stores. Runs in one process, or under torchrun, where all ranks share the work.
     """
     if model_name is not None and to != "hf":
         raise click.BadParameter(
-            "a checkpoint takes all models; give it with --to hf", param_hint="'--model-name'"
+            "a checkpoint contains all models; use this option with --to hf", param_hint="'--model-name'"
         )
     from ..export.hub import export_hf
     from ..runs.convert import convert as to_checkpoint
@@ -428,15 +432,15 @@ def convert(
     "--plan",
     default=None,
     metavar="FILE",
-    help="Output of `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
+    help="A saved output of `shardwise plan --json` to compare with. Default: RUN/plan*.json.",
 )
 @common
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:
-    """Write one HTML file about a run: losses, crashes, proof of each resume, memory by phase, checkpoints.
+    """Write one HTML file about a run: losses, crashes, how exact each resume was, memory by phase, checkpoints.
 
-    RUN is the directory of a run (with checkpoints, or with checkpoints/, ledger/ and loss.jsonl in it), a URL of
-    checkpoints, a directory of sw.memory_ledger, or a file of JSON lines with step and loss. Several are put together. The file needs no network. Needs
-    the extra "plot".
+    RUN is the directory of a run (one that contains checkpoints, or checkpoints/, ledger/ and loss.jsonl), a URL of checkpoints, a
+    directory of sw.memory_ledger, or a JSON Lines file with step and loss. Several are combined. The file works offline. Needs the extra
+    "plot".
     """
     from ..report.write import write_report
 
@@ -445,7 +449,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
     if as_json:
         print_json({"path": str(written), "bytes": nbytes})
     else:
-        click.echo(f"{written}: {nbytes / 1024:.0f} KiB, one file to open or to send")
+        click.echo(f"{written}: {nbytes / 1024:.0f} KiB, a single file to open or send")
 
 
 @main.command(short_help="Show the causes of an error, and how to fix it.")
@@ -454,7 +458,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
 def explain(error: str, as_json: bool) -> None:
     """Show the causes of an error, and how to fix it.
 
-    ERROR is its type, for example PlanError, or a part of its text, for example "missing: parameter".
+    ERROR is its type, such as PlanError, or a part of its message, such as "missing: parameter".
     """
     from .terminal import console, show_markdown
 
@@ -465,7 +469,7 @@ def explain(error: str, as_json: bool) -> None:
         page = anchor_of(rows[0][0])
     else:
         raise click.BadParameter(
-            f"no error is known by {error!r}; give a part of its text, or its type, one of {', '.join(ERRORS)}",
+            f"no known error matches {error!r}; give a part of its message, or its type: {', '.join(ERRORS)}",
             param_hint="'ERROR'",
         )
     if as_json:
@@ -497,16 +501,16 @@ def _ranks_of_launcher() -> Iterator[int]:
     default="shardwise-demo",
     show_default=True,
     metavar="DIR",
-    help="A URL gets the checkpoints; all else is local then.",
+    help="A directory, or a URL for the checkpoints (everything else then stays local).",
 )
 @click.option(
     "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."
 )
 @common
 def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
-    """Show it all on this machine: load, train, get killed, resume, reshard, export.
+    """Demonstrate the main features on this machine: load, train, get killed, resume, reshard, export.
 
-    PATH is the local directory of a causal, masked or encoder model. Default: a small sentence encoder.
+    PATH is a local directory with a causal, masked or encoder model. Default: a small sentence encoder.
     """
     if path is not None and not path.is_dir():
         raise SourceError("no such directory; give a local model directory", path=str(path))

@@ -1,4 +1,4 @@
-"""``shardwise doctor``: what will bite on this machine and with these files."""
+"""``shardwise doctor``: checks this machine and the given files for known problems."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-@main.command(short_help="Find problems of this machine, these files and logs.")
+@main.command(short_help="Find problems with this machine, these files and logs.")
 @click.argument("path", nargs=-1, type=AnyPath(path_type=str))
 @click.option(
     "--ranks",
     type=click.IntRange(1, 16_384),
     default=None,
     metavar="N",
-    help="Ranks on this host. Default: as the launcher, a given YAML or the devices say.",
+    help="Ranks on this host. Default: from the launcher, a given YAML, or the devices.",
 )
 @click.option(
     "--run",
     multiple=True,
     type=AnyPath(path_type=str),
     metavar="PATH",
-    help="Directory or URL that the run will write to; it need not exist yet. May be repeated.",
+    help="Directory or URL that the run will write to; it doesn't have to exist yet. Can be repeated.",
 )
 @common
 def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_json: bool) -> int:

@@ -52,7 +52,7 @@ class SourceContents:
     dtypes: Mapping[str, int]
     """Bytes by stored dtype, largest first."""
     quantized: tuple[Dequantized, ...]
-    """Formats of tensors that are stored as codes and scales. A load dequantises them."""
+    """Formats of tensors that are stored as codes and scales. A load dequantizes them."""
     quantized_problems: tuple[str, ...]
     """Why a load would refuse them."""
     tree: tuple[Node, ...]

@@ -34,7 +34,7 @@ class AnyPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "\0" in str(value):
-            self.fail("a path has no NUL character", param, ctx)
+            self.fail("a path can't contain a NUL character", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -56,7 +56,7 @@ def byte_count(context: click.Context, parameter: click.Parameter, value: str) -
     nbytes = int(float(found[1]) * unit) if found and unit and len(found[1]) < 16 else 0
     if not 1 <= nbytes < _LIMIT_BYTES:
         raise click.BadParameter(
-            f"{value!r} is not a size; write for example 5GB, 500MiB or a number of bytes (2000000000, 2e9)",
+            f"{value!r} is not a size; write, for example, 5GB, 500MiB or a number of bytes (2000000000, 2e9)",
             context,
             parameter,
         )
@@ -88,7 +88,7 @@ def check_axes(*, ranks: int, nodes: int, replicas: int, tp: int, ep: int) -> No
         ("replicas", ranks % replicas == 0, f"{replicas} does not divide {ranks} ranks"),
         ("tp", ranks % (replicas * tp) == 0, f"{tp} does not divide the ranks of a replica"),
         ("ep", ranks % (replicas * ep) == 0, f"{ep} does not divide the ranks of a replica"),
-        ("ep", ep == 1 or ep % tp == 0, f"{ep} is no multiple of --tp {tp}"),
+        ("ep", ep == 1 or ep % tp == 0, f"{ep} is not a multiple of --tp {tp}"),
     ):
         if not value:
             raise click.BadParameter(of, param_hint=f"'--{name}'")
@@ -112,7 +112,7 @@ def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def config(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--config``, for sources that have none of their own."""
-    help = "Directory with config.json, tokenizer and own code, if PATH has none."
+    help = "Directory with config.json, tokenizer and custom code, if PATH has none."
     return click.option("--config", type=AnyPath(path_type=str), default=None, metavar="DIR", help=help)(
         command
     )
@@ -120,13 +120,13 @@ def config(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--model``, for commands that write one model of a checkpoint that may hold several."""
-    help = "Name of the model, for a checkpoint with several."
+    help = "Model to use, if the checkpoint has several."
     return click.option("--model-name", default=None, metavar="NAME", help=help)(command)
 
 
 def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--trust-remote-code``, for commands that build the model."""
-    help = "Run the model's own Python files."
+    help = "Run the Python files that come with the model."
     return click.option("--trust-remote-code", is_flag=True, help=help)(command)
 
 
@@ -138,7 +138,7 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
             "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
         ),
         click.option(
-            "--allow-unused", multiple=True, metavar="PATTERN", help="Stored tensors that may be left over."
+            "--allow-unused", multiple=True, metavar="PATTERN", help="Stored tensors that may stay unused."
         ),
         click.option(
             "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
@@ -149,22 +149,22 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(("dequantize", "keep", "nf4", "fp4")),
             default="dequantize",
             show_default=True,
-            help="Plain weights, stored 4-bit codes, or 4 bits made of plain weights.",
+            help="Dequantize, keep the stored codes, or quantize plain weights to 4 bits.",
         ),
         click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
-        click.option("--subfolder", default="", metavar="DIR", help="Folder of the model in PATH."),
-        click.option("--variant", default=None, help="Take model.VARIANT.safetensors."),
         click.option(
-            "--cache-dir", default=None, metavar="DIR", help="Cache of the hub. Default: HF_HUB_CACHE."
+            "--subfolder", default="", metavar="DIR", help="Folder in PATH that contains the model."
         ),
+        click.option("--variant", default=None, help="Use model.VARIANT.safetensors."),
+        click.option("--cache-dir", default=None, metavar="DIR", help="Hub cache. Default: HF_HUB_CACHE."),
     )
     for option in reversed(options):
         command = option(command)
     return command
 
 
-_CLASS_HELP = "Model class or Auto class, of transformers or MODULE. Default: as the config says."
-_ADAPTER_HELP = "Adapter to put in; with adapter_config.json alone, a new one."
+_CLASS_HELP = "Model class or Auto class, from transformers or MODULE. Default: the class in the config."
+_ADAPTER_HELP = "Adapter to load; if DIR has only adapter_config.json, a new one."
 
 
 def model_class(name: str | None) -> Any:

@@ -44,24 +44,38 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
     sizes: dict[str, Any] = {"callback": memory_size, "metavar": "SIZE", "default": None}
     options = (
         click.option(
-            "--batch-size", type=click.IntRange(1), default=None, help="Samples of a rank in a forward."
+            "--batch-size", type=click.IntRange(1), default=None, help="Samples per rank in one forward."
         ),
-        click.option("--sequence-length", type=click.IntRange(1), default=None, help="Tokens of a sample."),
+        click.option("--sequence-length", type=click.IntRange(1), default=None, help="Tokens per sample."),
         click.option("--optimizer", type=click.Choice(_OPTIMIZERS), default=None, help="Default: adamw."),
         click.option("--checkpointing", is_flag=True, help="Activation checkpointing of each block."),
         click.option(
-            "--param-dtype", type=click.Choice(DTYPES), default=None, help="Of mixed precision: the forward."
+            "--param-dtype",
+            type=click.Choice(DTYPES),
+            default=None,
+            help="Mixed precision: dtype of the forward.",
         ),
         click.option(
-            "--reduce-dtype", type=click.Choice(DTYPES), default=None, help="Of mixed precision: gradients."
+            "--reduce-dtype",
+            type=click.Choice(DTYPES),
+            default=None,
+            help="Mixed precision: dtype in which gradients are reduced.",
         ),
-        click.option("--offload", is_flag=True, help="Shards, gradients and optimizer state in host memory."),
+        click.option(
+            "--offload", is_flag=True, help="Keep shards, gradients and optimizer state in host memory."
+        ),
         click.option(
             "--device", type=click.Choice(("cuda", "unified", "cpu")), default=None, help="Default: cuda."
         ),
-        click.option("--bandwidth", help="Bytes per second of the checkpoints' storage.", **sizes),
-        click.option("--fit", help="Memory of a device: does the run fit, or with which change?", **sizes),
-        click.option("--host", help="Memory of a host: the same.", **sizes),
+        click.option(
+            "--bandwidth", help="Bandwidth of the checkpoint storage, in bytes per second.", **sizes
+        ),
+        click.option(
+            "--fit",
+            help="Memory of one device: check whether the run fits, or what would make it fit.",
+            **sizes,
+        ),
+        click.option("--host", help="Memory of one host: check the same.", **sizes),
         click.option("--explain", is_flag=True, help="Show each number with its formula and error bar."),
     )
     for option in reversed(options):

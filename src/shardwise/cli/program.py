@@ -125,7 +125,7 @@ def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     if rank == 0 and as_json:
         print_json({"error": document})
     if rank == 0 or not isinstance(error, RankError | click.ClickException):
-        head = click.style("error:", fg="red", bold=True)  # without colours where stderr is no terminal
+        head = click.style("error:", fg="red", bold=True)  # without colors where stderr is no terminal
         click.echo(f"{f'rank {rank}: ' if rank else ''}{head} {message}", err=True)
     return status
 

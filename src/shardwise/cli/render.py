@@ -56,7 +56,7 @@ def show_contents(out: Console, contents: Inspection) -> None:
         "kind": source.kind,
         "files": f"{source.files}, {size(source.file_bytes)}",
         "tensors": f"{source.tensors}, {size(source.tensor_bytes)}",
-        **({"quantised": _some([_format(one) for one in source.quantized])} if source.quantized else {}),
+        **({"quantized": _some([_format(one) for one in source.quantized])} if source.quantized else {}),
         **({"not whole": _some(source.quantized_problems)} if source.quantized_problems else {}),
         "dtypes": ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in source.dtypes.items()) or "-",
     }
@@ -267,7 +267,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     if report.dequantized:
         held = [one for one in report.dequantized if one.format.endswith(", kept")]
         plain = [one for one in report.dequantized if one not in held]
-        facts |= {"dequantised": _some([_format(one) for one in plain])} if plain else {}
+        facts |= {"dequantized": _some([_format(one) for one in plain])} if plain else {}
         facts |= {"held in codes": _some([_format(one) for one in held])} if held else {}
     if report.casts:
         facts["rounded"] = "; ".join(_cast(one) for one in report.casts)
@@ -390,7 +390,7 @@ def show_export(out: Console, report: Any) -> None:
         origin = report.as_source
         facts["from the source"] = f"{origin.copied + len(origin.beside)} tensors, which did not change"
         for rule in origin.requantized:
-            facts[f"quantised again ({len(rule.names)})"] = f"{_some(rule.names)}; {rule.reference}"
+            facts[f"quantized again ({len(rule.names)})"] = f"{_some(rule.names)}; {rule.reference}"
         if origin.written:
             facts["changed, plain"] = _some(origin.written)
     if not os.path.isfile(os.path.join(report.path, "config.json")):
@@ -432,7 +432,7 @@ def show_convert(out: Console, report: Any) -> None:
 
 
 def _facts(out: Console, title: str | None, facts: Mapping[str, str]) -> None:
-    """A title and labelled lines under it."""
+    """A title and labeled lines under it."""
     if title is not None:
         out.print(Text(plain(title), "bold"), soft_wrap=True)
     grid = Table.grid(padding=(0, 2, 0, 0))

@@ -15,7 +15,7 @@ Definition (stored in manifests: a change here needs a new manifest version). Al
     total      = Σ_i w(i) · (bits_i + 1)         w(i) = Π_d T(d, i_d), i the global index
     T(d, k)    = R(2d, k mod 4096) · R(2d + 1, k div 4096)
     R(s, n)    = mix(mix((s + 1)·γ) + (n + 1)·γ) | 1                       γ = 0x9E3779B97F4A7C15
-    mix          the finaliser of splitmix64
+    mix          the finalizer of splitmix64
     digest       from h = 0, h ← mix((h xor word) + γ) for the words total, length of the dtype code, the code
                  as little-endian 64-bit words, number of dims, sizes of the dims
 

@@ -169,14 +169,15 @@ def _plain_buffers(live: LiveModel) -> set[str]:
 
 
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
-    """Digest of global content, the same however it is sharded: per name for a model, one for a tensor.
+    """Compute a digest of a model's or tensor's content that doesn't depend on how it is sharded.
 
-    16 hexadecimal digits each, the same as a checkpoint records. It detects errors; it is not cryptography.
+    Returns 16 hexadecimal digits, as a checkpoint records them: a mapping by name for a model, a single one for a tensor. A digest detects
+    errors, but it isn't cryptographic.
 
-    For a model or a DTensor every rank of the default process group must call it; 8 bytes per tensor travel, 16 with replicas. Raises, on
-    every rank: :class:`IntegrityError` if replicas of a tensor differ between ranks, :class:`LayoutError` for placements
-    that are not supported, :class:`RankError` if a rank fails or is missing. ``ValueError`` for tensors without content (on
-    meta, sparse).
+    For a model or a DTensor, every rank of the default process group must call it. Ranks exchange 8 bytes per tensor, or 16 with
+    replicas. Raises, on every rank, :class:`IntegrityError` if replicas of a tensor differ between ranks, :class:`LayoutError` for
+    unsupported placements, and :class:`RankError` if a rank fails or is missing. Raises ``ValueError`` for tensors without content (on meta,
+    sparse).
     """
     ranks = Ranks.current()
     if isinstance(model_or_tensor, nn.Module):

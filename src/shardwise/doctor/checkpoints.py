@@ -112,8 +112,8 @@ def _of_others(path: str) -> Checkpoint:
     )
 
 
-def look_for_lost(found: Checkpoint, names: Sequence[str], neighbours: Sequence[Sequence[str]]) -> Checkpoint:
-    """Add what ``found``, a numbered checkpoint of the HF Trainer or Accelerate, lacks; also by its neighbours' files.
+def look_for_lost(found: Checkpoint, names: Sequence[str], neighbors: Sequence[Sequence[str]]) -> Checkpoint:
+    """Add what ``found``, a numbered checkpoint of the HF Trainer or Accelerate, lacks; also by its neighbors' files.
 
     A directory without a number may be a finished model, and no run resumes from that. Rank-local; reads names, and the
     Trainer's arguments.
@@ -124,7 +124,7 @@ def look_for_lost(found: Checkpoint, names: Sequence[str], neighbours: Sequence[
     return replace(
         found,
         lost=lost,
-        lost_files=_lost_files(names, neighbours),
+        lost_files=_lost_files(names, neighbors),
         is_model_only=bool(lost) and _says_model_only(os.path.join(found.path, _ARGUMENTS_FILE)),
     )
 

@@ -50,7 +50,7 @@ _KINDS = (
 #: Of the numbered checkpoints of the Trainer or Accelerate, the newest that are looked at.
 _STEPS_CHECKED = 3
 #: Those whose names are read, and how many next to each are compared with it.
-_STEPS_LISTED, _NEIGHBOURS = 200, 4
+_STEPS_LISTED, _NEIGHBORS = 200, 4
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ def _beside(path: str) -> list[list[str]]:
         near = sorted(
             (step for step in steps if step != int(own[1])), key=lambda step: abs(step - int(own[1]))
         )
-        listed = [os.listdir(steps[step]) for step in near[:_NEIGHBOURS]]
+        listed = [os.listdir(steps[step]) for step in near[:_NEIGHBORS]]
     except OSError:
         return []  # the directory above may be another user's
     return [names for names in listed if MANIFEST_NAME not in names]

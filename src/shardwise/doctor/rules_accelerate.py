@@ -158,7 +158,7 @@ def _unknown_class(facts: Facts) -> Iterator[Bite]:
                         one.path,
                         f"prepare() raises a ValueError: fsdp_transformer_layer_cls_to_wrap names {name}, and {model.path} has no "
                         "module of that class.",
-                        f"transformers' code of {model.config.get('model_type')} has none: it is misspelt, or of another architecture.",
+                        f"transformers' code of {model.config.get('model_type')} has none: it is misspelled, or of another architecture.",
                         f"Name the class of the model's block{f', such as {near[0]}' if near else ''}, or leave it out: the model's "
                         "own is taken.",
                     )

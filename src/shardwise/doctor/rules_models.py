@@ -85,7 +85,7 @@ def _quant_storage(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 model.path,
                 "QLoRA over FSDP crashes or trains nothing (loss 0.0): its 4-bit codes are stored as uint8.",
-                "FSDP2 makes parameters of floating dtypes only, and loses the quantisation state of the rest.",
+                "FSDP2 makes parameters of floating dtypes only, and loses the quantization state of the rest.",
                 "Load with sw.load_pretrained(quantized='keep'), which shards the codes (docs/howto/qlora.md), or set "
                 "bnb_4bit_quant_storage to bfloat16.",
             )
@@ -116,7 +116,7 @@ def _too_large(facts: Facts) -> Iterator[Bite]:
                 model.path,
                 f"The model does not fit on this host: {gib(model.nbytes)} of weights, {gib(memory.limit_bytes)} of memory.",
                 f"The limit is {memory.limit_from}; ranks of one host share it, however they shard.",
-                "Use more hosts, or a quantised model; shardwise plan PATH --ranks N says what each rank holds.",
+                "Use more hosts, or a quantized model; shardwise plan PATH --ranks N says what each rank holds.",
             )
 
 

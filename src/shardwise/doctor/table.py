@@ -34,7 +34,7 @@ def _absent(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             path,
             "Nothing was checked here: there is no such file or directory.",
-            "The path is misspelt, or its storage is not mounted on this host.",
+            "The path is misspelled, or its storage is not mounted on this host.",
             "Correct it, or name a directory that the run will make with --run.",
         )
 

@@ -1,7 +1,7 @@
-"""An export into the format of the quantised source that the model was loaded from.
+"""An export into the format of the quantized source that the model was loaded from.
 
 A tensor that equals, bit for bit, what the source's parts stand for is copied from the source, parts and all. Any other one is
-quantised again by the format's own rule. So what was not touched comes out as it went in, also in formats whose codes can't be
+quantized again by the format's own rule. So what was not touched comes out as it went in, also in formats whose codes can't be
 found again from rounded weights.
 """
 
@@ -27,7 +27,7 @@ from .files import HubFiles, lay_out
 from .job import Together, Window
 from .live_windows import LiveWindows, Piece, by_hub
 from .quantized_source import QuantizedSource
-from .requantised import Changed, Requantiser
+from .requantized import Changed, Requantizer
 from .stored_windows import share_of
 from .tensors import HubTensors
 from .weights import Weights
@@ -37,7 +37,7 @@ __all__ = ["AsSource", "AsSourceJob", "Requantized"]
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """Tensors that were quantised again by one rule."""
+    """Tensors that were quantized again by one rule."""
 
     reference: str
     """The rule, in words: "INT8: absolute maximum of the row, as bitsandbytes' int8_vectorwise_quant"."""
@@ -50,7 +50,7 @@ class AsSource:
 
     source: str
     copied: int
-    """Tensors that equal the source's, whose stored bytes were copied; quantised ones count once."""
+    """Tensors that equal the source's, whose stored bytes were copied; quantized ones count once."""
     requantized: tuple[Requantized, ...]
     written: tuple[str, ...]
     """Tensors that the source stores plainly, or not at all, and that the model gave."""
@@ -66,7 +66,7 @@ class AsSourceJob:
         self._hub = HubTensors({}, {})
         self._touched: set[str] = set()
         self._changed: dict[str, Changed] = {}
-        self._requantiser: Requantiser | None = None
+        self._requantizer: Requantizer | None = None
         self._states: dict[str, bytes] = {}
 
     # What changed
@@ -76,7 +76,7 @@ class AsSourceJob:
         and of a stored model.
 
         A tensor counts as changed if any rank has an element that differs. Raises :class:`PlanError` if the tensors of model and source
-        do not fit together, :class:`UnsupportedConversionError` for a changed one in a format that can't be quantised again.
+        do not fit together, :class:`UnsupportedConversionError` for a changed one in a format that can't be quantized again.
         """
         with ranks.agree("compare with the source"):
             self._hub = self._weights.contents(self._source.meant.tensors)
@@ -91,10 +91,10 @@ class AsSourceJob:
         self._touched = set(differing)
         with ranks.agree("compare with the source"):
             self._changed = self._encoded()
-        self._requantiser = Requantiser(
+        self._requantizer = Requantizer(
             self._changed, by_hub(pieces), self._near, self._source.files, self._room, ranks
         )
-        means = self._requantiser.measure()
+        means = self._requantizer.measure()
         with ranks.agree("compare with the source"):
             self._states = dict(self._state(name, mean) for name, mean in means.items())
 
@@ -132,7 +132,7 @@ class AsSourceJob:
             )
         if problems:
             raise PlanError(
-                f"{self._source.root}: can't be written again as it is quantised", tuple(problems)
+                f"{self._source.root}: can't be written again as it is quantized", tuple(problems)
             )
 
     def _encoded(self) -> dict[str, Changed]:
@@ -152,7 +152,7 @@ class AsSourceJob:
         return changed
 
     def _state(self, name: str, mean: float) -> tuple[str, bytes]:
-        """The small tensor that describes a changed one with quantised scales, by name."""
+        """The small tensor that describes a changed one with quantized scales, by name."""
         encoder, content = self._changed[name].encoder, self._source.stored.quantization.content
         assert isinstance(encoder, NestedFourBitEncoder)
         (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
@@ -219,14 +219,14 @@ class AsSourceJob:
         write_back(transfers, filler, Destination({name: piece}), self._room)
 
     def together(self, output: HubFiles) -> Iterator[Together]:
-        """The tensors that are quantised again."""
-        yield from self.requantiser.all_windows(output)
+        """The tensors that are quantized again."""
+        yield from self.requantizer.all_windows(output)
 
     @property
-    def requantiser(self) -> Requantiser:
-        """What :meth:`compare` prepared for the tensors that are quantised again."""
-        assert self._requantiser is not None
-        return self._requantiser
+    def requantizer(self) -> Requantizer:
+        """What :meth:`compare` prepared for the tensors that are quantized again."""
+        assert self._requantizer is not None
+        return self._requantizer
 
     def windows(
         self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
@@ -243,7 +243,7 @@ class AsSourceJob:
         self._weights.check(sums)
 
     def assets(self) -> Mapping[str, bytes]:
-        """Those of the model, with the source's quantisation and dtype in its config."""
+        """Those of the model, with the source's quantization and dtype in its config."""
         found = dict(self._weights.assets())
         config = json.loads(found["config.json"]) if "config.json" in found else dict(self._source.config)
         config.pop("transformers_weights", None)  # the name of the source's file
@@ -296,7 +296,7 @@ class AsSourceWindows:
                 self._job.write_state(name, box.start[0], box.stop[0], self._output, filler)
 
     def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
-        self._job.requantiser.into(window, owner, filler, self._output)
+        self._job.requantizer.into(window, owner, filler, self._output)
 
     def finish(self) -> list[int]:
         """This rank's shares of digest sums, which the comparison found."""

@@ -32,33 +32,31 @@ def iter_full_tensors(
     dtype: torch.dtype | str | None = None,
     timeout_s: float = 300.0,
 ) -> FullTensors:
-    """Iterate lazily over ``(name, full tensor)`` of all stored tensors of ``model``, in one order on every rank.
+    """Iterate over ``(name, full tensor)`` for all stored tensors of ``model``, in the same order on every rank.
 
-    Gives the tensors that :func:`export_hf` would write, bit for bit, without files: every parameter and persistent
-    buffer, ties once, on the device of the model's mesh (without a mesh: on the model's own). The caller owns the
-    tensors: shardwise neither keeps nor changes them.
+    Yields the tensors that :func:`export_hf` would write, bit for bit, without files: every parameter and persistent buffer, tied
+    ones once, on the device of the model's mesh (without a mesh, on the model's own). Tensors are gathered as you iterate. They belong to the
+    caller: shardwise neither keeps nor changes them.
 
     Args:
         model: a live model, sharded in any way or not at all.
-        naming: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
-            ``"module"``: names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active
-            adapter of a ``PeftModel``, with the names in its file.
-        bucket_bytes: bytes gathered at a time: as many tensors as fit, at least one.
-        dtype: cast floating-point tensors to it. Default: no cast.
+        naming: ``"hub"``: names and shapes as in the files from which it was loaded (otherwise those of its class). ``"module"``:
+            names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active adapter of a ``PeftModel``,
+            with the names in its file.
+        bucket_bytes: how many bytes to gather at a time: as many tensors as fit, at least one.
+        dtype: cast floating-point tensors to this dtype. Default: no cast.
         timeout_s: as in :class:`IOOptions`; nothing is read or written here.
 
-    Every rank of the default process group must call it, iterate in step, and stop at the same tensor (``break``
-    or ``close()``: nothing is in flight between tensors). If a rank fails to make its part of a bucket, all ranks
-    raise; if a rank stops alone, the other ranks' error names it after ``timeout_s``. The model must not change
-    during the iteration.
+    Every rank of the default process group must call it, iterate in step, and stop at the same tensor (with ``break`` or ``close()``; nothing
+    is in flight between tensors). If a rank can't provide its part of a bucket, all ranks raise. If a rank stops alone, the others
+    raise an error that names it after ``timeout_s``. Don't change the model during the iteration.
 
-    Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus the tensors of the last
-    bucket that the caller still holds (one tensor in a plain ``for`` loop). If the process group can't add on the
-    model's device (a CPU model under NCCL alone), the bucket is on the group's device and each tensor is copied.
-    Traffic: one all-reduce of each tensor.
+    Memory in addition to the shards: ``bucket_bytes``, or the largest tensor if that is larger, plus the tensors of the last bucket that
+    the caller still holds (one tensor in a plain ``for`` loop). If the process group can't reduce on the model's device (a CPU model
+    with NCCL only), the bucket is on the group's device and each tensor is copied. Traffic: one all-reduce per tensor.
 
-    Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
-    can't be inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError` on every rank.
+    Raises, on every rank, :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that can't be
+    inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError`.
     """
     ranks = Ranks.current(timeout_s=timeout_s)
     with ranks.agree("plan full tensors") as claim:
@@ -83,7 +81,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
         if has_blocks(live.root):
             raise CheckpointError(
                 "a model that holds 4-bit codes has no full weights under hub names: naming='module' gives its blocks; export_hf "
-                "dequantises them"
+                "dequantizes them"
             )
         return LiveJob(live).contents()
     if naming == "module":

@@ -51,27 +51,28 @@ __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport(Printed):
-    """The outcome of an export on this rank."""
+    """The result of an export on this rank."""
 
     path: str
     files: tuple[str, ...]
     tensors: int
     total_bytes: int
-    """Payload bytes of all files."""
+    """Payload bytes in all files."""
     bytes_written: int
     """Payload bytes that this rank wrote."""
     seconds: float
     as_source: AsSource | None = None
-    """With ``quantize="as-source"``: where the tensors come from."""
+    """With ``quantize="as-source"``: how many tensors were copied and how many were quantized again."""
     casts: tuple[Cast, ...] = ()
-    """With ``dtype=``: the tensors whose values it can't hold exactly."""
+    """With ``dtype=``: the tensors whose values it can't represent exactly."""
 
     @classmethod
     def of(
         cls, output: HubFiles, path: str, bytes_written: int, started: float, before: Mapping[str, TensorSpec]
     ) -> ExportReport:
-        """The report of ``output``, which lies at ``path``; ``started`` as ``time.perf_counter`` was then. ``before``: the tensors
-        before they were cast."""
+        """Create the report of ``output`` at ``path``. ``started`` is the value of ``time.perf_counter`` at the start, and ``before`` the tensors
+        before they were cast.
+        """
         seconds = time.perf_counter() - started
         files = tuple(output.headers)
         casts = casts_of(rounded_between(before, output.tensors))
@@ -99,41 +100,40 @@ def export_hf(
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ExportReport:
-    """Write a model in hub format: hub names, index, config, tokenizer and own code if known; ties once.
+    """Write a model as a Hugging Face directory: hub names, index, config, and tokenizer and custom code if known.
 
-    A live ``PeftModel`` is written as its adapters, as ``PeftModel.save_pretrained`` does (names, config, folders), and
-    ``PeftModel.from_pretrained(base, out)`` opens them: ``default`` is in ``out`` itself, every other one in a
-    folder of its name, one file each. Base embeddings are next to them where they are adapted or resized.
+    Tied tensors are written once. A live ``PeftModel`` is written as its adapters, with the names, configs and folders of
+    ``PeftModel.save_pretrained``, so that ``PeftModel.from_pretrained(base, out)`` can read them: ``default`` in ``out`` itself, every other
+    adapter in a folder with its name, one file each. Base embeddings are included if they are adapted or resized.
 
     Args:
-        model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
-        out: a directory or a URL; must not exist, or be empty, unless ``overwrite``. It appears complete or not at all. In a store
-            each rank writes whole files, the config and the index come last, and a failure deletes what was written.
-        model_name: which model to export, for a checkpoint with several.
-        config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
-            checkpoint. Without one, its tensors keep their names.
-        dtype: floating-point tensors are written in it. Default: as they are.
-        adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
-        merge: of a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the
-            adapters. Each rank merges its own shards; only the adapters are gathered.
-        quantize: ``"as-source"`` writes a model in the format of the quantised source that it was loaded from: the same codes,
-            scales, names and ``quantization_config``. A tensor that still equals, bit for bit, what the source's codes stand for is
-            copied from there, byte for byte; any other one is quantised again by the format's own rule, which the report names.
-            Default: plain weights.
-        source: with ``quantize``, the quantised source, a directory or a URL. Default: that of the live model's last load, which must
-            be as it was then; a stored model has none.
-        max_shard_bytes: payload per file, unless one tensor is larger.
-        overwrite: replace an earlier export in a local directory. The new files are written first, then the two directories change
-            places at once, and the old files are deleted; both need room for that time. Anything that doesn't look like an export is
-            refused.
-        trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
-            their own code need it.
+        model_or_path: a live (sharded) model, a checkpoint directory, or any other source that ``load`` accepts.
+        out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
+            store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
+        model_name: the model to export from a checkpoint with several.
+        config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a
+            config, the tensors keep their names.
+        dtype: dtype of floating-point tensors in the output. Default: unchanged.
+        adapters: one or several adapters of a live ``PeftModel``. Default: all.
+        merge: for a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the adapters. Each
+            rank merges its own shards; only the adapters are gathered.
+        quantize: ``"as-source"`` writes the model in the format of the quantized source from which it was loaded: the same codes, scales,
+            names and ``quantization_config``. A tensor that still equals the source's dequantized tensor, bit for bit, is copied from
+            there byte for byte; any other is quantized again by the format's own rule, which the report names. Default: plain weights.
+        source: with ``quantize``, the quantized source, a directory or a URL. Default: the source of the live model's last load, which must not
+            have changed since; required for a stored model.
+        max_shard_bytes: payload per file, unless a single tensor is larger.
+        overwrite: replace an earlier export in a local directory. The new files are written first, then the two directories are swapped
+            atomically, and the old files are deleted. Both need disk space until then. A directory that doesn't look like an
+            export is refused.
+        trust_remote_code: run the Python files of a checkpoint's model, which define its hub names. Only models with custom code need it.
 
-    Every rank of the default process group must call it; each writes its own bytes at precomputed offsets of the
-    final files. Into a store the ranks bring a live model's tensors together, by the default process group. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
-    files of a checkpoint are opened at the start, so a run that deletes it meanwhile does no harm (if the process may
-    not open that many files: :class:`CheckpointError`). Memory: staging only; into a store, two windows of 32 MiB and four parts of 8 MiB besides. Raises :class:`CheckpointError`,
-    :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` on every rank.
+    Every rank of the default process group must call it. Each writes its own bytes at precomputed offsets in the final files. For a store, the
+    ranks first gather a live model's tensors over the default process group. Tensors read from a checkpoint are checked against its
+    recorded digests before any output appears. All files of a checkpoint are opened at the start, so a run that deletes it during
+    the export does no harm (:class:`CheckpointError` if the process may not open that many files). Memory: staging only; for a store,
+    also two windows of 32 MiB and four parts of 8 MiB. Raises :class:`CheckpointError`, :class:`SourceError`
+    (:class:`IntegrityError` if content differs) or :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
@@ -220,7 +220,7 @@ def _live_as_source(
     if has_blocks(live.root):
         raise ValueError(
             "quantize='as-source' needs plain weights, and this model holds 4-bit codes: without quantize= they are exported "
-            "dequantised; a load with quantized='dequantize' can be exported as its source"
+            "dequantized; a load with quantized='dequantize' can be exported as its source"
         )
     found = QuantizedSource(place_of_source(live, source), lambda: live.tensors, ranks.tick, io)
     return AsSourceJob(LiveWeights(LiveJob(live)), found, Staging(io))
@@ -231,12 +231,12 @@ def _stored_as_source(
 ) -> AsSourceJob:
     """The export of a stored model in a source's format; takes over ``stored``.
 
-    Raises :class:`ValueError` without a source, :class:`UnsupportedConversionError` if the model is quantised itself.
+    Raises :class:`ValueError` without a source, :class:`UnsupportedConversionError` if the model is quantized itself.
     """
     try:
         if source is None:
             raise ValueError(
-                "quantize='as-source' of a stored model needs source=: the quantised source that it was loaded from"
+                "quantize='as-source' of a stored model needs source=: the quantized source that it was loaded from"
             )
         stored.refuse_codes()
         place = absolute(source), None

@@ -250,7 +250,7 @@ class MergedJob:
         """Does nothing: a live model has no recorded digests."""
 
     def assets(self) -> Mapping[str, bytes]:
-        """Those of the base. Its config says nothing of a quantisation: its weights are plain."""
+        """Those of the base. Its config says nothing of a quantization: its weights are plain."""
         found = asset_files(self._live.base)
         if "config.json" in found:
             config = json.loads(found["config.json"])

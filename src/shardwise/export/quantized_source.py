@@ -1,4 +1,4 @@
-"""The quantised source whose format an export writes: found, checked to be what the model was loaded from, and held open."""
+"""The quantized source whose format an export writes: found, checked to be what the model was loaded from, and held open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Versions = Mapping[str, tuple[int, object]]
 
 
 class QuantizedSource:
-    """A quantised source: its stored tensors, the tensors that they stand for, and readers of both. Rank-local.
+    """A quantized source: its stored tensors, the tensors that they stand for, and readers of both. Rank-local.
 
     Opens its files, as many as the process may have open, so a source that is deleted meanwhile does no harm. Raises
     :class:`CheckpointError` if there is none, if it is not what the model was loaded from, or if it is plain.
@@ -52,7 +52,7 @@ class QuantizedSource:
                 )
             if not self.meant.coded:
                 raise CheckpointError(
-                    f"{self.root}: is not quantised, and quantize='as-source' writes the format of a quantised source; leave "
+                    f"{self.root}: is not quantized, and quantize='as-source' writes the format of a quantized source; leave "
                     f"quantize= out, or give source="
                 )
             self.config: Mapping[str, Any] = _config(self.stored)
@@ -60,7 +60,7 @@ class QuantizedSource:
             self.files.hold(file.path for file in self.stored.files)
         except (SourceError, OSError) as error:
             raise CheckpointError(
-                f"{self.root}: can't be read as the source of quantize='as-source': {error}; give source=, the quantised "
+                f"{self.root}: can't be read as the source of quantize='as-source': {error}; give source=, the quantized "
                 f"source that the model was loaded from"
             ) from error
         self.decoded = DecodingReader(self.files, self.meant.coded, io)
@@ -71,7 +71,7 @@ class QuantizedSource:
         return self.stored.quantization.settings
 
     def as_quantized(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A config of the plain model, with what the source's config says of quantisation and dtype, where it says it."""
+        """A config of the plain model, with what the source's config says of quantization and dtype, where it says it."""
         return _with_quantization(config, self.config)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def place_of_source(live: LiveModel, given: str | os.PathLike[str] | None) -> tu
     home = home_of(live.root) or home_of(live.base)
     if home is None:
         raise CheckpointError(
-            "quantize='as-source': it is not known which quantised source this model was loaded from; give source="
+            "quantize='as-source': it is not known which quantized source this model was loaded from; give source="
         )
     return home, None
 

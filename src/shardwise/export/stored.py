@@ -141,7 +141,7 @@ class StoredJob:
         if blocks:
             raise CheckpointError(
                 f"{self._path}: holds weights in 4-bit blocks ({blocks[0]} and {len(blocks) - 1} more), which have no hub format: "
-                f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantises them"
+                f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantizes them"
             )
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:

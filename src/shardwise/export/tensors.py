@@ -48,7 +48,7 @@ def inverted(
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> HubTensors:
-    """Module tensors as the tensors that they were loaded from; initialised tensors keep their own names."""
+    """Module tensors as the tensors that they were loaded from; initialized tensors keep their own names."""
     hub: dict[str, TensorSpec] = {}
     tiles = {}
     for name, (code, shape) in specs.items():

@@ -35,19 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
-    """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, without loading anything; best on meta.
+    """Apply FSDP2 to ``model`` in place, as ``accelerator.prepare`` would, without loading anything. Works best on meta.
 
-    With ``tp_size`` in the accelerator's ``parallelism_config`` a transformers model is cut by its own plan instead,
-    unless it holds DTensors already; ``accelerator.prepare`` accepts the result. Does nothing without either, but warns on rank 0 if
-    there are several ranks.
+    With ``tp_size`` in the accelerator's ``parallelism_config``, a transformers model is sharded by its own plan instead, unless it already
+    contains DTensors; ``accelerator.prepare`` accepts the result. With neither, it does nothing, but rank 0 logs a warning if there are several
+    ranks.
 
-    Parameters without dims (a logit scale) stay whole on every rank, and their gradients are averaged after each
-    backward, as by :func:`shardwise.shard`.
+    Parameters without dims (a logit scale) are replicated, and their gradients are averaged after each backward, as with
+    :func:`shardwise.shard`.
 
-    Returns the names of the parameters in the plugin's ignored modules: they stay plain, and the caller reduces their
-    gradients, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for FSDP1, DeepSpeed, Megatron,
-    context or sequence parallelism, tensor parallelism together with FSDP or without a plan, 4-bit parameters, and for
-    models that ``fully_shard`` refuses.
+    Returns the names of the parameters in the plugin's ignored modules. These stay plain, and you must reduce their gradients, as
+    with Accelerate. Every rank must call it. Raises :class:`ShardError` for FSDP1, DeepSpeed, Megatron, context or sequence parallelism, tensor
+    parallelism combined with FSDP or without a plan, 4-bit parameters, and models that ``fully_shard`` refuses.
     """
     check_supported(accelerator)
     parallelism = accelerator.parallelism_config

@@ -41,21 +41,20 @@ __all__ = ["load_from", "load_state", "save_state", "save_to", "train_state"]
 def save_state(
     accelerator: Accelerator, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
 ) -> SaveReport:
-    """``accelerator.save_state`` into a shardwise checkpoint: one directory, all of it or nothing.
+    """Save what the accelerator prepared as one shardwise checkpoint, completely or not at all.
 
-    Stores everything that was prepared or registered: models, optimizers, schedulers, scaler, RNG, positions of the
-    data loaders, custom objects, and the accelerator's own counters. With
-    ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the directory is the project's
-    ``checkpoints/checkpoint_N``, which overrules ``output_dir``, as with Accelerate. ``total_limit`` deletes the oldest
-    checkpoints after the new one is published.
+    Stores everything that was prepared or registered: models, optimizers, schedulers, scaler, random states, positions of data loaders, custom
+    objects, and the accelerator's own counters. As with Accelerate, ``ProjectConfiguration(automatic_checkpoint_naming=True)`` saves to the
+    project's ``checkpoints/checkpoint_N``, which overrides ``output_dir``, and ``total_limit`` deletes the oldest checkpoints after the
+    new one is published.
 
     Args:
-        output_dir: a directory or a URL; must not exist, or be empty. Unlike Accelerate, a save never overwrites a checkpoint (a folder
-            ``latest``). Give each save its own (``f"step-{step}"``).
+        output_dir: a directory or a URL that must not exist or must be empty. Unlike Accelerate, a save never overwrites a checkpoint (a
+            folder ``latest``), so each save needs its own folder (``f"step-{step}"``).
         step: recorded in the checkpoint. Default: the number of earlier saves.
 
-    Every rank must call it. Raises as :func:`shardwise.save`; :class:`CheckpointError` for a directory that is not
-    empty; :class:`StateError` also for registered save hooks: they would add files that the checkpoint does not list.
+    Every rank must call it. Raises the errors of :func:`shardwise.save`, :class:`CheckpointError` for a directory that isn't empty, and
+    :class:`StateError` for registered save hooks, which would add files that the checkpoint doesn't list.
     """
     number = accelerator.save_iteration if step is None else step
     places = [folder_for(accelerator, output_dir)]
@@ -98,13 +97,13 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
 
 
 def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-    """``accelerator.load_state`` from a shardwise checkpoint, or from one that ``accelerator.save_state`` wrote.
+    """Restore what the accelerator prepared from a shardwise checkpoint, or from one written by ``accelerator.save_state``.
 
-    Restores everything that was prepared and registered, under any mesh; a shardwise checkpoint is proved by digests.
-    Without ``input_dir`` it takes the newest of ``automatic_checkpoint_naming``. Accelerate's checkpoints hold no
-    readable data position: data loaders then stay unchanged. ``input_dir`` may be the URL of a shardwise checkpoint.
+    Restores everything that was prepared and registered, on any mesh. Shardwise checkpoints are checked against their digests. Without
+    ``input_dir``, it uses the newest checkpoint of ``automatic_checkpoint_naming``. Accelerate's own checkpoints don't store the data
+    position in a readable form, so data loaders stay unchanged. ``input_dir`` can be the URL of a shardwise checkpoint.
 
-    Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
+    Every rank must call it. Raises the errors of :func:`shardwise.restore`, and :class:`NoCheckpointError` if there is no checkpoint.
     """
     return load_from(accelerator, input_dir, None, OneForAll())
 
@@ -133,16 +132,17 @@ def load_from(
 
 
 def _named(path: str, fallback: str | None, ranks: Ranks) -> str:
-    """A named checkpoint, or the one of its name in the fall-back. Collective."""
+    """A named checkpoint, or the one with its name in the fallback. Collective."""
     if fallback is None:
         return path
     return ranks.on_first("find checkpoint", lambda: first_stored(places_of(path, fallback)))
 
 
 def train_state(accelerator: Accelerator) -> TrainState:
-    """All objects that the accelerator prepared or registered, by reference; for a :class:`shardwise.Checkpointer`.
+    """Collect all objects that the accelerator prepared or registered, by reference, for a :class:`shardwise.Checkpointer`.
 
-    Several models are called ``model_0``, ``model_1``, …, and so are optimizers and schedulers. Rank-local.
+    If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. One rank can call
+    it alone.
     """
     check_kind(accelerator)
     held = prepared(accelerator)

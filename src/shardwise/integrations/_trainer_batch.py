@@ -1,4 +1,4 @@
-"""Recognises a batch by the digests of its content."""
+"""Recognizes a batch by the digests of its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 32
 
 
 class Batch:
-    """A batch that the loop got, to be recognised by its content. Holds references, and copies nothing."""
+    """A batch that the loop got, to be recognized by its content. Holds references, and copies nothing."""
 
     def __init__(self, batch: Any) -> None:
         self._held = [(path, leaf, _version(leaf)) for path, leaf in _leaves(batch, "")]

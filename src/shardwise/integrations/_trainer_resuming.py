@@ -49,16 +49,16 @@ class Resuming(Stopping, Saving):
     resume_report: ResumeReport | None = None
     """The report of the last ``train`` that resumed from a shardwise checkpoint."""
     reads_again: bool = True
-    """Whether a resume inside an epoch reads the epoch's batches again if their items may draw random numbers (always
-    with ``dataloader_num_workers``, otherwise if they were seen to). False: skips them by index, as Trainer does, in no
-    time; the report then says what may differ."""
+    """Whether a resume inside an epoch reads the epoch's earlier batches again if their items may draw random numbers (always assumed with
+    ``dataloader_num_workers``, otherwise only if they were observed to). False: skip them by index, as Trainer does, which takes no time; the
+    report then lists possible differences."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; holds ``output_dir``, ``checkpoint_root`` and ``fallback`` meanwhile. True: resume from the newest undamaged checkpoint.
+        """``Trainer.train``, which locks ``output_dir``, ``checkpoint_root`` and the fallback while it runs.
 
-        Raises :class:`LockedError` if another run holds them, :class:`NoCheckpointError` if all checkpoints are damaged.
-        A named checkpoint (a path or a URL) that is damaged raises :class:`IntegrityError`, or :class:`RankError` if only one rank
-        finds it.
+        ``resume_from_checkpoint=True`` resumes from the newest undamaged checkpoint. Raises :class:`LockedError` if another run has the lock, and
+        :class:`NoCheckpointError` if all checkpoints are damaged. If you name a checkpoint (a path or a URL) and it is damaged, raises
+        :class:`IntegrityError`, or :class:`RankError` if only one rank notices.
         """
         run = self._run = Run(falls_back=resume_from_checkpoint is True)
         self.resume_report = None
@@ -73,10 +73,10 @@ class Resuming(Stopping, Saving):
             return super().train(self._to_open(resume_from_checkpoint), *args, **kwargs)
 
     def has_checkpoint(self) -> bool:
-        """Whether ``train(resume_from_checkpoint=True)`` has a checkpoint to resume from, damaged or not.
+        """Whether there is a checkpoint for ``train(resume_from_checkpoint=True)``, damaged or not.
 
-        For a script that begins and resumes by the same command. Every rank must call it. Raises :class:`SourceError` if a
-        store can't be asked.
+        Use it in a script that starts and resumes with the same command. Every rank must call it. Raises :class:`SourceError` if a store can't be
+        reached.
         """
         lines = [trainer_line_of(root) for root in self._places()]
         return any(

@@ -74,7 +74,7 @@ class Saving(Trainer):
     _hosts: Hosts
     _fallback: str | None = None
     save_report: SaveReport | None = None
-    """The report of the last save that was tried; ``failure`` says why it failed, while training went on."""
+    """The report of the last save that was attempted. If it failed and training continued, ``failure`` says why."""
     _staging: str | None = None
     _writes_beside = False
     _processing_files: Mapping[str, bytes] = {}

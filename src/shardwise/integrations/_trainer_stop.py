@@ -79,10 +79,10 @@ class Stopping(Trainer):
                 self._stopping.stops.close()
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough; from a callback, say.
+        """Ask all ranks to stop, as a signal would: at a time limit, or when the loss is NaN. One rank's call is enough, for example in a callback.
 
-        ``train`` looks whether to stop only with a :class:`shardwise.PreemptionPolicy`: without one this raises
-        :class:`CheckpointError`. Does nothing while ``train`` doesn't run.
+        ``train`` checks for requests only with a :class:`shardwise.PreemptionPolicy`; without one, this raises :class:`CheckpointError`. Does
+        nothing while ``train`` isn't running.
         """
         if self._preemption is None:
             raise CheckpointError(
@@ -93,7 +93,7 @@ class Stopping(Trainer):
 
     @property
     def exit_code(self) -> int:
-        """The status for ``sys.exit``: 0, or ``exit_status`` after a ``train`` that a signal has stopped."""
+        """Pass this to ``sys.exit``: the policy's ``exit_status`` if ``train`` was stopped, otherwise 0."""
         return 0 if self._stopping.stops is None else self._stopping.stops.exit_code
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

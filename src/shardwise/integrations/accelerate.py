@@ -1,6 +1,6 @@
-"""Accelerate: models loaded sharded by the accelerator's FSDP2 plugin; its state in shardwise checkpoints.
+"""Load models sharded by Accelerate's FSDP2 plugin, and save the accelerator's state in shardwise checkpoints.
 
-A script keeps its YAML and its calls; the import changes, and the line that loads::
+Your script keeps its YAML and its calls. Only the import and the line that loads the model change::
 
     from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
 
@@ -11,11 +11,11 @@ A script keeps its YAML and its calls; the import changes, and the line that loa
     accelerator.save_state("runs/a/step-100")
     accelerator.load_state("runs/a/step-100")
 
-Each method is a function here, too, for an accelerator that the script does not make: ``load_pretrained(accelerator,
-path)``, ``prepare(accelerator, …)``, ``save_state(accelerator, folder)``, ``load_state(accelerator, folder)``.
+If your script doesn't create the accelerator itself, use the functions instead of the methods: ``load_pretrained(accelerator, path)``,
+``prepare(accelerator, …)``, ``save_state(accelerator, folder)`` and ``load_state(accelerator, folder)``.
 
-No class, module or function of Accelerate is changed: ``prepare`` takes a model that is sharded already as it is. The
-objects of the run that it changes (the plugin, samplers of prepared loaders): docs/concepts/patching.md.
+No class, module or function of Accelerate is patched: ``prepare`` accepts a model that is already sharded. The objects of your run that
+are changed (the plugin, samplers of prepared loaders) are listed in docs/concepts/patching.md.
 """
 
 from __future__ import annotations
@@ -84,19 +84,19 @@ def load_pretrained(
     return_report: bool = False,
     **options: Unpack[FromPretrained],
 ) -> Any:
-    """:func:`shardwise.load_pretrained`, sharded by the accelerator's FSDP plugin, for ``accelerator.prepare``.
+    """Load a transformers model, sharded by the accelerator's FSDP plugin and ready for ``accelerator.prepare``.
 
-    Follows the wrap policy with its class names or size, reshard after forward, mixed precision (trainable parameters
-    become fp32 masters, as with Accelerate), CPU offload, ignored modules and the mesh of ``parallelism_config`` (FSDP,
-    HSDP, or tensor parallelism alone, by the model's own plan). ``prepare`` compiles. ``cpu_ram_efficient_loading`` has
-    no effect: no rank holds more than its shards. Without FSDP every rank loads the whole model onto the accelerator's
-    device; rank 0 of several warns of that.
+    Follows the plugin's wrap policy (class names or size), reshard after forward, mixed precision (trainable parameters become fp32
+    master weights, as with Accelerate), CPU offload and ignored modules, and the mesh of ``parallelism_config`` (FSDP, HSDP, or tensor
+    parallelism alone, by the model's own plan). Compilation is left to ``prepare``. ``cpu_ram_efficient_loading`` has no effect, because no rank
+    holds more than its shards. Without FSDP, every rank loads the complete model onto the accelerator's device; if there are several
+    ranks, rank 0 logs a warning.
 
-    Applies activation checkpointing, which must precede sharding, and switches it off in the accelerator's plugin
-    permanently, because ``prepare`` would add it again. Later calls of this function still apply it; for a model loaded in
-    another way, set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before its ``prepare``.
+    Activation checkpointing must be applied before sharding. This function applies it, and then permanently turns it off in the accelerator's
+    plugin, because ``prepare`` would add it again. Later calls of this function still apply it. For a model loaded in another way,
+    set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before you prepare it.
 
-    Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
+    For the other arguments, memory, the ranks that must call it and errors, see :func:`shardwise.load_pretrained`. Also raises
     :class:`ShardError` for unsupported settings.
     """
     request = Pretrained(
@@ -131,14 +131,13 @@ def load(
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
 ) -> LoadReport:
-    """Shard any module in place by the accelerator's FSDP plugin, and fill it from ``source``.
+    """Shard any module in place by the accelerator's FSDP plugin, and load its weights from ``source``.
 
-    Build ``model`` inside ``sw.meta_init()``, if possible. ``accelerator.prepare`` accepts the sharded model. See
-    :func:`load_pretrained` for the supported settings, :func:`shardwise.load` for the other arguments.
+    Build ``model`` inside ``sw.meta_init()`` if you can. ``accelerator.prepare`` accepts the sharded model. See :func:`load_pretrained` for
+    the supported settings and :func:`shardwise.load` for the other arguments.
 
-    Every rank must call it. Memory: as :func:`shardwise.load`; a model that was not built on meta is whole on
-    every rank until it is sharded. Raises as
-    :func:`shardwise.load`; :class:`ShardError` for unsupported settings.
+    Every rank must call it. Memory: as for :func:`shardwise.load`, but a model that wasn't built on meta is complete on every rank until
+    it is sharded. Raises the errors of :func:`shardwise.load`, and :class:`ShardError` for unsupported settings.
     """
     ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
     with ranks.agree("shard as the accelerator says"):
@@ -160,15 +159,15 @@ def load(
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """``accelerator.prepare(*objects)``, with hooks that allow exact saves at any place. Every rank must call it.
+    """Call ``accelerator.prepare(*objects)`` and add hooks that make a save exact at any point of the loop. Every rank must call it.
 
-    Each step notes the gradients that it used: a save may come in the middle of an accumulation, or before a loop
-    clears gradients. Each loader's sampler notes the random states from which it draws an order: a save may come inside
-    an epoch. After a plain ``accelerator.prepare`` this begins only with the first :func:`save_state` or
-    :func:`load_state`; the first save then skips unknown state, and the reports say so.
+    The hooks record which gradients each step used, so that you can save in the middle of an accumulation or before the loop clears
+    gradients. They also record the random states from which each loader's sampler draws an order, so that you can save inside an epoch. After a plain
+    ``accelerator.prepare``, recording starts only with the first :func:`save_state` or :func:`load_state`; the first save then skips
+    unknown state, and the reports say so.
 
-    The optimizers keep their parameters, even if a model that was loaded in another way has empty shards. Raises
-    :class:`ShardError` where Accelerate's ``cpu_ram_efficient_loading`` can't shard a model that was loaded whole.
+    The optimizers keep their parameters, even if a model that was loaded in another way has empty shards. Raises :class:`ShardError` if
+    Accelerate's ``cpu_ram_efficient_loading`` can't shard a model that was loaded in full.
     """
     return _prepared(accelerator, accelerator.prepare, objects)
 
@@ -193,19 +192,19 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
 
 
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerate's ``Accelerator``, but it loads models sharded, and saves and loads shardwise checkpoints.
+    """Accelerate's ``Accelerator`` that loads models sharded, and saves and loads shardwise checkpoints.
 
     Args:
-        preemption: which signals ask the run to stop, and how much time it then has; see :class:`shardwise.PreemptionPolicy` and
-            :meth:`should_stop`. ``end_training`` gives the handlers of before back.
-        failures: what happens when storage makes a :meth:`save_state` fail; see :class:`shardwise.FailurePolicy`. A folder that goes to the
-            fallback keeps its name; :meth:`load_state` and :meth:`newest_checkpoint` look there, too. The constructor raises
-            :class:`CheckpointError` or :class:`RankError` for a fallback that can't be written.
-        local: each host keeps the files of its ranks in a folder of its own: ``output_dir`` and the project's folders are on a local
-            disk. :meth:`load_state` needs all hosts that saved, or their parts merged; other hosts and another number of
-            ranks may take part. docs/howto/several-hosts.md.
+        preemption: the signals that ask the run to stop, and how much time it then has; see :class:`shardwise.PreemptionPolicy` and
+            :meth:`should_stop`. ``end_training`` restores the previous signal handlers.
+        failures: how to handle a :meth:`save_state` that fails because of storage; see :class:`shardwise.FailurePolicy`. A folder saved to
+            the fallback keeps its name, and :meth:`load_state` and :meth:`newest_checkpoint` look there, too. The constructor raises
+            :class:`CheckpointError` or :class:`RankError` if the fallback can't be written.
+        local: each host keeps the files of its own ranks: ``output_dir`` and the project's folders are on a local disk.
+            :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
+            See docs/howto/several-hosts.md.
 
-    All other arguments and methods are ``accelerate.Accelerator``'s.
+    All other arguments and methods are those of ``accelerate.Accelerator``.
     """
 
     def __init__(
@@ -227,39 +226,41 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._newest: tuple[str, SaveReport] | None = None
 
     def should_stop(self, step: int) -> bool:
-        """Whether the run was asked to stop; as :meth:`shardwise.Checkpointer.should_stop`.
+        """Whether the run was asked to stop; see :meth:`shardwise.Checkpointer.should_stop`.
 
-        When it is True, call :meth:`save_state` and leave the loop; ``sys.exit(accelerator.exit_code)`` is the last line.
+        When it returns True, call :meth:`save_state`, leave the loop, and end the script with ``sys.exit(accelerator.exit_code)``.
         """
         return self._stops.should_stop(step, Ranks.current())
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough; also without ``stop_on``."""
+        """Ask all ranks to stop, as a signal would: at a time limit, or when the loss is NaN, for example. One rank's call is enough, and it also works
+        without ``preemption=``.
+        """
         self._stops.request()
 
     @property
     def exit_code(self) -> int:
-        """The status for ``sys.exit``: 0, or ``exit_status`` of a run that has stopped."""
+        """Pass this to ``sys.exit``: the policy's ``exit_status`` if the run was stopped, otherwise 0."""
         return self._stops.exit_code
 
     def end_training(self) -> None:
-        """``Accelerator.end_training``; gives the handlers of signals back first. Every rank must call it."""
+        """``Accelerator.end_training``, after restoring the previous signal handlers. Every rank must call it."""
         self._stops.close()
         super().end_training()
 
     def load_pretrained(self, path: str | os.PathLike[str], **options: Any) -> Any:
-        """:func:`load_pretrained` with this accelerator: same arguments, memory and errors. Every rank must call it."""
+        """Call :func:`load_pretrained` with this accelerator: same arguments, memory and errors. Every rank must call it."""
         return load_pretrained(self, path, **options)
 
     def load_model(self, build: Callable[[], nn.Module], source: Any, **options: Any) -> nn.Module:
-        """Build a custom model without memory, shard it by the plugin, and fill it from ``source``.
+        """Build a custom model on meta, shard it by the plugin, and load its weights from ``source``.
 
         Args:
-            build: makes the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
+            build: function that creates the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
             source, options: as for :func:`load`.
 
-        Returns the model, for :meth:`prepare`; :func:`shardwise.load_report` gives the report of its load. Every rank must call it. Raises
-        as :func:`load`.
+        Returns the model, ready for :meth:`prepare`. :func:`shardwise.load_report` returns the report of its load. Every rank must call it.
+        Raises the errors of :func:`load`.
         """
         with Ranks.current().agree("build the model"), meta_init():
             model = build()
@@ -267,14 +268,14 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return model
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """``Accelerator.prepare``, with the hooks of :func:`prepare`, which allow exact saves at any place.
+        """``Accelerator.prepare``, with hooks that make a save exact at any point of the loop; see :func:`prepare`.
 
-        Every rank must call it. Raises as :func:`prepare`.
+        Every rank must call it. Raises the errors of :func:`prepare`.
         """
         return _prepared(self, functools.partial(super().prepare, device_placement=device_placement), args)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """``Accelerator.skip_first_batches``, in the order of the loader's present epoch also with Accelerate before 1.15."""
+        """``Accelerator.skip_first_batches``. Uses the order of the loader's current epoch even with Accelerate before 1.15."""
         return without_first_batches(dataloader, num_batches)
 
     def save_state(
@@ -284,13 +285,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         *,
         step: int | None = None,
     ) -> SaveReport:
-        """:func:`save_state` of this accelerator. ``safe_serialization`` has no effect: all tensors are safetensors.
+        """Save the accelerator's state with :func:`save_state`. ``safe_serialization`` has no effect, because all tensors are safetensors.
 
-        After :meth:`should_stop` it is the last save: a folder just published is not saved again, and no save begins for which
-        ``deadline_s`` or a second signal leaves no time. The report then has ``failure``; the checkpoint before is the newest.
-        ``failure`` also says why a save has failed that the :class:`shardwise.FailurePolicy` lets pass.
+        After :meth:`should_stop`, this is the last save: a folder that was just published isn't saved again, and no save is started if
+        ``deadline_s`` or a second signal leaves no time for it. In that case the report has ``failure``, and the previous checkpoint stays the newest.
+        ``failure`` is also set if a save failed and the :class:`shardwise.FailurePolicy` let training continue.
 
-        Every rank must call it. Raises as :func:`save_state`.
+        Every rank must call it. Raises the errors of :func:`save_state`.
         """
         places = places_of(folder_for(self, output_dir), self._fallback)
         number = self.save_iteration if step is None else step
@@ -306,17 +307,20 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return report
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-        """:func:`load_state` of this accelerator. A folder that only the fallback holds is taken from there, and the newest of
-        ``automatic_checkpoint_naming`` is that of both. Every rank must call it. Raises as :func:`load_state`."""
+        """Restore the accelerator's state with :func:`load_state`.
+
+        If only the fallback has the folder, it is read from there. With ``automatic_checkpoint_naming``, the newest of both is used. Every rank must
+        call it. Raises the errors of :func:`load_state`.
+        """
         report = load_from(self, input_dir, self._fallback, self._hosts)
         self._last_save.resumed()
         return report
 
     def newest_checkpoint(self, root: str | os.PathLike[str]) -> str | None:
-        """The checkpoint of the newest step directly below ``root`` or in the fallback, for :meth:`load_state`; None if there is none.
+        """Find the checkpoint of the newest step directly below ``root`` or in the fallback, for :meth:`load_state`. None if there is none.
 
-        For folders that the script names. Reads manifests; one that can't be read does not count, with a warning. With ``local=True`` the
-        newest that all hosts together hold. Every rank must call it.
+        Use it if your script names the folders. It reads manifests, and skips one that can't be read with a warning. With ``local=True``, it finds
+        the newest step that all hosts together have. Every rank must call it.
         """
         roots = [place_at(root), *([] if self._fallback is None else [self._fallback])]
         return newest_of(roots, self._hosts, steps_in)

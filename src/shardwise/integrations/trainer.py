@@ -1,6 +1,6 @@
-"""HF Trainer, and through it TRL's trainers: models loaded sharded, checkpoints published whole or not at all, exports.
+"""Load models sharded and save shardwise checkpoints with the HF Trainer and TRL's trainers.
 
-The changes in a script, here with TRL::
+Your script changes in four places, here with TRL::
 
     from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained  # 1
 
@@ -10,8 +10,8 @@ The changes in a script, here with TRL::
     trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: for SFTTrainer
     trainer.train(resume_from_checkpoint=True)                # as usual, and so are save_model and the arguments
 
-With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are overridden; no class, module or function
-of another package is changed. Changes to objects of the run: docs/concepts/patching.md.
+With the Trainer itself, use :class:`ShardwiseTrainer` directly. It overrides methods; no class, module or function of another package is
+patched. docs/concepts/patching.md lists the changes to objects of your run.
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ require("trainer")
 
 
 def load_pretrained(args: TrainingArguments, path: str | os.PathLike[str], **options: Any) -> Any:
-    """:func:`shardwise.load_pretrained`, sharded as the Trainer with these arguments would shard it.
+    """Load a transformers model, sharded as the Trainer would shard it with these arguments.
 
     Follows ``args`` (``fsdp_config``, ``parallelism_config``, ``bf16``, …) and ``accelerate launch``. See
     :func:`shardwise.integrations.accelerate.load_pretrained` for the supported settings, the ``options`` (``dtype``,
     ``adapter=LoraConfig(…)``, ``seed``, …) and memory. Returns the sharded model, for the trainer.
 
-    Every rank must call it, before it makes the trainer. Raises :class:`ShardError` for DeepSpeed and other unsupported
-    settings, with transformers before 5.10 also for an ``fsdp_config`` without ``version``, else as
-    :func:`shardwise.load_pretrained`.
+    Every rank must call it, before it creates the trainer. Raises :class:`ShardError` for DeepSpeed and other unsupported settings, and, with
+    transformers before 5.10, for an ``fsdp_config`` without ``version``. Otherwise raises the errors of :func:`shardwise.load_pretrained`.
     """
     return swa.load_pretrained(_accelerator_of(args), path, **options)
 
@@ -89,44 +88,42 @@ def _check_fsdp_version(args: TrainingArguments) -> None:
 
 
 class ShardwiseTrainer(Resuming):
-    """The Trainer with ``checkpoint-N`` as shardwise checkpoints. It is also a mixin, before another trainer class.
+    """The HF Trainer, with every ``checkpoint-N`` saved as a shardwise checkpoint. Use it alone, or as a mixin before another trainer class.
 
-    * ``checkpoint-N`` is one directory with everything, published whole or not at all, and proved by digests when it is
-      read, at any world size. Its manifest lists the files that Trainer and its subclasses write as well
-      (``trainer_state.json``, the tokenizer). ``save_total_limit`` applies after publishing and keeps the newest and
-      the best.
-    * ``resume_from_checkpoint=True`` takes the newest undamaged checkpoint, also if damage shows only when tensors are
-      read. Plain Trainer reads its own checkpoints. ``resume_report`` lists the restored state. The first save renames
-      checkpoints newer than the resumed one to ``_superseded-checkpoint-N-…``, or ``_damaged-…``.
-    * A resume continues exactly at the data position of the save, in any epoch, with any sampler and loader: the
-      epoch begins again under its own random states. The report's ``differences`` name exceptions. With another
-      global batch size than the saved one samples are skipped or seen again, and the report says so.
-    * ``checkpoint-N`` holds the files of ``_save`` and ``save_model`` of other classes. This class writes the weights,
-      once: a ``_save`` that it calls gets no tensors. ``from_pretrained(checkpoint-N)`` reads model and tokenizer.
-    * ``save_model`` writes hub files, or adapters for a ``PeftModel``, without gathering; every rank must call it.
-    * Reference models of TRL's trainers are clones of the sharded ``model``: nothing is read, and none is whole.
-    * ``train`` holds ``output_dir`` (by a lock that ends with the process) and deletes leftovers of killed saves.
-    * ``checkpoint_root`` of the constructor, a directory or the URL of an object store with conditional writes, says where
-      checkpoints are saved; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
-    * ``preemption=PreemptionPolicy()`` of the constructor: while ``train`` runs, a signal on any rank (SIGTERM, SIGUSR1) stops all ranks
-      after the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
-      ``sys.exit(trainer.exit_code)``: it is the policy's ``exit_status`` (75), and 0 for a run that came to its end. With the policy's
-      ``deadline_s``, and after a second signal, no last save begins that takes longer than saves took; the run then continues from
-      the checkpoint before. ``request_stop()`` asks for the same without a signal.
-    * ``failures=FailurePolicy()`` of the constructor: a save that storage made fail is logged, and training continues.
-      :attr:`save_report` says why, and the next save is tried as usual; at ``max_failures`` failed saves in a row ``train`` raises.
-      A checkpoint that can't be saved in the first place goes to the policy's ``fallback``; ``resume_from_checkpoint=True`` takes
-      the newest of both.
+    * **Saving.** ``checkpoint-N`` is one directory with everything, published completely or not at all, readable at any world size, and
+      checked against its digests when it is read. Its manifest also lists the files that Trainer and its subclasses write
+      (``trainer_state.json``, the tokenizer). ``save_total_limit`` applies after publishing, and keeps the newest and the best checkpoint.
+    * **Resuming.** ``resume_from_checkpoint=True`` uses the newest undamaged checkpoint, even if the damage shows only when tensors are
+      read. Checkpoints written by the plain Trainer are resumed by its own code. ``resume_report`` lists the restored state. The first save renames
+      checkpoints newer than the resumed one to ``_superseded-checkpoint-N-…`` or ``_damaged-…``.
+    * **Data position.** A resume continues exactly where the save was, in any epoch, with any sampler and loader: the epoch starts
+      again with its own random states. The report's ``differences`` list exceptions. With a different global batch size, samples are skipped or
+      repeated, and the report says so.
+    * **Files of other classes.** ``checkpoint-N`` includes the files that ``_save`` and ``save_model`` of other classes write. This class writes
+      the weights, once: a ``_save`` that it calls gets no tensors. ``from_pretrained(checkpoint-N)`` loads model and tokenizer.
+    * **Export.** ``save_model`` writes Hugging Face files, or adapters for a ``PeftModel``, without gathering. Every rank must call it.
+    * **Reference models** of TRL's trainers are clones of the sharded ``model``: they aren't read from disk, and no rank holds a full one.
+    * **Locking.** ``train`` locks ``output_dir`` (the lock ends with the process) and deletes what killed saves left behind.
+    * **Another place for checkpoints.** ``checkpoint_root=`` is a directory or the URL of an object store that supports conditional writes;
+      ``output_dir`` stays local. In a store, checkpoints are named ``step-N.<nonce>``. ``resume_from_checkpoint`` accepts URLs.
+    * **Preemption.** With ``preemption=PreemptionPolicy()``, a signal on any rank (SIGTERM, SIGUSR1) during ``train`` stops all ranks after the
+      same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
+      ``sys.exit(trainer.exit_code)``: it is the policy's ``exit_status`` (75), or 0 for a run that finished. With the policy's
+      ``deadline_s``, or after a second signal, no last save is started that would take longer than saves took so far; the run then
+      resumes from the previous checkpoint. ``request_stop()`` does the same without a signal.
+    * **Failed saves.** With ``failures=FailurePolicy()``, a save that fails because of storage is logged, and training continues.
+      :attr:`save_report` gives the reason, and the next save is attempted as usual. After ``max_failures`` failed saves in a row,
+      ``train`` raises. A checkpoint that can't be saved in the first place goes to the policy's ``fallback``, and
+      ``resume_from_checkpoint=True`` uses the newest of both.
+    * **Local disks.** With ``local=True``, each host keeps the files of its own ranks on its own disk, below ``output_dir`` or
+      ``checkpoint_root`` there. A resume uses the newest checkpoint that all hosts together have, with any number of ranks and hosts, as long
+      as every host that saved it is there. Other programs can read it once its parts are merged; see docs/howto/several-hosts.md.
+      ``save_model`` needs a folder that all ranks can see.
 
-    * ``local=True`` of the constructor: each host keeps the files of its ranks of a ``checkpoint-N`` on its own disk, below ``output_dir`` or
-      ``checkpoint_root`` there. A resume takes the newest that all hosts together hold, on any ranks and hosts, if all are there that
-      saved it. Other programs read it once its parts are merged: docs/howto/several-hosts.md. ``save_model`` needs a folder that
-      all ranks see.
-
-    Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
-    :func:`shardwise.restore` and :func:`shardwise.export_hf`, the same on every rank; its constructor raises
-    :class:`ShardError` or :class:`CheckpointError` for unsupported settings: DeepSpeed, FSDP version 1, tensor or
-    context parallelism, checkpoints pushed to the hub while training, ``save_on_each_node``, ``enable_jit_checkpoint``.
+    Memory: at most 16 MiB in addition to the live tensors on CPU. Raises the errors of :func:`shardwise.save`, :func:`shardwise.restore` and
+    :func:`shardwise.export_hf`, the same on every rank. The constructor raises :class:`ShardError` or :class:`CheckpointError` for
+    unsupported settings: DeepSpeed, FSDP version 1, tensor or context parallelism, checkpoints pushed to the hub while training,
+    ``save_on_each_node`` and ``enable_jit_checkpoint``.
     """
 
     _groups: Groups | None = None

@@ -87,7 +87,7 @@ def with_modules_of(model: Any, config: Any) -> None:
     """Swap layers of a transformers model on meta for those of a quantization config, as ``from_pretrained`` does.
 
     transformers chooses the layers (``llm_int8_skip_modules``, not the head, none kept in fp32) and sets ``is_quantized``
-    and ``quantization_method``. Without it, other layers would be quantised than ``from_pretrained`` quantises.
+    and ``quantization_method``. Without it, other layers would be quantized than ``from_pretrained`` quantizes.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -133,7 +133,7 @@ def places(model: nn.Module) -> dict[str, BaseSlot]:
 
     ``base_layer`` inside an adapted layer, ``original_module`` and ``modules_to_save.<adapter>`` inside a wrapper
     are the layer or wrapper itself, as in ``peft.utils.save_and_load._peft_key_to_original_key`` (0.21).
-    Without it, the base's parameters would not be found under the base's names, to load them or to initialise them.
+    Without it, the base's parameters would not be found under the base's names, to load them or to initialize them.
     """
     root = base_of(model)
     return {

@@ -29,7 +29,7 @@ SKIPPED_FORM = r"(?:{})(?:(?<=\.)|(?=\.|$))"
 
 
 def quantizer_of(settings: Any) -> Any:
-    """transformers' quantizer for the ``quantization_config`` (a mapping or an object) of a source that is quantised already.
+    """transformers' quantizer for the ``quantization_config`` (a mapping or an object) of a source that is quantized already.
 
     Without it, what a config leaves out would have other defaults than ``from_pretrained`` gives it.
     """
@@ -42,7 +42,7 @@ def with_modules_of(model: Any, quantizer: Any) -> None:
     """Swap layers of a model on meta for the quantizer's own, as ``from_pretrained`` does on a GPU.
 
     Not ``validate_environment``: without a GPU it turns the quantizer to plain weights. Without it, other layers would be
-    quantised than ``from_pretrained`` takes.
+    quantized than ``from_pretrained`` takes.
     """
     quantizer.preprocess_model(model=model, device_map=None)
     model.hf_quantizer = quantizer
@@ -93,7 +93,7 @@ def with_compressed_modules(model: Any, quantizer: Any) -> dict[str, Any]:
     }
     for module in found.values():
         compress_module(module)
-        # An attribute of the module that quantises the weight again, in place of the forward of its class.
+        # An attribute of the module that quantizes the weight again, in place of the forward of its class.
         vars(module).pop("forward", None)
     quantizer.use_fp8_kernel = False  # validate_environment would say so, or take kernels of its own
     model.hf_quantizer = quantizer

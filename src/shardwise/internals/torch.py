@@ -43,7 +43,7 @@ __all__ = [
     "meta_tree",
     "original_class",
     "parameter_like",
-    "quantised",
+    "quantized",
     "reset_methods",
     "sibling_meshes",
     "spec_key",
@@ -263,14 +263,14 @@ def parameter_like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """
     if type(data) is torch.Tensor:
         made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    else:  # a tensor subclass (DTensor, quantised) that is itself marked as a parameter
+    else:  # a tensor subclass (DTensor, quantized) that is itself marked as a parameter
         made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 
 
-def quantised(integers: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
-    """A quantised tensor of these integers; ``axis=None``: one scale for all.
+def quantized(integers: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
+    """A quantized tensor of these integers; ``axis=None``: one scale for all.
 
     Without it, there is ``torch.quantize_*``, which takes floats and would round them anew.
     """

@@ -189,7 +189,7 @@ def blocks_not_to_split(module: nn.Module) -> tuple[str, ...]:
 
 
 def initializer_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """``_init_weights(module)`` of a module that initialises those inside it; None for any other.
+    """``_init_weights(module)`` of a module that initializes those inside it; None for any other.
 
     transformers 5.20-5.23 and most code written like it. Without it, new parameters (a head, say) have no rule.
     """
@@ -378,7 +378,7 @@ def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]
 def tie_map(model: Any) -> dict[str, str]:
     """Names that a transformers model ties, target to source; empty for other modules.
 
-    transformers 5.20-5.23: ``all_tied_weights_keys``. Without it, a tied parameter could be initialised by the
+    transformers 5.20-5.23: ``all_tied_weights_keys``. Without it, a tied parameter could be initialized by the
     rule of its second name instead of its first.
     """
     return dict(getattr(model, "all_tied_weights_keys", None) or {})

@@ -1,6 +1,6 @@
 """Blocks of consecutive elements: how they lie in a tensor, and which cuts fall on them. Pure.
 
-Quantised optimizer states have one scale for each block of the rank's own elements, row-major. Where every cut falls between
+Quantized optimizer states have one scale for each block of the rank's own elements, row-major. Where every cut falls between
 blocks, these are the blocks of the whole tensor, however it is cut. So the scales are a tensor that is cut like the codes.
 """
 

@@ -99,7 +99,7 @@ class _Counts:
 
 
 def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | None = None) -> Ledger:
-    """Write down what this process uses while a block runs: memory and bytes, over time and by phase.
+    """Record this process's memory use and I/O while a block runs, over time and by phase.
 
     ::
 
@@ -108,23 +108,23 @@ def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | N
             with ledger.phase("warm-up"):
                 …
 
-    Any process may open one, alone; ranks may share ``path``. Each writes a file of its own into that directory, with rank and
-    host in its name: JSON lines, whole ones also if the process is killed. ``load``, ``save``, ``resume``, ``restore``,
-    ``clone``, ``export_hf``, ``verify``, ``diff``, ``copy`` and ``convert`` add their phases and reports automatically; ``phase`` of the returned object adds yours, at about 0.3 ms each.
-    ``shardwise report`` draws it.
+    Any process can open one without the others, and ranks can share ``path``. Each process writes its own JSON Lines file there, with its
+    rank and host in the name; even if the process is killed, every line in it is complete. ``load``, ``save``, ``resume``, ``restore``, ``clone``,
+    ``export_hf``, ``verify``, ``diff``, ``copy_checkpoint`` and ``convert`` add their phases and reports automatically. ``phase`` of the returned
+    object adds yours, at about 0.3 ms each. ``shardwise report`` plots the result.
 
-    Recorded, in bytes: anonymous, file-backed, shared and swapped memory of the process, and ``VmHWM``; charge and page cache of
-    its cgroup (v1, v2), all its processes together; what torch allocated and reserved on devices in use; bytes read and written.
-    A thread looks every 20 ms, or less often where that takes more than 0.5 % of one core. Peaks are those of the looks; the peak of a
-    phase that raises ``VmHWM`` is exact. Records come every 0.1 s at first, and half as often after each 2,000 of them: about 10 MB
-    in a week. Of phases of one name the first 1,000 are written, then each tenth, then each hundredth.
+    It records, in bytes: the process's anonymous, file-backed, shared and swapped memory, and ``VmHWM``; usage and page cache of its
+    cgroup (v1 or v2), which covers all processes in it; the memory that torch allocated and reserved on devices in use; and the bytes read and
+    written. A thread samples every 20 ms, or less often if sampling takes more than 0.5% of a core. Peaks are the highest samples; the
+    peak of a phase that raises ``VmHWM`` is exact. Records are written every 0.1 s at first, and half as often after every 2,000 of them, which
+    comes to about 10 MB a week. For each phase name, the first 1,000 phases are written, then every tenth, then every hundredth.
 
     Args:
-        path: a local directory; made if needed.
-        tensorboard: gets the same numbers as scalars ``ledger/…``, by its ``add_scalar(tag, value, step)``, from the thread.
+        path: a local directory, created if needed.
+        tensorboard: gets the same numbers as scalars ``ledger/…``, through its ``add_scalar(tag, value, step)``, from the thread.
 
-    A forked child writes nothing until it opens a ledger. Inside another ledger of the process, phases go to the innermost. Raises
-    :class:`CheckpointError` if ``path`` can't be written; a disk that fails later ends the ledger with a warning.
+    A forked child writes nothing until it opens its own ledger. With nested ledgers, phases go to the innermost one. Raises
+    :class:`CheckpointError` if ``path`` can't be written. If the disk fails later, the ledger ends with a warning.
     """
     return Ledger(path, tensorboard=tensorboard)
 

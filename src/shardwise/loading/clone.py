@@ -29,21 +29,20 @@ __all__ = ["clone"]
 
 
 def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, timeout_s: float = 300.0) -> Any:
-    """Copy the present values of ``model`` into a second model, sharded the same way, frozen and in eval mode.
+    """Copy ``model`` with its current values into a second model that is sharded the same way, frozen and in eval mode.
 
-    For a reference model, for example. Copies parameters and all buffers, including non-persistent ones, on their own
-    device; ties are kept. ``export_hf`` and ``iter_full_tensors`` treat the clone as they treat ``model``.
+    Use it for a reference model, for example. Parameters and all buffers, including non-persistent ones, are copied on their own
+    device; ties are kept. ``export_hf`` and ``iter_full_tensors`` treat the clone like ``model``.
 
     Args:
-        build: makes the second model: on meta (in :func:`meta_init`), wrapped like the first. Default: a transformers
-            model of the same class and config, sharded like the first by :func:`shard`, :func:`load_pretrained` or
+        build: function that creates the second model, on meta (inside :func:`meta_init`) and wrapped like the first. Default: a
+            transformers model of the same class and config, sharded like the first by :func:`shard`, :func:`load_pretrained` or
             ``integrations.accelerate`` (also through ``integrations.trainer``).
         timeout_s: as in :class:`IOOptions`; nothing is read here.
 
-    Every rank of the default process group must call it; ranks agree through the store, without a collective. Memory:
-    this rank's shards once more; no full tensor, no staging. Raises :class:`StateError` (the model can't be built
-    again, or the second one differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` on every
-    rank.
+    Every rank of the default process group must call it. Ranks agree through the store, without collectives. Memory: this
+    rank's shards once more, with no full tensors and no staging. Raises, on every rank, :class:`StateError` if the model
+    can't be built again or the second one differs, :class:`ShardError`, :class:`LayoutError` or :class:`RankError`.
     """
     with phase("clone"), Ranks.current(timeout_s=timeout_s).agree("clone model"):
         live = describe(model)

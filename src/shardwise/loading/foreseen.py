@@ -20,7 +20,7 @@ class _Staged:
     """If it reads its own ranges."""
     beside_buckets: int
     initialized: int
-    """For a module that is initialised, after the reads."""
+    """For a module that is initialized, after the reads."""
 
 
 class StagingTally:

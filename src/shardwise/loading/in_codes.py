@@ -1,4 +1,4 @@
-"""The source of a model that holds codes: its weights as blocks, kept as they are stored or quantised while they are read."""
+"""The source of a model that holds codes: its weights as blocks, kept as they are stored or quantized while they are read."""
 
 from __future__ import annotations
 

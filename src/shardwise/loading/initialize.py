@@ -57,28 +57,27 @@ def init_weights(
     only: Collection[str] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[str, ...]:
-    """Fill parameters by the model's own rule: the same global values at every world size and sharding.
+    """Initialize parameters by the model's own rule, with the same global values for every world size and sharding.
 
-    The rule is ``_init_weights`` of a transformers model (or of any model that has one), else ``reset_parameters``;
-    for PEFT's LoRA layers ``reset_lora_parameters``, and for DoRA's magnitudes the norms of the present base weights.
-    Each module draws from generators seeded by (seed, its name), so its values do not depend on the other modules that
-    are filled. All other parameters, buffers and the global random state stay unchanged. If any tensor is on meta,
-    the whole model first gets memory on ``device`` (None: the device of its mesh, else the CPU).
+    The rule is ``_init_weights`` of a transformers model (or any model that has it), otherwise ``reset_parameters``. For PEFT's LoRA layers it is
+    ``reset_lora_parameters``, and DoRA's magnitudes are the norms of the current base weights. Each module draws from generators
+    seeded by ``seed`` and its name, so its values don't depend on which other modules are initialized. All other parameters,
+    the buffers and the global random state are unchanged. If any tensor is on meta, the complete model is first allocated on ``device`` (None:
+    the device of its mesh, otherwise the CPU).
 
-    Rank-local: every rank that holds a part must call it with the same arguments. Communicates only for magnitudes
-    whose norms include several ranks' elements: such a weight is gathered over its mesh. Host memory besides the
-    destination: the full size of one module's own wanted parameters (or of such a weight) at a time.
+    Every rank that holds a part must call it, with the same arguments. Ranks communicate only for magnitudes whose norms span several ranks:
+    such a weight is gathered over its mesh. Host memory in addition to the parameters: the full size of one module's own requested
+    parameters (or of such a weight) at a time.
 
     Args:
         seed: any integer.
-        only: patterns (fnmatch) of canonical names; None: every parameter.
+        only: ``fnmatch`` patterns of parameter names, as in ``state_dict``, without wrapper parts. None: every parameter.
 
     Returns:
-        The names of the parameters that were filled, in module order.
+        The names of the parameters that were initialized, in module order.
 
     Raises:
-        PlanError: a pattern matches nothing, or no rule fills some parameters (names them all); before anything is
-            written.
+        PlanError: a pattern matches nothing, or no rule initializes some parameters (the error lists them all). Nothing is written then.
     """
     patterns = None if only is None else patterns_of("only", only)
     return fill_by_rule(describe(model), seed, patterns, device)
@@ -199,7 +198,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
         key = id(tensor.tensor)
         if key in norms and key not in refused:
             if id(norms[key].drawn_with) not in filled:
-                problems.append(f"{tensor.name}: follows from lora_B, which is not initialised along with it")
+                problems.append(f"{tensor.name}: follows from lora_B, which is not initialized along with it")
             continue
         slot = next(s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None)
         name, module, attribute = slot.find(tensor) or ("", model, "")
@@ -214,7 +213,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
         job[3].update(rules)
     if problems:
         raise PlanError(
-            "parameters that can't be initialised by a rule of the model. Give the module that owns them a "
+            "parameters that can't be initialized by a rule of the model. Give the module that owns them a "
             "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of init_weights(only=…), "
             "or out of load(allow_missing=…) with a source that holds them",
             tuple(problems),

@@ -78,43 +78,40 @@ def load(
     verify: Literal["cover", "digest"] | None = None,
     allow_plain: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill ``model`` in place from ``source``: complete and proved, or one error that lists every problem.
+    """Load the weights in ``source`` into ``model`` in place: every tensor, or one error that lists all problems.
 
-    Fills every parameter and persistent buffer: DTensors with any FSDP2/HSDP/TP/EP placements, plain tensors, scalars,
-    integers, ties. Each rank reads only the bytes of its own shards. Parameters keep identity, dtype, wrapping,
-    padding and ``requires_grad``; RNG and torch settings are untouched.
+    Loads every parameter and persistent buffer: DTensors with any FSDP2, HSDP, TP or EP placements, plain tensors, scalars, integers and
+    tied tensors. Each rank reads only the bytes of its own shards. Parameters keep their identity, dtype, wrapping, padding and
+    ``requires_grad``. The random generators and torch's settings aren't touched.
 
     Args:
-        model: any module; meta tensors get memory on ``device`` first.
-        source: a safetensors file or directory, or a shardwise checkpoint; local, or the URL of one in an object store.
-        names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
-            transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
-            base's. Not together with ``key_mapping``.
-        key_mapping: renames before those of the model's class, regex → replacement, as for ``from_pretrained``. No
-            effect on a checkpoint, which holds the names of the module.
+        model: any module; tensors on meta are allocated on ``device`` first.
+        source: a safetensors file or directory, or a shardwise checkpoint; a local path, or a URL in an object store.
+        names: stored name → module name, as a mapping (names that aren't in it stay unchanged) or a function. Default: the transformers
+            renames of the model's class (for a model wrapped by PEFT, those of the base), or none for other modules. Can't be combined with
+            ``key_mapping``.
+        key_mapping: regex → replacement, applied before the renames of the model's class, as in ``from_pretrained``. No effect on a
+            checkpoint, which stores the module's names.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
-        allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack: the model's own rule fills them.
-        adapter: of a ``PeftModel`` whose base ``source`` holds: the directory of an adapter, or a PEFT config (as
-            ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either.
-            Base and adapters are one plan and one proof; stored names of an adapter begin with its own
-            (``default:base_model.model.…``). DoRA's magnitudes follow from the loaded weights, and ``modules_to_save``
-            without files copy those of the base. None: ``source`` holds the adapters, too.
-        seed: for initialised parameters: the same values at every world size.
-        device: where meta tensors get memory. Default: the mesh's device, else CPU.
-        io: staging and time limits.
-        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
-            records one, unless the load changes its dtype. None: ``"digest"`` if the source records digests (a
-            checkpoint does), else ``"cover"``.
-        allow_plain: ``fnmatch`` patterns of trainable parameters that may be plain tensors among sharded ones. FSDP2
-            does not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
-            pattern.
+        allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack. They are initialized by the model's own rule.
+        adapter: for a ``PeftModel`` whose base is in ``source``: the directory of an adapter, or a PEFT config (such as
+            ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either. Base and
+            adapters are planned and checked together; an adapter's stored names start with its own name
+            (``default:base_model.model.…``). DoRA's magnitudes are computed from the loaded weights, and ``modules_to_save`` without
+            files are copied from the base. None: ``source`` contains the adapters, too.
+        seed: seed for initialized parameters, whose values are the same at every world size.
+        device: where tensors on meta are allocated. Default: the mesh's device, otherwise the CPU.
+        io: staging memory and time limits.
+        verify: ``"cover"`` checks the plan only. ``"digest"`` also compares the digest of every tensor for which the source records one, unless
+            the load changes its dtype. None: ``"digest"`` if the source records digests (a checkpoint does), otherwise ``"cover"``.
+        allow_plain: ``fnmatch`` patterns of trainable parameters that may stay plain tensors among sharded ones. FSDP2 doesn't reduce their
+            gradients, so you must. Parameters whose gradients ``shard`` reduces need no pattern.
 
-    Every rank of the default process group must call it. Memory: this rank's shards plus
-    ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
-    form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
-    the model's), :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are
-    not in ``allow_plain``), or :class:`RankError` on every living rank; :class:`TypeError` for a string or a mapping
-    in place of a tuple of patterns.
+    Every rank of the default process group must call it. Memory: this rank's shards plus ``io.staging_bytes``. Raises
+    :class:`PlanError` before payload is read (also for adapters without a sharded form: a method other than LoRA, an
+    initialization that needs weights or data, a quantized base, or settings that differ from the model's),
+    :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that aren't in ``allow_plain``), or
+    :class:`RankError` on every living rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)

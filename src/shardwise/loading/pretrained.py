@@ -78,47 +78,47 @@ def load_pretrained(
     return_report: bool = False,
     **options: Unpack[FromPretrained],
 ) -> Any:
-    """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
+    """Build the transformers model at ``path`` on meta, shard it over ``mesh``, and load its weights into the shards.
 
-    Returns the model as ``from_pretrained`` would (eval mode, generation config, ``name_or_path``, dtype), sharded by
-    FSDP2. :func:`load_report` gives the report of its load. No rank ever holds more than its shards and the staging; RNG
-    state and torch settings are untouched.
+    Returns the model that ``from_pretrained`` would return (eval mode, generation config, ``name_or_path``, dtype), sharded with FSDP2.
+    Call :func:`load_report` for the report. No rank ever holds more than its shards and the staging buffer. The random generators and
+    torch's settings aren't touched.
 
     Args:
-        path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
-            hub, read from the local cache. Missing files are downloaded once per host (see ``options``). Or the URL of a
-            directory in an object store. If there are several candidates for the weights, the one that ``from_pretrained`` would take;
-            the report and a warning name the others.
-        mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
-        policy: how to wrap; see :class:`ShardPolicy`.
-        dtype: ``"auto"`` (the config's, else the stored one), a dtype or its name.
+        path: a local directory with ``config.json`` and safetensors files, or the id of a model on the Hugging Face hub, which is read from
+            the local cache (missing files are downloaded once per host, see ``options``), or the URL of a directory in an object store. If
+            there are several candidates for the weights, it uses the one that ``from_pretrained`` would; the report and a warning
+            name the others.
+        mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded; each rank gets the full model.
+        policy: how to wrap the model; see :class:`ShardPolicy`.
+        dtype: ``"auto"`` (the config's dtype, otherwise the stored one), a dtype, or its name.
         auto_class: a transformers Auto class or model class. Default: the config's ``architectures[0]``.
-        config: a config object to use instead of the stored one, or the directory of one.
-        trust_remote_code: run the directory's Python files for its classes (``auto_map``). Ranks that share
-            transformers' cache of modules import them in turn.
+        config: a config to use instead of the stored one, or the directory of one.
+        trust_remote_code: run the Python files in the directory for the model's classes (``auto_map``). Ranks that share transformers' module
+            cache import them one after another.
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
-        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to what the model class declares
+        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to those that the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
-        adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
-            active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
-            those without a directory are initialised by PEFT's own rule. None: the adapter that ``path`` itself has
-            (``adapter_config.json``), as in ``from_pretrained``; ``{}``: no adapter.
-        quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: codes and scales of FP8,
-            compressed-tensors and bitsandbytes' 4 bits stay as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain
-            weights are quantised while they are read. Frozen either way: see :class:`.KeptLayer`, :class:`.ShardedLinear4bit`.
-            Needs the method's library.
-        seed: seed of initial values, which are the same at every world size.
+        adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the active one first. The
+            result is then a ``PeftModel`` around the sharded base. Its adapters are trainable; adapters without a directory
+            are initialized by PEFT's own rule. None: the adapter that ``path`` itself contains (``adapter_config.json``), as in
+            ``from_pretrained``. ``{}``: no adapter.
+        quantized: ``"dequantize"``: quantized weights are dequantized. ``"keep"``: the codes and scales of FP8, compressed-tensors and
+            bitsandbytes 4-bit sources are kept as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4-bit): plain weights are
+            quantized as they are read. Weights kept in codes are frozen; see :class:`.KeptLayer` and :class:`.ShardedLinear4bit`. Needs
+            the method's library.
+        seed: seed for initialized parameters, whose values are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
-        io: staging and time limits.
+        io: staging memory and time limits.
         verify: as for :func:`shardwise.load`.
         return_report: return ``(model, report)`` instead of the model.
-        options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
-            (the former name of ``dtype``), ``subfolder``, ``variant``, ``use_safetensors``; for the hub ``revision``, ``token``,
-            ``cache_dir``, ``local_files_only``, ``force_download``.
+        options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype`` (the old name of
+            ``dtype``), ``subfolder``, ``variant``, ``use_safetensors``; for the hub, ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only``, ``force_download``.
 
-    Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
-    :class:`UnsupportedConversionError` naming stored tensors whose conversion is not supported yet, or the
-    quantisation; :class:`TypeError` naming the replacement of any other argument of ``from_pretrained``.
+    Every rank of the default process group must call it. Raises the errors of :func:`shardwise.load`,
+    :class:`UnsupportedConversionError` that names the stored tensors or the quantization whose conversion isn't supported yet, and
+    :class:`TypeError` for any other argument of ``from_pretrained``, with its replacement.
     """
     request = Pretrained(
         path=path,
@@ -272,7 +272,7 @@ def build_meta(
 ) -> Any:
     """The model at ``path`` with its parameters on meta and its buffers real, with the dtypes of ``from_pretrained``.
 
-    Rank-local; allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
+    Rank-local; allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantized config.
     """
     directory, given = os.fspath(path), config is not None
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)

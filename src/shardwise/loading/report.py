@@ -40,51 +40,51 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport(Printed):
-    """The outcome of a load on this rank."""
+    """The result of a load on this rank."""
 
     source: str
     tensors: int
-    """Number of wanted tensors filled from the source."""
+    """Number of the model's tensors that were filled from the source."""
     model_bytes: int
-    """Bytes of the whole model, every distinct tensor once."""
+    """Bytes of the complete model, counting tied tensors once."""
     local_bytes: int
     """Bytes of this rank's shards."""
     bytes_read: int
     """Bytes that this rank requested from storage."""
     requests: int
-    """Requests that this rank made to object stores; 0 for local files. Those of rank 0 to look at the source are among them."""
+    """Requests that this rank made to object stores, including rank 0's requests to inspect the source. 0 for local files."""
     staging_peak_bytes: int
-    """Host memory used besides the destination."""
+    """Peak host memory in addition to the destination."""
     seconds_plan: float
     seconds_read: float
     unused: tuple[Declaration, ...]
-    """Stored tensors that were skipped, with the author of the declaration."""
+    """Stored tensors that were skipped, and who declared that they may be."""
     initialized: tuple[Declaration, ...]
-    """Wanted tensors initialised by the model's own rule, with the author of the declaration."""
+    """Tensors that were initialized by the model's own rule, and who declared that they may be."""
     converted: tuple[Converted, ...]
-    """Conversions that could not be compiled to byte ranges. Each rank with a part of a result ran them whole."""
+    """Conversions that couldn't be compiled to byte ranges. Each rank that needs a part of a result ran them in full."""
     dequantized: tuple[Dequantized, ...]
-    """Formats of tensors that the source stores as codes and scales, and this rank's shards hold dequantised."""
+    """Quantized formats in the source whose tensors were dequantized."""
     ignored_files: tuple[str, ...]
     verified: str
-    """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""
+    """How the load was checked: "digest" if every tensor's content was compared, otherwise "cover"."""
     digests_compared: int
-    """Number of filled tensors whose digest was compared with the recorded one."""
+    """Number of tensors whose digest was compared with the recorded one."""
     page_cache: str
-    """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
+    """Whether the files stayed in the kernel's page cache: "keep" or "release". See ``IOOptions.page_cache``."""
     pages: str
-    """The pages that memory allocated on the CPU was filled through, and why; see ``IOOptions.pages``."""
+    """Page size of the memory that was allocated on the CPU, and why. See ``IOOptions.pages``."""
     reads: str
-    """How this rank read files, and why: "plain: …" or "ahead …: …"; see ``IOOptions.reads``."""
+    """How this rank read files, and why: "plain: …" or "ahead …: …". See ``IOOptions.reads``."""
     strategy: str
-    """Who read the source, and why: "own: …", "node: …" or "once: …"; see ``IOOptions.strategy``."""
+    """Who read the source, and why: "own: …", "node: …" or "once: …". See ``IOOptions.strategy``."""
     bytes_sent: int
-    """Bytes of the source that this rank sent to other ranks, where one rank reads for all ("once")."""
+    """Bytes of the source that this rank sent to other ranks, if each range is read by one rank ("once")."""
     casts: tuple[Cast, ...]
-    """Casts that round stored values (fp32 to bf16, bf16 to fp16), whether the caller asked for the dtype or not. Of
-    dequantised tensors the dtype before is the one that is computed from the codes."""
+    """Casts that round stored values (fp32 to bf16, bf16 to fp16), whether or not you asked for the dtype. For dequantized tensors, the
+    dtype before the cast is that of the dequantized values."""
     host: HostBudget | None
-    """Limit and free memory of this rank's host before the load; None if the system does not report them."""
+    """Memory limit and free memory of this rank's host before the load. None if the system doesn't report them."""
 
     @classmethod
     def of(
@@ -99,8 +99,9 @@ class LoadReport(Printed):
         host: HostBudget | None,
         is_kept: Callable[[str], bool],
     ) -> LoadReport:
-        """The report of a load that ran ``plan``. ``is_kept``: whether the model's class keeps a tensor in fp32. The fields say what
-        the rest is."""
+        """Create the report of a load that ran ``plan``. ``is_kept``: whether the model's class keeps a tensor in fp32. The other arguments are
+        fields.
+        """
         return cls(
             source=source,
             tensors=len(plan.recipes),
@@ -128,7 +129,7 @@ class LoadReport(Printed):
         )
 
     def after(self, looks: Requests) -> LoadReport:
-        """The report, with the requests that were made before the plan."""
+        """A copy of the report that includes the requests made before planning."""
         return replace(self, requests=self.requests + looks.total)
 
     def to_json(self) -> dict[str, Any]:
@@ -143,11 +144,11 @@ def noted(model: nn.Module, report: LoadReport) -> LoadReport:
 
 
 def load_report(model: nn.Module) -> LoadReport:
-    """The report of the last load that filled ``model`` in this process.
+    """Return the report of the last load into ``model`` in this process.
 
-    Finds it inside a wrapper as well: a compiled model, DDP, a ``PeftModel`` that was put around the model later. Costs no memory
-    beyond the report, and no communication; any rank may call it alone. Raises :class:`ValueError` for a model that neither
-    :func:`load` nor ``load_pretrained`` filled.
+    Also works for a model that was wrapped after the load: compiled, in DDP, or in a ``PeftModel``. Takes no memory beyond
+    the report and no communication; a single rank may call it. Raises :class:`ValueError` for a model that neither :func:`load` nor
+    ``load_pretrained`` filled.
     """
     for module in model.modules():
         if (report := _reports.get(module)) is not None:

@@ -22,7 +22,7 @@ from typing import Protocol
 from ..errors import CheckpointError, IntegrityError, ShardwiseError
 from .below import open_below
 
-__all__ = ["Readable", "Reader", "Server", "address_towards_store", "own_address"]
+__all__ = ["Readable", "Reader", "Server", "address_toward_store", "own_address"]
 
 _NONCE_BYTES, _HASH_BYTES, _TAG_BYTES = 16, 32, 16
 #: Length of the name, first byte and number of bytes.
@@ -41,17 +41,17 @@ _PAUSE_S = 0.05
 _PIECE_BYTES = 256 * 1024
 
 
-def own_address(towards: tuple[str, int]) -> str:
+def own_address(toward: tuple[str, int]) -> str:
     """The address of this host, IPv4 or IPv6, with which it reaches another one. Sends nothing."""
     with contextlib.suppress(OSError):
-        for family, kind, proto, _, address in socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM):
+        for family, kind, proto, _, address in socket.getaddrinfo(*toward, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, proto) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
-def address_towards_store() -> str:
+def address_toward_store() -> str:
     """The address of this host with which it reaches the group's store, by torch's environment."""
     return own_address((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))))
 
@@ -87,7 +87,7 @@ def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
 
 
 def _send_at_once(link: socket.socket) -> None:
-    """Else the end of each reply waits for the acknowledgement of what came before it: 40 ms, more than 16 MiB take."""
+    """Else the end of each reply waits for the acknowledgment of what came before it: 40 ms, more than 16 MiB take."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

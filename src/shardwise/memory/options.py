@@ -15,25 +15,25 @@ _DEFAULT_DIRECTORY = "/dev/shm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InMemoryCheckpoints:
-    """Keeps a step in the memory of the hosts, between saves to disk. For ``Checkpointer(memory=…)``.
+    """Keep a recent step in the hosts' memory between saves to disk. Pass it as ``Checkpointer(memory=…)``.
 
-    Memory per rank, in shards (the bytes that the rank writes to disk): two slots of its own, and one copy for each of
-    ``copies - 1`` other hosts: ``1 + copies``. With ``during_copies="all"`` twice ``copies``.
+    Memory per rank, measured in shards (the bytes that the rank writes to disk): two slots for its own shard and one for a copy from each of
+    ``copies - 1`` other hosts, so ``1 + copies``. With ``during_copies="all"``, twice ``copies``.
 
     Args:
-        every: ``remember`` keeps the steps that this number divides.
-        copies: how many hosts hold each slice: its own, and the next ones. There can't be more than hosts: on one host each slice is held
-            once, which outlives killed processes, but not the host.
-        directory: a directory on tmpfs. All ranks of a host give the same one.
-        host: the name of this rank's host. Ranks that give one name share ``directory`` and are lost together; copies go to hosts of other
-            names. None: the machine's own name. Give it where several machines fail together (a rack, one power supply), or where
-            containers on one machine don't share ``/dev/shm``: each is a host of its own then.
-        address: the IPv4 or IPv6 address, or the name, of this host on which it listens and by which other hosts reach it. None: the
-            address with which it reaches the process group's store (``MASTER_ADDR``). Give it to choose a network, such as that of the
-            InfiniBand interface. Each host gives its own.
-        during_copies: what stays of the step before while other hosts copy the new one. ``"own"``: each host's own slices; a host that is
-            lost just then takes both steps along, and the resume falls through to disk. ``"all"``: every copy, for more memory.
-        timeout_s: a host that sends nothing for this long is given up: the step stays without that copy.
+        every: ``remember`` keeps each step that is divisible by this number.
+        copies: number of hosts that keep each slice: its own and the next ones, so at most the number of hosts. On a single host each slice
+            exists once: it survives killed processes, but not the loss of the host.
+        directory: a directory on tmpfs, the same for all ranks of a host.
+        host: name of this rank's host. Ranks with the same name share ``directory`` and are lost together; copies go to hosts with other names.
+            None: the machine's own name. Set it if several machines fail together (a rack, one power supply), or if containers on
+            one machine don't share ``/dev/shm`` and therefore count as separate hosts.
+        address: IPv4 address, IPv6 address or name at which this host listens and other hosts reach it. None: the address from which it
+            reaches the process group's store (``MASTER_ADDR``). Set it, on each host, to choose a network such as InfiniBand.
+        during_copies: how much of the previous step is kept while other hosts receive the new one. ``"own"``: each host's own slices; if a
+            host is lost at that moment, neither step is complete, and the resume uses the disk. ``"all"``: every copy, which needs
+            more memory.
+        timeout_s: give up on a host that sends nothing for this long; the step then lacks that copy.
     """
 
     every: int
@@ -55,7 +55,7 @@ class InMemoryCheckpoints:
 
     @property
     def host_name(self) -> str:
-        """The name of the host: as given, or with the boot's id, because two machines may have one name."""
+        """The host's name: the given one, or the machine's name with its boot id, because two machines may share a name."""
         if self.host is not None:
             return self.host
         try:
@@ -66,10 +66,10 @@ class InMemoryCheckpoints:
 
     @property
     def received_slots(self) -> int:
-        """Slots for what other hosts send."""
+        """Number of slots for data from other hosts."""
         return 2 if self.during_copies == "all" else 1
 
     @property
     def root(self) -> str:
-        """The directory, absolute."""
+        """The directory, as an absolute path."""
         return os.path.abspath(self.directory)

@@ -102,7 +102,7 @@ def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
 
     ``dtype`` is the call's own argument. Raises :class:`TypeError` naming the replacement of an argument that is not
     taken, :class:`ValueError` if ``torch_dtype`` contradicts ``dtype``, :class:`UnsupportedConversionError` for a
-    request to quantise.
+    request to quantize.
     """
     rest = dict(given)
     for name in ("quantization_config", "load_in_4bit", "load_in_8bit"):

@@ -1,7 +1,7 @@
 """The documents of a model's directory: every small file that is neither weights nor the state of a run.
 
 No list says which files a tokenizer, a processor or a library on top has: classes name their own, and new ones come with each
-release. Weights and training states are recognised by their names; the rest belongs to the model.
+release. Weights and training states are recognized by their names; the rest belongs to the model.
 """
 
 from __future__ import annotations

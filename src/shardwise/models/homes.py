@@ -1,4 +1,4 @@
-"""Remembers the directory that a model was built from, and the quantised source that filled it.
+"""Remembers the directory that a model was built from, and the quantized source that filled it.
 
 Export copies config and tokenizer from the one, and writes the format of the other.
 """
@@ -35,7 +35,7 @@ _SOURCES: weakref.WeakKeyDictionary[nn.Module, LoadedFrom] = weakref.WeakKeyDict
 
 @dataclass(frozen=True, slots=True)
 class LoadedFrom:
-    """A quantised source, and its files as they were when a model was filled from it."""
+    """A quantized source, and its files as they were when a model was filled from it."""
 
     root: str
     versions: Mapping[str, tuple[int, object]]
@@ -61,7 +61,7 @@ def inherit_home(model: nn.Module, ancestor: nn.Module) -> None:
 
 
 def remember_source(models: Iterable[nn.Module], catalog: Catalog) -> None:
-    """Note the source that a model was filled from, if it is quantised. ``models``: it, and what is inside its wrappers."""
+    """Note the source that a model was filled from, if it is quantized. ``models``: it, and what is inside its wrappers."""
     if catalog.coded:
         root = catalog.root if is_url(catalog.root) else os.path.abspath(catalog.root)
         source = LoadedFrom(root, versions_of(catalog))
@@ -70,7 +70,7 @@ def remember_source(models: Iterable[nn.Module], catalog: Catalog) -> None:
 
 
 def source_of(model: nn.Module) -> LoadedFrom | None:
-    """The quantised source of a model's last load from one; None if there was none."""
+    """The quantized source of a model's last load from one; None if there was none."""
     return _SOURCES.get(unwrap(model))
 
 

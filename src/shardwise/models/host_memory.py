@@ -69,7 +69,7 @@ class HostMemory:
         self._lock = threading.Lock()  # around what is measured
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor, as ``torch.empty_strided``."""
+        """An uninitialized CPU tensor, as ``torch.empty_strided``."""
         count = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         nbytes = count * dtype.itemsize
         if nbytes < LEAST_BYTES or self._refusal is not None:
@@ -78,7 +78,7 @@ class HostMemory:
         return raw.as_strided(size, stride)
 
     def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor as ``torch.empty_like`` on the same device; of a DTensor, one with its placements."""
+        """An uninitialized tensor as ``torch.empty_like`` on the same device; of a DTensor, one with its placements."""
         if tensor.device.type != "cpu" or type(local_tensor(tensor)) is not torch.Tensor:
             return torch.empty_like(tensor, dtype=dtype)
         return empty_like(tensor, dtype, self.empty)

@@ -40,7 +40,7 @@ __all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "ne
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: ``name`` or ``organisation/name``; huggingface_hub checks the rest.
+#: ``name`` or ``organization/name``; huggingface_hub checks the rest.
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBERED = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})(?P<end>\..*)")

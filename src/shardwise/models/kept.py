@@ -1,4 +1,4 @@
-"""What a caller asks of a model's quantisation: ``quantized=`` of a load, understood and put into the model's modules."""
+"""What a caller asks of a model's quantization: ``quantized=`` of a load, understood and put into the model's modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "kept_in", "kept_in_c
 
 #: Methods whose modules hold the stored tensors as they are.
 _AS_STORED = ("compressed-tensors", "fp8")
-#: Methods that a load dequantises, and why no shard can hold their codes.
+#: Methods that a load dequantizes, and why no shard can hold their codes.
 _WHY_NOT = {
     "awq": "its kernels take weights that are packed again when they are loaded",
     "bitsandbytes": "bitsandbytes keeps the scales of 8 bits outside of the parameter, where FSDP2 does not see them",
@@ -56,15 +56,15 @@ def asked_of(asked: Asked, config: Any, catalog: Catalog, path: str) -> Any | No
         )
     if asked.bnb_4bit_use_double_quant:
         raise UnsupportedConversionError(
-            "quantized=BitsAndBytesConfig(bnb_4bit_use_double_quant=True): quantised scales need the mean of all scales of a "
-            "weight before the first is known, and no rank reads a whole weight. Leave it out; or quantise once with "
+            "quantized=BitsAndBytesConfig(bnb_4bit_use_double_quant=True): quantized scales need the mean of all scales of a "
+            "weight before the first is known, and no rank reads a whole weight. Leave it out; or quantize once with "
             "transformers, save_pretrained, and load that with quantized='keep'"
         )
     found = quantized(catalog.tensors)
     if found is not None:
         raise UnsupportedConversionError(
-            f"{path}: is quantised already ({found.method}: {found.codes!r}); take quantized='keep', or "
-            f"'dequantize', export the model, and quantise that"
+            f"{path}: is quantized already ({found.method}: {found.codes!r}); take quantized='keep', or "
+            f"'dequantize', export the model, and quantize that"
         )
     return asked
 
@@ -73,10 +73,10 @@ def _stored(config: Any, catalog: Catalog, path: str) -> Any:
     """The quantization config of a source whose codes the model keeps."""
     method, found = method_of_config(config), quantized(catalog.tensors)
     if not method or (found is None and not catalog.has_module_names):  # a checkpoint holds blocks
-        has = "says nothing of a quantisation" if not method else f"says {method}, and no tensor is in codes"
+        has = "says nothing of a quantization" if not method else f"says {method}, and no tensor is in codes"
         raise UnsupportedConversionError(
             f"{path}: quantized='keep', and there is nothing to keep: its config {has}. Leave quantized= out; or give a "
-            f"BitsAndBytesConfig to quantise it while it is loaded"
+            f"BitsAndBytesConfig to quantize it while it is loaded"
         )
     settings = dict(settings_of_config(config))
     if method in _AS_STORED:

@@ -19,7 +19,7 @@ __all__ = ["KeptFP8Experts", "KeptFP8Linear", "put_fp8"]
 
 
 class _Decoded(KeptLayer):
-    """Weights of FP8 codes and scales, as transformers dequantises them: in fp32, rounded once."""
+    """Weights of FP8 codes and scales, as transformers dequantizes them: in fp32, rounded once."""
 
     block_size: tuple[int, int] | None
 
@@ -35,7 +35,7 @@ class _Decoded(KeptLayer):
 
 
 class KeptFP8Linear(_Decoded, FP8Linear):
-    """transformers' ``FP8Linear``. On a CPU the result is that of the dequantised weight."""
+    """transformers' ``FP8Linear``. On a CPU the result is that of the dequantized weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.check_dtypes()
@@ -46,7 +46,7 @@ class KeptFP8Linear(_Decoded, FP8Linear):
 
 
 class KeptFP8Experts(_Decoded, FP8Experts):
-    """transformers' ``FP8Experts``. On a CPU each expert's result is that of its dequantised weights."""
+    """transformers' ``FP8Experts``. On a CPU each expert's result is that of its dequantized weights."""
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
         self.check_dtypes()

@@ -24,7 +24,7 @@ class KeptLayer(nn.Module):
     stored_dtypes: dict[str, torch.dtype]
     """Of these parameters, by name. FSDP2's mixed precision would cast float8 codes, and lose their scales."""
     plain_dtype: torch.dtype
-    """Of the weights before they were quantised."""
+    """Of the weights before they were quantized."""
 
     def take_shape(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Hold a tensor on meta of this dtype and shape: packed zero points, which compressed-tensors does not pack on meta."""
@@ -43,7 +43,7 @@ class KeptLayer(nn.Module):
 
 
 def freeze(module: Any, dtype: torch.dtype) -> None:
-    """Freeze what a layer holds of the source, and note its dtypes. ``dtype``: of the weights before they were quantised."""
+    """Freeze what a layer holds of the source, and note its dtypes. ``dtype``: of the weights before they were quantized."""
     module.plain_dtype = dtype
     held = {name: p for name, p in module.named_parameters(recurse=False) if name != "bias"}
     module.stored_dtypes = {name: p.dtype for name, p in held.items()}

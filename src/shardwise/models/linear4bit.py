@@ -20,7 +20,7 @@ from ..quantized.blocks4 import Blocks
 
 __all__ = ["ShardedLinear4bit", "shardable"]
 
-#: What bitsandbytes quantises by, unless it is told otherwise; transformers does not tell it.
+#: What bitsandbytes quantizes by, unless it is told otherwise; transformers does not tell it.
 _BLOCK = 64
 
 
@@ -62,7 +62,7 @@ class ShardedLinear4bit(Linear4bit):
     """
 
     def __init__(self, like: Any, dtype: torch.dtype) -> None:
-        """``like``: the layer that it takes the place of, on meta. ``dtype``: of the weight before it was quantised."""
+        """``like``: the layer that it takes the place of, on meta. ``dtype``: of the weight before it was quantized."""
         super().__init__(  # type: ignore[no-untyped-call]
             like.in_features,
             like.out_features,

@@ -2,7 +2,7 @@
 
 ``torch.device("meta")`` would put buffers on meta too, with no way to compute them afterwards; transformers'
 ``no_init_weights`` skips the buffers that ``_init_weights`` computes. Here construction runs as usual; only each
-*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialisation, ties, dtype
+*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialization, ties, dtype
 conversion) run on meta and cost next to nothing.
 """
 
@@ -33,20 +33,19 @@ __all__ = ["NotLarger", "at_most", "forget_meta_buffers", "is_unknown", "meta_bu
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Construct modules inside the block with parameters on meta, and with the buffers of ordinary construction.
+    """Construct modules with their parameters on meta, and with the same buffers as in ordinary construction.
 
-    Works for any ``nn.Module``. Each parameter keeps shape, strides, dtype, ``requires_grad``, class, Python
-    attributes and ties. Scoped to the calling thread; can be nested. On exit, also after an error, the random
-    generators (Python, numpy, torch on the CPU and on an initialised accelerator) get their state on entry back. Host
-    memory: one parameter's unwritten allocation.
+    A context manager that works for any ``nn.Module``. Each parameter keeps its shape, strides, dtype, ``requires_grad``, class, Python
+    attributes and ties. Affects only the calling thread and can be nested. On exit, even after an error, the random generators (Python, numpy,
+    torch on the CPU and on an initialized accelerator) return to their state on entry. Host memory: one parameter's unwritten allocation.
 
-    A buffer computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters
+    A buffer that is computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters
     (``nn.LazyLinear``) stay unchanged.
 
-    The first use in a process registers three hooks with torch (``register_module_parameter_registration_hook`` and its
-    like). They stay, because torch may be going through its table of hooks in another thread. Outside, they return at once.
+    The first use in a process registers three hooks with torch (``register_module_parameter_registration_hook`` and related ones). They stay
+    registered, because torch may be iterating over its hooks in another thread. Outside the block they return immediately.
 
-    Needs no process group; every rank that calls it constructs for itself.
+    Needs no process group; each rank that calls it constructs the modules for itself.
     """
     with preserve_rng():
         _enter()

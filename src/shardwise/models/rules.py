@@ -87,7 +87,7 @@ def copy_template(live: nn.Module) -> Template:
 
 
 def _untie(root: nn.Module) -> None:
-    """Give every slot its own parameter: construction ties parameters only after each module was initialised."""
+    """Give every slot its own parameter: construction ties parameters only after each module was initialized."""
     seen: set[int] = set()
     for module in root.modules():
         for attribute, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:

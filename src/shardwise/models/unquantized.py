@@ -1,4 +1,4 @@
-"""Configs without their quantisation, and refusals of quantised sources where only plain ones are taken."""
+"""Configs without their quantization, and refusals of quantized sources where only plain ones are taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
     """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes that a model has no tensors for.
 
     Float8 tensors without scales are no codes. Rank-local; looks at names only. ``own`` gives the tensors of the model; it
-    is called only where the source looks quantised, which the model may be, too.
+    is called only where the source looks quantized, which the model may be, too.
     """
     found = quantized(catalog.tensors)
     if found is not None and own is not None:
@@ -27,18 +27,18 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
     if found is not None:
         advice = way_out(found.method)
         if has_family(found.method):
-            advice = f"load it with load_pretrained, which dequantises it, and export the model; or {advice}"
+            advice = f"load it with load_pretrained, which dequantizes it, and export the model; or {advice}"
         raise UnsupportedConversionError(
-            f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
+            f"{catalog.root}: quantized ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
             f"taken here; {advice}"
         )
 
 
 def plain_config(config: Any, catalog: Catalog | None, path: str, *, given: bool) -> Any:
-    """The config of a load (the source's or a given one), without the quantisation of a source that is loaded dequantised.
+    """The config of a load (the source's or a given one), without the quantization of a source that is loaded dequantized.
 
-    A training checkpoint holds the trained tensors, even if its config still names a quantisation. Rank-local. Raises
-    :class:`UnsupportedConversionError` for a quantisation of which the source has no codes.
+    A training checkpoint holds the trained tensors, even if its config still names a quantization. Rank-local. Raises
+    :class:`UnsupportedConversionError` for a quantization of which the source has no codes.
     """
     method = method_of_config(config)
     if not method or (catalog is not None and catalog.has_module_names and not given):
@@ -50,23 +50,23 @@ def plain_config(config: Any, catalog: Catalog | None, path: str, *, given: bool
         refuse_request(config, "config=")
     if catalog is not None and catalog.tensors:
         raise UnsupportedConversionError(
-            f"{path}: config.json says that it is quantised ({method}), but its tensors are plain: none has scales. To load them "
+            f"{path}: config.json says that it is quantized ({method}), but its tensors are plain: none has scales. To load them "
             f"as they are, give a config without that setting: config = AutoConfig.from_pretrained(…); del config.quantization_config"
         )
     raise UnsupportedConversionError(
-        f"{path}: quantised ({method}, says the config), which can't be loaded yet; {way_out(method)}"
+        f"{path}: quantized ({method}, says the config), which can't be loaded yet; {way_out(method)}"
     )
 
 
 def _without_quantization(config: Any) -> Any:
-    """A copy of a config in which neither it nor a part of it names a quantisation."""
+    """A copy of a config in which neither it nor a part of it names a quantization."""
     config = copy.deepcopy(config)
     forget_quantization(config)
     return config
 
 
 def forget_quantization(config: Any) -> None:
-    """Take what names a quantisation out of a config and its parts: its model holds plain weights."""
+    """Take what names a quantization out of a config and its parts: its model holds plain weights."""
     waiting = [config]
     while waiting:
         section = waiting.pop()
@@ -77,12 +77,12 @@ def forget_quantization(config: Any) -> None:
 
 
 def refuse_request(wanted: Any, where: str) -> NoReturn:
-    """Raise :class:`UnsupportedConversionError` for a quantisation requested in ``where``."""
+    """Raise :class:`UnsupportedConversionError` for a quantization requested in ``where``."""
     method = (
         method_of_config(wanted) or method_of_config({"quantization_config": wanted}) or "of no named method"
     )
     raise UnsupportedConversionError(
-        f"{where} asks for a quantised model ({method}), and is not how a load is asked for one: give load_pretrained "
-        f"quantized=BitsAndBytesConfig(load_in_4bit=True, …), or leave it out for plain weights. Other methods: quantise with "
+        f"{where} asks for a quantized model ({method}), and is not how a load is asked for one: give load_pretrained "
+        f"quantized=BitsAndBytesConfig(load_in_4bit=True, …), or leave it out for plain weights. Other methods: quantize with "
         f"transformers' from_pretrained, in one process without sharding"
     )

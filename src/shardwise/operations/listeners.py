@@ -32,22 +32,22 @@ class Listener(Protocol):
 
 @contextmanager
 def progress(hook: _Hook | None = None) -> Iterator[None]:
-    """In this block, show how far loads, saves, resumes, verifications, diffs, conversions, copies and exports are.
+    """Show the progress of loads, saves, resumes, verifications, diffs, conversions, copies and exports inside this block.
 
-    Without ``hook``: one bar on stderr with bytes, rate and remaining time, if this is rank 0 and stderr is a terminal. The bar goes when
-    its operation ends or fails. An operation in the background has none.
+    Without ``hook``: on rank 0, if stderr is a terminal, draws a bar with bytes, rate and remaining time. The bar disappears when its operation
+    ends or fails. Background operations have no bar.
 
-    With ``hook``: calls ``hook(found)`` with a :class:`Progress` in place of that, on each rank that is in such a block: when an operation begins,
-    about ten times a second, and once when it has ended, with ``state`` ``"done"`` or ``"failed"``. The calls come from the thread that
-    reads or writes, of one operation one after another; of operations at the same time, in threads of their own. I/O waits
-    for the hook. An ``Exception`` of the hook stops no operation: it is logged once as a warning, and the hook is not called
-    again in this block.
+    With ``hook``: calls ``hook(found)`` with a :class:`Progress` instead, on each rank that is inside such a block: when an operation begins,
+    about ten times a second, and once when it has ended, with ``state`` ``"done"`` or ``"failed"``. The calls come from the thread that reads or
+    writes. The calls for one operation come one after another; concurrent operations call from their own threads. I/O waits for
+    the hook. An ``Exception`` in the hook doesn't stop the operation: it is logged once as a warning, and the hook isn't called again in
+    this block.
 
-    It counts the bytes of its own rank, without any exchange with other ranks. It holds for all threads of the process.
-    The block waits for running calls of the hook to return; none starts after the block. Blocks may be nested, for bars and a hook together. Any rank may call it.
+    Each rank counts its own bytes and exchanges nothing with other ranks. The block applies to all threads of the process. On exit, it waits
+    for running calls of the hook; none starts later. Blocks can be nested, for bars and a hook at the same time. Any rank can use it.
 
-    Outside of such blocks no bar is drawn. Where no bar is, rank 0 logs two lines for each operation at level INFO to the logger
-    ``shardwise.progress``: the bytes to do, then bytes, seconds and rate.
+    Outside such blocks no bar is drawn. Where there is no bar, rank 0 logs two INFO lines per operation to the logger
+    ``shardwise.progress``: first the bytes to process, then bytes, seconds and rate.
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"hook must be callable with a Progress, got {hook!r}")

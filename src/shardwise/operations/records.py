@@ -15,48 +15,48 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far one operation is on this rank: bytes done, of the bytes to do."""
+    """How far an operation has come on this rank."""
 
     operation: OperationName
-    """Kind of the operation. A resume is one operation, with the loads in it, and with the steps that it skips because they are damaged."""
+    """Kind of operation. A resume is one operation, including its loads and the damaged steps that it skips."""
     path: str
-    """Path or URL that is read or, by a save, a conversion, a copy and an export, written. For a resume, those of the step."""
+    """The path or URL that is read, or that a save, conversion, copy or export writes. For a resume, that of the step."""
     state: Literal["running", "done", "failed"]
-    """``done`` and ``failed`` come once, last."""
+    """``done`` or ``failed`` comes exactly once, as the last call."""
     done_bytes: int
-    """Read, written, or compared, by this rank. Never falls."""
+    """Bytes that this rank has read, written or compared so far. Never decreases."""
     total_bytes: int
-    """Bytes that this rank will have done, by plan; an estimate of a resume or an export until it is done. Never less than
+    """Bytes that this rank will process according to the plan; an estimate for a resume or an export until it is done. Never less than
     ``done_bytes``: it grows if more is read or written than planned."""
     seconds: float
-    """Since its bytes to do were known: a load's plan is made before."""
+    """Time since ``total_bytes`` was known, so without the planning of a load."""
     number: int
-    """Counts the operations of this process: operations at the same time have different ones."""
+    """Number of the operation in this process. Concurrent operations have different numbers."""
     is_background: bool
-    """Whether the caller continues meanwhile: an async save, a copy to a mirror."""
+    """Whether the caller continues in the meantime, as with an async save or a copy to a mirror."""
     error: str = ""
     """Type and text of the error, if the operation failed."""
     report: Any = None
-    """The report of a finished operation, as its call returns it: a :class:`SaveReport`, a :class:`ResumeReport`, … ``None`` until then."""
+    """The report of a finished operation, as its call returns it (a :class:`SaveReport`, a :class:`ResumeReport`, …). ``None`` until then."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes in a second, since the operation began."""
+        """Bytes per second since the operation began."""
         return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the end at this rate; None before the first byte."""
+        """Estimated seconds until the end at the current rate; None before the first byte."""
         left, rate = max(0, self.total_bytes - self.done_bytes), self.bytes_per_s
         if left == 0:
             return 0.0
         return left / rate if rate > 0 else None
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a metrics logger, once the operation has ended; empty until then.
+        """Numbers for a metrics logger. Empty until the operation has ended.
 
-        Names begin with ``shardwise/`` and the operation: ``shardwise/save/seconds``, ``shardwise/save/bytes``, ``shardwise/save/failed``
-        (0 or 1), and each number and each yes or no of the report, such as ``shardwise/save/stall_seconds`` or ``shardwise/resume/exact``.
+        Names start with ``shardwise/`` and the operation: ``shardwise/save/seconds``, ``shardwise/save/bytes``, ``shardwise/save/failed``
+        (0 or 1), and one for each number or boolean in the report, such as ``shardwise/save/stall_seconds`` or ``shardwise/resume/exact``.
         """
         if self.state == "running":
             return {}

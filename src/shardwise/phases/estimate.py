@@ -268,7 +268,7 @@ class _Run:
         if planned is None or self.works != "host":  # a device's rings of pinned memory
             return _up_to("staging", "host", most, text)
         text = (
-            f"the largest read that is cast or converted, or a module that is initialised; its two buckets, if the ranks of a host "
+            f"the largest read that is cast or converted, or a module that is initialized; its two buckets, if the ranks of a host "
             f"share what they read; {text}"
         )
         return Amount("staging", "host", planned, max(planned, most), text)

@@ -115,7 +115,7 @@ def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int)
     """The smallest number of ranks with which a run fits: 1, 2, 4, or 1, 2, 3, 4, 6, 8, 12, ... hosts of 8; a multiple of ``unit``.
 
     ``plan`` plans the run with a number of ranks. Most of a device's memory is a part that every rank has, and shards: a + b / ranks.
-    So two numbers say where to look, and the neighbours are planned to be sure. Experts are padded to a multiple of the ranks, so that
+    So two numbers say where to look, and the neighbors are planned to be sure. Experts are padded to a multiple of the ranks, so that
     two numbers can promise too little: the next larger one is tried, too, and those after it as long as they take less than promised.
     """
     assert limits.device_bytes is not None

@@ -15,7 +15,7 @@ from .training import OPTIMIZERS, TrainingSpec
 
 __all__ = ["Held", "held_by_first"]
 
-#: torchao quantises states of tensors with at least this many elements, in blocks of this many (0.15-0.18).
+#: torchao quantizes states of tensors with at least this many elements, in blocks of this many (0.15-0.18).
 _LEAST_8BIT, _BLOCK = 4096, 256
 
 

@@ -70,37 +70,37 @@ def plan(
     io: IOOptions | None = None,
     **options: Unpack[FromPretrained],
 ) -> PlanReport:
-    """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
+    """Calculate what ``load_pretrained`` of the model at ``path`` takes on each of ``ranks`` ranks, without loading anything.
 
-    Builds the model on meta, shards it over a fake process group, 1-D, or 2-D with ``replicas`` rows, and makes the
-    plan of each rank as that rank would make it. With ``tp`` or ``ep`` the class's own plans cut the model first, as transformers'
-    ``DistributedConfig(tp_size=…, ep_size=…)`` does, and FSDP2 over the ranks that are left, if there are any; :func:`load` fills such models. Allocates the model's buffers and the plans. Call it in one process
-    without a process group; afterwards it has none either. Not thread-safe.
+    Builds the model on meta, shards it over a fake process group (1-D, or 2-D with ``replicas`` rows), and creates the plan that each rank
+    would create. With ``tp`` or ``ep``, the model class's own plans split the model first, as transformers'
+    ``DistributedConfig(tp_size=…, ep_size=…)`` does, and FSDP2 shards it over the remaining ranks, if any; :func:`load` can load such models.
+    Memory: the model's buffers and the plans. Call it in one process without a process group; it leaves none behind. Not thread-safe.
 
-    With ``training`` the report says for each phase of a run (build, load, steps, saves, resume, export) what a rank holds,
-    with formulas and error bars: ``report.run``. With a limit, too, it says whether that fits, and if not which changes make
-    it fit, the cheapest first, each of them planned as well: ``report.verdict``.
+    With ``training``, the report also says what a rank holds in each phase of a run (build, load, steps, saves, resume, export), with
+    formulas and error bars: ``report.run``. If you also pass a limit, it says whether the run fits, and if not, which changes would make it
+    fit, cheapest first, each of them planned as well: ``report.verdict``.
 
     Args:
-        path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
-            a model on the Hugging Face hub, which is downloaded if the cache lacks it. A config alone is enough: a JSON
-            file, or a directory that holds config.json and no weights.
-        ranks: number of ranks of the load, at most 16,384. None: the smallest number with which the run fits into
-            ``device_limit_bytes``, on hosts of 8 devices; ``report.search`` has the numbers that were tried.
-        nodes: hosts, each with equally many consecutive ranks, or the last with fewer: the ranks of one share its memory, and
-            a store's requests.
-        replicas: number of ranks that hold the same shard; divides ``ranks``.
-        tp: ranks of tensor parallelism, which see the same batch; divides the ranks of a replica.
-        ep: ranks of expert parallelism; a multiple of ``tp`` that divides the ranks of a replica.
+        path: a local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of a model on the
+            Hugging Face hub, which is downloaded if it isn't in the cache. A config alone is enough: a JSON file, or a directory with
+            config.json and no weights.
+        ranks: number of ranks, at most 16,384. None: the smallest number with which the run fits into ``device_limit_bytes``, on hosts with
+            8 devices; ``report.search`` lists the numbers that were tried.
+        nodes: number of hosts. Each has the same number of consecutive ranks, except that the last may have fewer. The ranks of a host
+            share its memory, and the requests to a store.
+        replicas: number of ranks that hold the same shard; must divide ``ranks``.
+        tp: ranks for tensor parallelism, which process the same batch; must divide the ranks of a replica.
+        ep: ranks for expert parallelism; a multiple of ``tp`` that divides the ranks of a replica.
         dtype: as for ``load_pretrained``.
-        policy: how to wrap; with mixed precision and offload of the training.
-        training: batch, optimizer and device of a run. None: the load alone.
-        device_limit_bytes, host_limit_bytes: memory of one device, and of one host; with ``training``.
+        policy: how to wrap the model, including the mixed precision and offload of the training.
+        training: batch, optimizer and device of the run. None: plan the load only.
+        device_limit_bytes, host_limit_bytes: memory of one device and of one host; only with ``training``.
         auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, quantized, io, options: as for
             ``load_pretrained``.
 
-    Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
-    complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
+    Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load wouldn't be complete,
+    :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
     if ranks is None:
         if device_limit_bytes is None:

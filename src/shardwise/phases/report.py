@@ -56,58 +56,58 @@ _NOT_SHOWN = {"per rank", "run", "verdict", "search", "largest group", "store"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport(Printed):
-    """The cost of loading a model over ``ranks`` ranks, from the plans that a load would run."""
+    """The cost of loading (and training) a model with ``ranks`` ranks, computed from the plans that a real load would run."""
 
     path: str
     model_class: str
-    """Class of the model; with adapters, of the base."""
+    """Class of the model; with adapters, that of the base."""
     dtypes: tuple[str, ...]
-    """Stored codes of the dtypes of the model's tensors, by falling bytes."""
+    """Dtypes of the model's tensors, by the number of bytes in each, largest first."""
     ranks: int
     replicas: int
-    """Copies of the model over all ranks: 1 for FSDP, more for HSDP."""
+    """Copies of the model across all ranks: 1 with FSDP, more with HSDP."""
     tp: int
-    """Ranks of tensor parallelism; 1 without it."""
+    """Tensor-parallel ranks; 1 without tensor parallelism."""
     ep: int
-    """Ranks of expert parallelism; 1 without it."""
+    """Expert-parallel ranks; 1 without expert parallelism."""
     tensors: int
     model_bytes: int
-    """Every distinct parameter and persistent buffer once."""
+    """Bytes of all parameters and persistent buffers, counting tied tensors once."""
     source_bytes: int
     per_rank: tuple[RankCost, ...]
-    """Every rank up to 64 ranks; above, the one that holds most (rank 0) and the one that holds least (the last)."""
+    """Every rank, up to 64 ranks. Above that, only the rank that holds most (rank 0) and the one that holds least (the last)."""
     total_shard_bytes: int
     """Sum over all ranks."""
     total_bytes_read: int | None
-    """Sum over all ranks; None if not every rank was planned."""
+    """Sum over all ranks. None if not every rank was planned."""
     groups: int
     """Number of FSDP2 groups of the model."""
     largest_group: Group
     """The group that takes the most memory while it is gathered."""
     replicated_bytes: int
-    """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole."""
+    """Bytes on each rank of parameters that FSDP2 can't shard and that are therefore replicated."""
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
     converted: tuple[Converted, ...]
-    """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
+    """Conversions that can't be compiled to byte ranges. Each rank that needs a part of a result runs them in full."""
     dequantized: tuple[Dequantized, ...]
-    """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantised."""
+    """Quantized formats in the source whose tensors will be dequantized."""
     casts: tuple[Cast, ...]
     """Casts that round stored values."""
     ignored_files: tuple[str, ...]
     store: StoreRequests | None
-    """Requests of the load to object stores; None for local files."""
+    """Requests to object stores during the load. None for local files."""
     from_config: bool = False
-    """Planned from a config alone: the source is taken to hold the model's tensors in the model's dtypes."""
+    """Planned from a config alone, assuming that the source contains the model's tensors in the model's dtypes."""
     run: RunPlan | None = None
-    """The phases of the training; None without ``training=``."""
+    """The phases of the training. None without ``training=``."""
     verdict: Verdict | None = None
-    """Whether they fit; None without a limit."""
+    """Whether the run fits. None without a limit."""
     search: Search | None = None
-    """How many ranks the run needs; None where the caller gave a number."""
+    """How many ranks the run needs. None if you passed a number."""
 
     def rows(self) -> Mapping[str, str]:
-        """The rows of its table. ``shardwise plan`` shows each rank and each phase, too."""
+        """The rows of the printed table. ``shardwise plan`` also shows each rank and each phase."""
         most, largest = max(self.per_rank, key=lambda cost: cost.shard_bytes), self.largest_group
         rows = {name: text for name, text in Printed.rows(self).items() if name not in _NOT_SHOWN}
         rows["a rank holds"] = f"at most {size(most.shard_bytes)}"
@@ -120,7 +120,7 @@ class PlanReport(Printed):
 
     @classmethod
     def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:
-        """The report of a model's ``groups`` and of the plans of its ranks: of the load alone."""
+        """Create the report of the load alone, from the model's ``groups`` and the plans of its ranks."""
         first, costs = planned.first, planned.costs
         is_complete = len(costs) == planned.ranks
         assert not is_complete or planned.total_shard_bytes == sum(c.shard_bytes for c in costs)
@@ -156,21 +156,21 @@ class PlanReport(Printed):
         return len(self.per_rank) == self.ranks
 
     def host_bytes(self, ranks: int, *, shards: bool) -> int:
-        """Host memory that ``ranks`` ranks of one host need at the peak of a load: staging, and ``shards`` on the CPU.
+        """Host memory that ``ranks`` ranks on one host need at the peak of a load: staging, and ``shards`` on the CPU.
 
-        For the ranks that need most. Memory that their processes take without a model comes on top.
+        Computed for the ranks that need most. The memory that their processes take even without a model is not included.
         """
         needs = sorted((c.staging_bytes + shards * c.shard_bytes for c in self.per_rank), reverse=True)
         return sum(needs[:ranks]) if self.is_every_rank else ranks * needs[0]
 
     @property
     def max_shard_bytes(self) -> int:
-        """Shard bytes of the rank that holds most."""
+        """Shard bytes on the rank that holds most."""
         return max(cost.shard_bytes for cost in self.per_rank)
 
     @property
     def min_shard_bytes(self) -> int:
-        """Shard bytes of the rank that holds least."""
+        """Shard bytes on the rank that holds least."""
         return min(cost.shard_bytes for cost in self.per_rank)
 
     def to_json(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _is_config_alone(path: str) -> bool:
 
 
 def _dtype_of(config: Any) -> Any:
-    """The dtype that a config declares, or its text part; codes are dequantised to bfloat16; else transformers' default."""
+    """The dtype that a config declares, or its text part; codes are dequantized to bfloat16; else transformers' default."""
     for part in (config, config.get_text_config()):
         if getattr(part, "dtype", None) is not None:
             return part.dtype

@@ -21,23 +21,23 @@ OPTIMIZERS: dict[str, tuple[int, float | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """How a run trains the model, for :func:`shardwise.plan`. Dtypes and offload are those of ``policy=`` and ``dtype=``."""
+    """Describe how a run trains the model, for :func:`shardwise.plan`. Set dtypes and offload with ``policy=`` and ``dtype=``."""
 
     batch_size: int = 1
-    """Samples of a rank in one forward."""
+    """Samples per rank in one forward."""
     sequence_length: int = 2048
-    """Tokens of a sample."""
+    """Tokens per sample."""
     optimizer: Optimizer = "adamw"
-    """``adamw``: two moments in the dtype of the parameter; ``adamw8bit``: torchao's, one byte and a scale for each block of
-    256; ``sgd``: no state; ``momentum``: SGD with one state."""
+    """``adamw``: two moments in the parameter's dtype. ``adamw8bit``: torchao's, with one byte per element and a scale per block of 256.
+    ``sgd``: no state. ``momentum``: SGD with one state."""
     checkpointing: bool = False
-    """Activation checkpointing of each block, as ``gradient_checkpointing_enable`` does it."""
+    """Activation checkpointing of each block, as with ``gradient_checkpointing_enable``."""
     device: Device = "cuda"
-    """Where the shards are. ``unified``: a device that shares the host's memory (GB10, Grace); ``cpu``: no device."""
+    """Where the shards are. ``unified``: a device that shares the host's memory (GB10, Grace). ``cpu``: no device."""
     max_staging_bytes: int | None = None
-    """The staging limit of an async ``Checkpointer``; None: the whole state of the rank."""
+    """Staging limit of an async ``Checkpointer``. None: the rank's complete state."""
     bytes_per_s: float = 1e9
-    """Bytes a second that the storage of checkpoints accepts from all ranks together."""
+    """Total bandwidth of the checkpoint storage for all ranks, in bytes per second."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "bytes_per_s"):

@@ -107,7 +107,7 @@ def _transfer(
 
 
 def merge_loops(loops: list[StridedLoop]) -> tuple[StridedLoop, ...]:
-    """Loops by falling source stride. Neighbours that form one run on both sides are merged."""
+    """Loops by falling source stride. Neighbors that form one run on both sides are merged."""
     merged: list[StridedLoop] = []
     for loop in sorted(loops, key=lambda v: (-v.source_stride, -v.target_stride)):
         outer = merged[-1] if merged else None

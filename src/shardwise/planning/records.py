@@ -28,47 +28,47 @@ LEAST_STAGING_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IOOptions:
-    """How a load or save may use the machine."""
+    """Limits and strategies for reading and writing files."""
 
     staging_bytes: int = 32 * 1024**2
-    """Host memory for casts, strided runs and device copies, per rank."""
+    """Host memory per rank for casts, strided reads and copies to a device."""
 
     timeout_s: float = 300.0
-    """A rank that makes no progress for this long counts as missing: the other ranks raise :class:`RankError` naming it.
+    """A rank that makes no progress for this long counts as missing: the other ranks raise a :class:`RankError` that names it.
 
-    It bounds the time without progress, not the time that work takes. Bytes that arrive are progress. One system call
-    on a file (a slow fsync, close, rename or unlink) is progress for ten times as long."""
+    This limits the time without progress, not the duration of an operation. Every byte that arrives is progress. A single
+    system call on a file (a slow fsync, close, rename or unlink) may take ten times as long."""
 
     page_cache: Literal["keep", "release", "auto"] = "auto"
-    """Whether files stay in the kernel's page cache after reading. ``"release"`` gives pages back while reading, also
-    pages cached before. ``"auto"`` releases if the tensors go to a device that shares memory with the host (MPS,
-    integrated GPUs), otherwise keeps; an export or conversion of stored tensors keeps them."""
+    """Whether files stay in the kernel's page cache after they are read. ``"release"`` frees pages during the read, including pages that were
+    cached before. ``"auto"`` releases them if the tensors go to a device that shares memory with the host (MPS, integrated GPUs), and
+    otherwise keeps them. Exports and conversions of stored tensors keep them."""
 
     pages: Literal["auto", "huge", "small"] = "auto"
-    """The pages of memory that a load allocates on the CPU. Huge pages (2 MiB, Linux) make filling it up to three times as
-    fast; ``"auto"`` measures both during the load and uses what takes less CPU time."""
+    """Page size of the memory that a load allocates on the CPU. Huge pages (2 MiB, Linux) can make filling it up to three times as fast.
+    ``"auto"`` measures both during the load, and uses whichever takes less CPU time."""
 
     reads: Reads = "auto"
-    """How files are read. ``"plain"``: one range after the other. ``"ahead"``: while one range is read, the kernel is asked for
-    the next ones, at most 32 MiB ahead (Linux). ``"auto"``: plain as long as the bytes are in the page cache; from the first
-    that are not, both are timed, and the faster one is used from then on. The report of a load says which, and why."""
+    """How files are read. ``"plain"``: one range after the other. ``"ahead"``: while one range is read, the kernel is asked to prefetch the next
+    ones, at most 32 MiB ahead (Linux). ``"auto"``: plain while the bytes are in the page cache; at the first miss, both are timed, and the
+    faster one is used from then on. The load report gives the choice and the reason."""
 
     read_threads: int | None = None
-    """Threads of this rank that read. With ``reads="auto"``, bytes in the page cache that go as they are into CPU memory are read
-    by each thread a tensor (at most 16 MiB) at a time; every other read of 2 MiB and more is shared by all. None: the cores that
-    the host has for each of its ranks, at most 4."""
+    """Number of threads with which this rank reads. With ``reads="auto"``, each thread reads a tensor (at most 16 MiB) at a time if its bytes are
+    in the page cache and go to CPU memory unchanged; any other read of 2 MiB or more is split among all threads. None: the host's cores
+    divided by its ranks, at most 4."""
 
     strategy: Literal["auto", "own", "node", "once"] = "auto"
-    """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per
-    host, and the ranks of the host share it in memory. ``"once"``: each range is read once, and each rank is sent its
-    shards through the process group's backend. ``"auto"``: ``"once"`` if some ranks do not see the files, or if they
-    are on a network file system and several hosts need the same bytes; ``"node"`` if shards are stored in runs of less than 16 KiB
-    (shards of dim 1), or on a network file system where ranks of one host need the same bytes; else ``"own"``. Of object stores
-    ``"node"`` on one host, ``"once"`` on several. The report says which, and why."""
+    """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per host, and the
+    ranks of that host share it in memory. ``"once"``: each range is read once, and each rank receives its shards through the process
+    group's backend. ``"auto"`` chooses ``"once"`` if some ranks can't see the files, or if they are on a network file system and several hosts need
+    the same bytes; ``"node"`` if shards are stored in runs shorter than 16 KiB (shards of dim 1), or if the files are on a network file
+    system and ranks of one host need the same bytes; otherwise ``"own"``. For object stores it chooses ``"node"`` on one host and ``"once"`` on several.
+    The report gives the choice and the reason."""
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of the parts of quantised tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
+        """Bytes of the parts of quantized tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
 
         At least 4 MiB: with less, transposed codes would be read in runs too short for any storage.
         """
@@ -223,7 +223,7 @@ class Plan:
 
     @property
     def init_staging_bytes(self) -> int:
-        """Host memory for initialising: the new tensors of the largest module, whole. Modules take turns."""
+        """Host memory for initializing: the new tensors of the largest module, whole. Modules take turns."""
         new = {d.name for d in self.initialized}
         by_module: dict[str, int] = {}
         for w in self.wanted:

@@ -21,20 +21,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionPolicy:
-    """Which signals ask a run to stop, and how it then ends: ``preemption=`` of ``Checkpointer``, ``ShardwiseAccelerator`` and
+    """Which signals ask a run to stop, and how it then ends. Pass it as ``preemption=`` to ``Checkpointer``, ``ShardwiseAccelerator`` or
     ``ShardwiseTrainer``.
 
-    Rank-local, takes no memory, installs nothing on its own. Raises :class:`ValueError` for names that are no signals and for
-    numbers out of range.
+    Creating a policy doesn't install any handler. Raises :class:`ValueError` for unknown signal names and for numbers out of range.
     """
 
     stop_on: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
-    """Names of the signals. Handlers that were there before are called, too, and are back once the run is closed. ``()`` listens for
-    none; ``request_stop`` still works. Signals belong to the main thread: make the run's object there."""
+    """Names of the signals. Handlers that were already installed are still called, and are restored when the run is closed. ``()`` listens for no
+    signal; ``request_stop`` still works. Python handles signals in the main thread, so create the run's object there."""
     deadline_s: float | None = None
-    """Seconds from the first signal to the scheduler's SIGKILL. The last save is planned with it. None: not known."""
+    """Seconds between the first signal and the scheduler's SIGKILL. Used to decide whether a last save can finish in time. None: unknown."""
     exit_status: int = 75
-    """``exit_code`` of a run that has stopped. 75 is ``EX_TEMPFAIL`` of sysexits.h: "temporary failure, try again"."""
+    """``exit_code`` of a run that was stopped. 75 is ``EX_TEMPFAIL`` in sysexits.h: "temporary failure, try again"."""
 
     def __post_init__(self) -> None:
         numbers_of(self.stop_on)

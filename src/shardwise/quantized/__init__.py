@@ -1,1 +1,1 @@
-"""Quantised sources: their formats, found by config and tensors, and decoded by boxes."""
+"""Quantized sources: their formats, found by config and tensors, and decoded by boxes."""

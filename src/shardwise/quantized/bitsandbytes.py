@@ -1,7 +1,7 @@
 """The family of bitsandbytes: NF4, FP4 and INT8, as its ``Linear4bit`` and ``Linear8bitLt`` store them.
 
 4 bits: ``X.weight`` (two codes a byte, in one column), ``X.weight.absmax``, ``X.weight.quant_map`` and JSON in
-``X.weight.quant_state.bitsandbytes__nf4``; where the scales are quantised, too, ``X.weight.nested_absmax`` and
+``X.weight.quant_state.bitsandbytes__nf4``; where the scales are quantized, too, ``X.weight.nested_absmax`` and
 ``X.weight.nested_quant_map``. 8 bits: ``X.weight``, ``X.SCB`` and ``X.weight_format``.
 """
 
@@ -54,7 +54,7 @@ def find(source: Source) -> Found:
 
 
 def _four_bit_names(source: Source) -> dict[str, list[str]]:
-    """The tensors in codes of 4 bits, each with the names of its quantisation states."""
+    """The tensors in codes of 4 bits, each with the names of its quantization states."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in source.tensors:
         of, state, _ = name.partition(_STATE)
@@ -108,7 +108,7 @@ def _four_bit(source: Source, name: str, states: list[str]) -> Coded:
         "scales": reshaped(absmax, absmax.dtype, rule.scales_shape),
     }
     if not rule.nested and f"{name}.nested_quant_map" in tensors:
-        raise FormatError(f"surplus: the scales of {name} are not quantised", path=f"{name}.nested_quant_map")
+        raise FormatError(f"surplus: the scales of {name} are not quantized", path=f"{name}.nested_quant_map")
     if rule.nested:
         parts["nested"] = require(tensors, f"{name}.nested_absmax", name)
         why = f"{blocks} scales in blocks of {rule.nested.block}"
@@ -129,7 +129,7 @@ def _check_codes(codes: StoredTensor, count: int) -> None:
 
 
 def _rule(source: Source, name: str, state: str) -> FourBit:
-    """The rule that a quantisation state describes. Raises :class:`FormatError` for anything but what bitsandbytes writes."""
+    """The rule that a quantization state describes. Raises :class:`FormatError` for anything but what bitsandbytes writes."""
     document = _document(source, state)
     names = [*_KEYS, *(_NESTED_KEYS if f"{name}.nested_absmax" in source.tensors else ())]
     if not isinstance(document, dict) or set(document) != set(names):
@@ -154,7 +154,7 @@ def _document(source: Source, state: str) -> Any:
             f"expected JSON in U8 of at most {MAX_QUANT_STATE_BYTES} bytes, found {stored.dtype} {list(stored.shape)}",
             path=state,
         )
-    return parse_json(source.content(state), state, "quantisation state")
+    return parse_json(source.content(state), state, "quantization state")
 
 
 def _nested(document: Mapping[str, Any], state: str) -> Nested | None:

@@ -95,7 +95,7 @@ class Blocks:
 class Joined:
     """Blocks of codes and scales that bitsandbytes stored. Implements :class:`.Rule`; parts as :class:`.FourBit`'s.
 
-    Scales that are quantised, too, are decoded: a block then has the scale that bitsandbytes works out of them.
+    Scales that are quantized, too, are decoded: a block then has the scale that bitsandbytes works out of them.
     """
 
     blocks: Blocks
@@ -124,7 +124,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Blocks quantised from a plain weight, by bitsandbytes. Implements :class:`.Rule`; part: ``weight``."""
+    """Blocks quantized from a plain weight, by bitsandbytes. Implements :class:`.Rule`; part: ``weight``."""
 
     blocks: Blocks
     source: StoredTensor
@@ -133,7 +133,7 @@ class _Encoded:
 
     @property
     def format(self) -> str:
-        return f"{self.source.dtype}, quantised to {self.blocks.quant_type.upper()} in blocks of {self.blocks.block}"
+        return f"{self.source.dtype}, quantized to {self.blocks.quant_type.upper()} in blocks of {self.blocks.block}"
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         first, last = self._rows(box)
@@ -173,6 +173,6 @@ def joined(one: Coded, dtype: str) -> tuple[Blocks, Coded] | None:
 
 
 def encoded(stored: StoredTensor, blocks: Blocks, *, is_transposed: bool) -> Coded:
-    """A plain stored weight, quantised while it is read: no more than the rows of a few blocks at a time."""
+    """A plain stored weight, quantized while it is read: no more than the rows of a few blocks at a time."""
     rule = _Encoded(blocks, stored, is_transposed)
     return coded(stored.name, "U8", blocks.stored_shape, {"weight": stored}, rule)

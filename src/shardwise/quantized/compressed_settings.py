@@ -60,7 +60,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All groups that quantise weights, and what is wrong with the settings.
+    """All groups that quantize weights, and what is wrong with the settings.
 
     Only for names with which :func:`.check_patterns` took the ``expressions``.
     """

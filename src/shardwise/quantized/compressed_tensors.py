@@ -21,7 +21,7 @@ __all__ = ["find"]
 _METHOD = "compressed-tensors"
 _PLAIN = ("BF16", "F16", "F32", "F64")
 _SIDES = ("scale", "zero_point", "global_scale")
-#: Ends of the names of tensors that quantise activations and caches.
+#: Ends of the names of tensors that quantize activations and caches.
 _ACTIVATIONS = frozenset(f"{of}_{side}" for of in ("input", "output", "q", "k", "v") for side in _SIDES)
 _Stored = Mapping[str, StoredTensor]
 
@@ -80,11 +80,11 @@ def _take(
     schemes = settings.of_module(module)
     if settings.ignored(module):
         found.problems.append(
-            f"{first} is part of a quantised weight, and quantization_config.ignore names {module}"
+            f"{first} is part of a quantized weight, and quantization_config.ignore names {module}"
         )
     elif not schemes:
         found.problems.append(
-            f"{first} is part of a quantised weight, and no target of quantization_config.config_groups names {module}"
+            f"{first} is part of a quantized weight, and no target of quantization_config.config_groups names {module}"
         )
     else:
         read = [_read(module, stored, scheme, content) for scheme in schemes]

@@ -1,4 +1,4 @@
-"""A source whose quantised tensors are seen as what their codes stand for."""
+"""A source whose quantized tensors are seen as what their codes stand for."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ def _method_of(catalog: Catalog, looks: Quantized | None) -> str:
         return said or (looks.method if looks else "")
     if looks.method != said and looks.method not in _LOOKS_LIKE.get(said, ()):
         raise PlanError(
-            f"{catalog.root}: its config says that it is quantised by {said!r}, but its tensors are stored as by {looks.method!r} "
+            f"{catalog.root}: its config says that it is quantized by {said!r}, but its tensors are stored as by {looks.method!r} "
             f"({looks.codes!r} goes with {looks.beside!r})"
         )
     return said
 
 
 def dequantized(catalog: Catalog, own: Callable[[], Iterable[Named]] | None = None) -> Catalog:
-    """The source, with each quantised tensor as one of the dtype that its codes stand for. The same catalog if none is.
+    """The source, with each quantized tensor as one of the dtype that its codes stand for. The same catalog if none is.
 
-    ``own`` gives the model's tensors; it is called only where the source looks quantised. A model that has scales of such a name itself
+    ``own`` gives the model's tensors; it is called only where the source looks quantized. A model that has scales of such a name itself
     is filled with the stored tensors. Pure; the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, mis-shaped or contradicts the config;
-    :class:`UnsupportedConversionError` for a method that can't be dequantised.
+    :class:`UnsupportedConversionError` for a method that can't be dequantized.
     """
     looks = quantized(catalog.tensors)
     if catalog.coded or (looks is None and not catalog.quantization.settings):
@@ -111,7 +111,7 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[Named]] | None = No
     if family is None:
         how = f"{looks.codes!r} goes with {looks.beside!r}" if looks else "says its config"
         raise UnsupportedConversionError(
-            f"{catalog.root}: quantised ({method}: {how}), which can't be loaded yet; {way_out(method)}"
+            f"{catalog.root}: quantized ({method}: {how}), which can't be loaded yet; {way_out(method)}"
         )
     found = _found(catalog, family, method, {name.rpartition(".")[2] for name in names})
     gone = {*found.parts(), *found.unused}
@@ -133,7 +133,7 @@ def _found(catalog: Catalog, family: Family, method: str, held: Collection[str])
         found = Found(problems=[str(error)])
     if not found.coded and not found.problems:
         found.problems.append(
-            f"it is quantised by {method!r}, as its config says, but no stored tensor is: remove quantization_config from "
+            f"it is quantized by {method!r}, as its config says, but no stored tensor is: remove quantization_config from "
             f"config.json"
             if source.settings
             else f"its tensors are those of {method!r}, and config.json has no quantization_config that says how they are stored"
@@ -143,7 +143,7 @@ def _found(catalog: Catalog, family: Family, method: str, held: Collection[str])
         found.problems += _surplus(catalog, found, held)
     if found.problems:
         raise PlanError(
-            f"{catalog.root}: quantised ({method}), and not whole: {len(found.problems)} problems",
+            f"{catalog.root}: quantized ({method}), and not whole: {len(found.problems)} problems",
             tuple(found.problems),
         )
     return found
@@ -164,7 +164,7 @@ def _content(known: Quantization, name: str) -> bytes:
 
 
 def has_family(method: str) -> bool:
-    """Whether a load dequantises sources of this method."""
+    """Whether a load dequantizes sources of this method."""
     return method in _FAMILIES
 
 

@@ -1,4 +1,4 @@
-"""Quantises to bitsandbytes' NF4 and FP4."""
+"""Quantizes to bitsandbytes' NF4 and FP4."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class NestedFourBitEncoder:
         return _rows_of_whole_blocks(self.rule, self.rule.block * self.rule.nested.block)
 
     def scales(self, values: torch.Tensor) -> torch.Tensor:
-        """The scales of a window before they are quantised, of which the mean is wanted."""
+        """The scales of a window before they are quantized, of which the mean is wanted."""
         return _scaled(values, self.rule.block)[1]
 
     def state(self, content: bytes, mean: float) -> bytes:

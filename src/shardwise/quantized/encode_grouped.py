@@ -1,4 +1,4 @@
-"""Quantises as compressed-tensors does: INT, FP8, NVFP4 and MX codes with scales per tensor, channel, group or block."""
+"""Quantizes as compressed-tensors does: INT, FP8, NVFP4 and MX codes with scales per tensor, channel, group or block."""
 
 from __future__ import annotations
 

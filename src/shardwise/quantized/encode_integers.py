@@ -1,4 +1,4 @@
-"""Quantises to the integers of bitsandbytes' INT8, and to those of GPTQ and AWQ with the scales that a calibration chose."""
+"""Quantizes to the integers of bitsandbytes' INT8, and to those of GPTQ and AWQ with the scales that a calibration chose."""
 
 from __future__ import annotations
 

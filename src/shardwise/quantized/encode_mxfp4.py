@@ -1,4 +1,4 @@
-"""Quantises experts to MXFP4, as gpt-oss stores them."""
+"""Quantizes experts to MXFP4, as gpt-oss stores them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK = 32
 class Mxfp4Encoder:
     """Exponents by :func:`.mx_exponents`, codes rounded to the nearest, ties to even. Implements :class:`.Encoder`.
 
-    OpenAI published codes and no quantiser; this is the rule that compressed-tensors has for MXFP4.
+    OpenAI published codes and no quantizer; this is the rule that compressed-tensors has for MXFP4.
     """
 
     reference = "MXFP4: OCP's rule as in compressed-tensors"

@@ -1,4 +1,4 @@
-"""Quantises to FP8 with scales per block, channel or tensor."""
+"""Quantizes to FP8 with scales per block, channel or tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantises weights again into the format that a source stores them in: the encoder of each rule.
+"""Quantizes weights again into the format that a source stores them in: the encoder of each rule.
 
 An encoder is the other direction of a :class:`.Rule`: elements in, parts out, with the same layout of codes and the same blocks. It
 follows the format's own reference, which its docstring names.
@@ -68,7 +68,7 @@ class Encoder(Protocol):
 def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
     """The encoder of a tensor that a source stores in parts. ``settings``: its ``quantization_config``.
 
-    Raises :class:`UnsupportedConversionError` for a format that can't be quantised again, with the reason.
+    Raises :class:`UnsupportedConversionError` for a format that can't be quantized again, with the reason.
     """
     rule, parts = one.rule, one.parts
     made: Encoder | str = "no rule is known that makes its codes"
@@ -89,7 +89,7 @@ def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
         made = Mxfp4Encoder()
     if isinstance(made, str):
         raise UnsupportedConversionError(
-            f"{one.tensor.name}: was changed, and can't be quantised again as {rule.format}: {made}. Export without quantize=, "
+            f"{one.tensor.name}: was changed, and can't be quantized again as {rule.format}: {made}. Export without quantize=, "
             f"for plain weights"
         )
     return made

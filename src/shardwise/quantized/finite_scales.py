@@ -26,7 +26,7 @@ _ROLES = ("scales", "global", "nested", "book", "groups")
 def scales_in(one: Coded, box: Box) -> Mapping[str, Box]:
     """The boxes of the parts, by role, that say how the codes of a box are scaled: scales, and the group of each input.
 
-    Empty for a plain tensor that is quantised while it is read.
+    Empty for a plain tensor that is quantized while it is read.
     """
     return {role: part for role, part in one.rule.boxes(box).items() if role in _ROLES}
 

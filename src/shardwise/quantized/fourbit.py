@@ -34,7 +34,7 @@ _BOOKS = {
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Scales that are codes, too (double quantisation): ``book[code] × scale of the block + offset``."""
+    """Scales that are codes, too (double quantization): ``book[code] × scale of the block + offset``."""
 
     block: int
     offset: float
@@ -57,7 +57,7 @@ class FourBit:
 
     @property
     def format(self) -> str:
-        double = ", scales quantised" if self.nested else ""
+        double = ", scales quantized" if self.nested else ""
         return f"{self.quant_type.upper()} in blocks of {self.block}{double}"
 
     @property

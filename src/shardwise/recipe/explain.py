@@ -79,7 +79,7 @@ def _missing(
         ):
             hint, advice = (
                 "",
-                f"; its quantised codes are stored ({codes!r}), but not all that goes with them",
+                f"; its quantized codes are stored ({codes!r}), but not all that goes with them",
             )
         if w.name in catalog.referred:
             hint, advice = (
@@ -97,7 +97,7 @@ def _unused(
         them = "they" if len(names) > 1 else "it"
         advice = f"; give allow_unused=({pattern!r},) if {them} may be left" if caller_declares else ""
         if any(is_part(name, catalog.tensors) for name in names):
-            advice = "; quantised codes, or their scales"
+            advice = "; quantized codes, or their scales"
         stored = catalog.tensors[names[0]]
         where = stored.chunks[0].path if stored.chunks else catalog.root
         if len(names) > 1:

@@ -134,7 +134,7 @@ def undeclared(*_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How stored tensors become wanted ones, and which tensors may be left over or initialised.
+    """How stored tensors become wanted ones, and which tensors may be left over or initialized.
 
     ``allow_unused(stored name, module name)`` and ``allow_missing(module name)`` return the author of the declaration in
     words, or None if there is no declaration, which is a problem.
@@ -240,7 +240,7 @@ def _misfit(w: Wanted, made: Made, catalog: Catalog, rules: Rules) -> str | None
         )
     if not castable(made.dtype, w.dtype):
         is_coded = any(is_part(source, catalog.tensors) for source in made.sources)
-        advice = "quantised codes" if is_coded else "convert it first or load with that dtype"
+        advice = "quantized codes" if is_coded else "convert it first or load with that dtype"
         return f"un-castable: {w.name!r} expects {w.dtype}, but {_origin(made, catalog)} is {made.dtype}; {advice}"
     return None
 

@@ -61,7 +61,7 @@ def host_conversion(
 
 
 def _virtual(group: str, target: str, code: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A result as if it were stored. In order of path, the results of one conversion are neighbours."""
+    """A result as if it were stored. In order of path, the results of one conversion are neighbors."""
     name = f"<converted>/{group}/{target}"
     return StoredTensor(name, code, shape, (Chunk(whole(shape), name, 0),))
 

@@ -1,4 +1,4 @@
-"""How a plot becomes part of the page: SVG in colours of the page's own variables, text as text, with a title and a description.
+"""How a plot becomes part of the page: SVG in colors of the page's own variables, text as text, with a title and a description.
 
 Each plot is drawn twice, wide and for a phone; the page shows one of them. The same data give the same text.
 """
@@ -20,7 +20,7 @@ __all__ = [
     "BAD",
     "BAR_ALPHAS",
     "BY_NAME",
-    "COLOURS",
+    "COLORS",
     "Drawn",
     "SERIES",
     "SMALLEST_TEXT",
@@ -31,8 +31,8 @@ __all__ = [
     "plotting",
 ]
 
-#: Stands for a colour in what matplotlib writes -> the page's variable.
-COLOURS = {
+#: Stands for a color in what matplotlib writes -> the page's variable.
+COLORS = {
     "#0000f0": "currentColor",
     "#0000f1": "var(--anonymous)",
     "#0000f2": "var(--file)",
@@ -47,7 +47,7 @@ COLOURS = {
     "#0000e6": "var(--bad)",
     "#0000e7": "var(--on-bar)",
 }
-BY_NAME = {value.removeprefix("var(--").removesuffix(")"): name for name, value in COLOURS.items()}
+BY_NAME = {value.removeprefix("var(--").removesuffix(")"): name for name, value in COLORS.items()}
 TEXT, FAINT, BAD = BY_NAME["currentColor"], BY_NAME["faint"], BY_NAME["bad"]
 SERIES = [BY_NAME[n] for n in ("anonymous", "shared", "file", "device")]
 #: Of areas, and of the bars of phases: outer ones, and those within.
@@ -112,7 +112,7 @@ def drawn(key: str, title: str, description: str, height: float, draw: Callable[
 
 
 def _for_page(text: str, key: str, title: str, description: str) -> str:
-    """matplotlib's document as an element of the page: names of its own, the page's colours and font, accessible."""
+    """matplotlib's document as an element of the page: names of its own, the page's colors and font, accessible."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
@@ -120,8 +120,8 @@ def _for_page(text: str, key: str, title: str, description: str) -> str:
     text = re.sub(r' d="[^"]*"', lambda found: _LONG_NUMBER.sub(r"\1", found[0]), text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     text = re.sub(r" font-family: [^;\"]*;?", "", text)
-    for colour, variable in COLOURS.items():
-        text = text.replace(colour, variable)
+    for color, variable in COLORS.items():
+        text = text.replace(color, variable)
     named = f'role="img" aria-labelledby="{key}-t {key}-d"'
     head = f'<title id="{key}-t">{html.escape(title)}</title><desc id="{key}-d">{html.escape(description)}</desc>'
     text = re.sub(r'<svg ([^>]*?)width="([\d.]+)pt" height="[\d.]+pt"', rf"<svg {named} \1", text, count=1)

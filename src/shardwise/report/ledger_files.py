@@ -30,7 +30,7 @@ __all__ = [
 #: Far above what a week writes; a longer file is read up to here.
 _MOST_BYTES = 256 * 1024**2
 _LONGEST_LINE = 256 * 1024
-#: Records with memory of one process that are kept; of more, neighbours become one.
+#: Records with memory of one process that are kept; of more, neighbors become one.
 _MOST_SAMPLES = 100_000
 #: Memory and bytes of a record; peaks have ``peak_`` before them.
 _VALUES = {

@@ -119,7 +119,7 @@ def draw_memory(start: Start, process: Process) -> Drawn:
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """At most so many records, of each run of neighbours the highest."""
+    """At most so many records, of each run of neighbors the highest."""
     ordered = sorted(samples, key=lambda s: s.t)
     if len(ordered) <= _MOST_POINTS:
         return ordered
@@ -150,14 +150,14 @@ def _phase_bars(axes: Any, process: Process, start: Start, form: str) -> None:
         length = _length(phase, process)
         is_cut = phase.ended is None and not process.has_ended
         has_died = is_cut and process is start.culprit
-        colour = BAD if has_died or phase.error else BY_NAME[_KINDS.get(phase.name, "other")]
+        color = BAD if has_died or phase.error else BY_NAME[_KINDS.get(phase.name, "other")]
         shown = max(length, seconds / 400)
         axes.barh(
             -row,
             shown,
             left=offset + phase.began.t,
             height=0.8,
-            color=colour,
+            color=color,
             alpha=BAR_ALPHAS[row],
             linewidth=0,
         )
@@ -197,12 +197,12 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
         times = [offset + s.t for s in samples]
         cache = [s.get("page_cache_bytes") / 1024**2 for s in samples]
         rest = [max(0.0, s.get("cgroup_bytes") / 1024**2 - c) for s, c in zip(samples, cache, strict=True)]
-        colours = (SERIES[0], SERIES[2])
+        colors = (SERIES[0], SERIES[2])
         axes.stackplot(
             times,
             rest,
             cache,
-            colors=colours,
+            colors=colors,
             labels=("all else", "page cache"),
             alpha=AREA_ALPHA,
             linewidth=0,
@@ -248,11 +248,11 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
             every = -(-len(points) // _MOST_POINTS)
             shown = points[::every]
             shape = shapes[k % len(shapes)] if len(points) < 100 else "-"
-            colour = (SERIES[0], SERIES[1], SERIES[2], SERIES[3])[k % 4]
+            color = (SERIES[0], SERIES[1], SERIES[2], SERIES[3])[k % 4]
             axes.plot(
                 *zip(*shown, strict=True),
                 shape,
-                color=colour,
+                color=color,
                 markersize=4,
                 linewidth=1.2,
                 label=names[k],
@@ -261,10 +261,10 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
             "crash": (BAD, "--", 1.4),
             "resume": (BY_NAME["resume"], ":", 1.8),
         }
-        for kind, (colour, style, width) in styles.items():
+        for kind, (color, style, width) in styles.items():
             for k, step in enumerate(told[kind]):
                 label = {"crash": "crashed", "resume": "resumed from"}[kind] if k == 0 else None
-                axes.axvline(step, color=colour, linestyle=style, linewidth=width, label=label)
+                axes.axvline(step, color=color, linestyle=style, linewidth=width, label=label)
         saved = told["save"][:: -(-max(1, len(told["save"])) // _MOST_POINTS)]
         if saved:
             low = axes.get_ylim()[0]

@@ -37,7 +37,7 @@ class Part:
     heading: str = ""
     text: str = ""
     key: bool = False
-    """The colours of phases."""
+    """The colors of phases."""
     drawn: Drawn | None = None
     table: Table | None = None
 

@@ -56,7 +56,7 @@ _PIECE_BYTES = 8 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport(Printed):
-    """The outcome of a conversion on this rank."""
+    """The result of a conversion on this rank."""
 
     path: str
     source: str
@@ -66,14 +66,14 @@ class ConvertReport(Printed):
     optimizer_tensors: int
     documents: tuple[str, ...]
     skipped: tuple[str, ...]
-    """State in the source that the checkpoint does not hold; the step, if the source names none."""
+    """State in the source that the checkpoint doesn't contain. Also says so if the source doesn't record a step."""
     bytes_read: int
-    """By this rank."""
+    """Bytes that this rank read."""
     bytes_written: int
-    """By this rank, headers included."""
+    """Bytes that this rank wrote, including headers."""
     seconds: float
     caveats: tuple[str, ...] = ()
-    """Assumptions that the conversion had to make: by which rule an optimizer's numbers became names."""
+    """Assumptions that the conversion made: how an optimizer's parameter numbers were mapped to names."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -89,24 +89,25 @@ def convert(
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ConvertReport:
-    """Write the run or model at ``source`` as one checkpoint directory at ``out``: all of it or nothing.
+    """Convert the run or model at ``source`` into one checkpoint directory at ``out``, completely or not at all.
 
     Args:
         source: a path or a URL: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
-            another file of ``torch.save``, safetensors, or a shardwise checkpoint. Stored optimizers, scheduler and
-            scaler are converted; random generators and data position are not. An optimizer that numbers its parameters is converted
-            if the model has a config and the numbers fit the order of its parameters, or the HF Trainer's groups; ``caveats`` says so.
-        out: a path or a URL; must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step. If the source names no
-            step, it is that of this name, or 0; ``skipped`` says so.
-        config: directory with the model's config.json (and tokenizer, own code) if the source has none. Without one,
-            tensors keep their names, and missing tensors are not noticed.
-        trust_remote_code: run the Python files of the config's directory.
-        io: staging and time limits.
+            another ``torch.save`` file, safetensors, or a shardwise checkpoint. Stored optimizers, schedulers and scalers
+            are converted; random states and the data position aren't. An optimizer that numbers its parameters can be
+            converted if the model has a config and the numbers match the order of its parameters or the HF Trainer's groups; ``caveats``
+            says so.
+        out: a path or a URL that must not exist. Name it ``step-%08d`` with its step's number, and a Checkpointer finds it. If the source
+            doesn't record a step, the number in this name is used, or 0; ``skipped`` says so.
+        config: directory with the model's config.json (and tokenizer and custom code), if the source has none. Without a config, tensors keep
+            their names, and missing tensors can't be detected.
+        trust_remote_code: run the Python files in the config's directory.
+        io: staging memory and time limits.
 
-    Every rank of the default process group must call it. Dim 0 of each tensor is cut evenly; each rank reads and
-    writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. Tensors from a shardwise checkpoint are compared with
-    its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
-    written, :class:`CheckpointError` if ``out`` exists or names another step, :class:`RankError` on every rank.
+    Every rank of the default process group must call it. Each tensor is split evenly along dim 0; each rank reads and writes its own
+    part. Memory: ``io.staging_bytes`` plus 8 MiB. Tensors from a shardwise checkpoint are checked against their recorded digests. Raises
+    :class:`SourceError`, :class:`PlanError` or :class:`StateError` before anything is written, :class:`CheckpointError` if
+    ``out`` exists or names another step, and :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()

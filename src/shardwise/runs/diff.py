@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport(Printed):
-    """The difference of two sources, from the first to the second."""
+    """The differences between two sources, from the first to the second."""
 
     first: str
     second: str
@@ -58,14 +58,14 @@ class DiffReport(Printed):
     removed: tuple[str, ...]
     changed: tuple[Change, ...]
     equal: int
-    """Number of tensors that are equal bit for bit."""
+    """Number of tensors that are bit-identical."""
     by_digest: int
-    """How many of these were compared by recorded digests, without reading."""
+    """How many of those were compared by recorded digests, without reading them."""
     bytes_read: int
 
     @property
     def ok(self) -> bool:
-        """Whether there is no difference."""
+        """Whether there are no differences."""
         return not (self.added or self.removed or self.changed)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,11 +75,10 @@ class DiffReport(Printed):
 
 @announced("diff", "first", "second")
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
-    """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
+    """Compare two models or checkpoints tensor by tensor. If both are checkpoints, their optimizers are compared, too.
 
-    Call it in one process: ranks share no work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are
-    equal are not read. Raises :class:`SourceError` for a source that can't be
-    read; its subclasses say which kind.
+    Call it in one process; ranks don't share the work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal
+    aren't read. Raises :class:`SourceError` (or a subclass that says more) for a source that can't be read.
     """
     files: list[StoredFile] = []
     a, b = _contents(first, files), _contents(second, files)

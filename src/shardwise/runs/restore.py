@@ -43,16 +43,16 @@ __all__ = ["restore"]
 @logged
 @announced("restore", "path")
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
-    """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
+    """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor against its digest.
 
-    Also takes checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, Lightning, torchtitan,
-    transformers and torch's own examples: without digests, and without RNG and data position, which they do not store
-    in a readable form. An optimizer stored by parameter number is matched by position, as torch's ``load_state_dict`` does.
+    Also reads checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, Lightning, torchtitan, transformers and
+    torch's own examples. They don't have digests, and they don't store random states and the data position in a readable form. An
+    optimizer that numbers its parameters is matched by position, as in torch's ``load_state_dict``.
 
-    ``path`` may be a URL of an object store. Works under any mesh and world size. The directory may have any name; the report's ``step`` is the manifest's.
-    Every rank of the default process group must call it. RNG is restored last. Memory: staging only, besides the state
-    itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
-    :class:`RankError` on every living rank; the state is then undefined until a restore succeeds.
+    ``path`` can be a URL in an object store, and a directory may have any name; the report's ``step`` comes from the manifest. Works with any
+    mesh and world size. Every rank of the default process group must call it. Random states are restored last. Memory: staging only, in
+    addition to the state itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
+    :class:`RankError` on every living rank. After an error, the state is undefined until a restore succeeds.
     """
     io = io or IOOptions()
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)

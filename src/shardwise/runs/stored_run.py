@@ -207,7 +207,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     if plan.initialized:
         lost = ", ".join(d.name for d in plan.initialized[:5])
         raise StateError(
-            f"{catalog.root}: holds no {lost}, which the model has; load it (load_pretrained initialises them) and save"
+            f"{catalog.root}: holds no {lost}, which the model has; load it (load_pretrained initializes them) and save"
         )
     results = {t.name: t for host in plan.conversions.values() for t in host.outputs.values()}
     origin = Origin(plan.recipes, {n: t.shape for n, t in catalog.tensors.items()})

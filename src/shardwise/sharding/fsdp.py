@@ -46,33 +46,32 @@ MAX_REPLICATED_BYTES = 64 * 2**20
 def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy | None = None) -> nn.Module:
     """Apply FSDP2 to ``model`` in place, bottom-up, and return the same object.
 
-    Groups: repeated blocks, the experts inside them, embeddings, head, and the root with the rest
-    (:func:`describe_groups` lists them). A parameter shared by two groups belongs to a group around both. Trainable
-    parameters of another dtype than most of their group become a separate group. Works on meta (allocates nothing)
-    and on real models (each rank keeps its shard of its own values).
+    It wraps these groups: repeated blocks, the experts inside them, embeddings, the head, and the root with everything else
+    (:func:`describe_groups` lists them). A parameter shared by two groups belongs to a group that contains both. Trainable parameters whose dtype
+    differs from most of their group form a separate group. Works on meta (nothing is allocated) and on real models (each rank keeps its shard of
+    its own values).
 
-    Some parameters stay plain tensors, moved to the mesh's device:
+    Some parameters stay plain tensors and are moved to the mesh's device:
 
-    * parameters named by ``policy.exclude``: the caller reduces their gradients;
-    * parameters without dims (CLIP's ``logit_scale``) or elements, and parameters of another dtype that no module can
-      be a group for (held by the root, a block, a single expert). They are *replicated*: at the end of each backward
-      their gradients are averaged over the mesh, in fp32. ``set_requires_gradient_sync`` and similar settings of the
-      root's group apply to them too. A rank that did not use a parameter counts as zero, so unused ones never hang.
-      Their ``requires_grad`` must be the same on all ranks. Every backward must go through the model's forward: a
-      backward that reaches such a parameter only from outside reduces nothing.
+    * parameters that match ``policy.exclude``. You must reduce their gradients.
+    * parameters without dims (CLIP's ``logit_scale``) or without elements, and parameters of a different dtype for which no module can
+      be a group (held by the root, a block, or a single expert). They are *replicated*: at the end of each backward their gradients are
+      averaged over the mesh, in fp32. ``set_requires_gradient_sync`` and similar settings of the root's group apply to them, too. A
+      rank that didn't use a parameter contributes zero, so unused parameters never hang. Their ``requires_grad`` must be the same on all
+      ranks. Every backward must go through the model's forward: if a backward reaches such a parameter only from outside, nothing is reduced.
 
-    ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers (the default on GPUs) take 0-d tensors and DTensors
-    together. ``clip_grad_norm_`` refuses other plain tensors, and so does a foreach optimizer that has DTensors of the
-    same dtype: clip these separately, and give them a separate optimizer or ``foreach=False``.
+    ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers (the default on GPUs) accept 0-d tensors and DTensors together.
+    ``clip_grad_norm_`` rejects other plain tensors, and so does a foreach optimizer that has DTensors of the same dtype: clip
+    these separately, and give them their own optimizer or set ``foreach=False``.
 
     Args:
         mesh: one axis (FSDP), or two named axes (HSDP: replicate, shard).
-        policy: how to wrap. None: :class:`ShardPolicy` as it is by default.
+        policy: how to wrap the model. None: the defaults of :class:`ShardPolicy`.
 
     Every rank of the mesh must call it, with the same model and policy.
 
     Raises:
-        ShardError: the model can't be wrapped as asked; names every obstacle. The model is unchanged.
+        ShardError: the model can't be wrapped as requested; the error lists every obstacle. The model is unchanged.
     """
     policy = policy or ShardPolicy()
     _shard(model, mesh, mesh, policy)

@@ -29,23 +29,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPolicy:
-    """How :func:`shard` cuts a model into FSDP2 groups."""
+    """How :func:`shard` splits a model into FSDP2 groups."""
 
     block_classes: tuple[str, ...] | None = None
-    """Class names to wrap, every occurrence; None: repeated children of containers, and the model's
-    ``_no_split_modules``. Experts, embeddings, head and root are groups either way."""
+    """Names of the classes to wrap, wherever they occur. None: repeated children of containers, and the model's ``_no_split_modules``. Experts,
+    embeddings, head and root are groups in either case."""
     mixed_precision: MixedPrecisionPolicy | None = None
-    """Compute and reduce dtypes, as for ``fully_shard``; None: as stored."""
+    """Compute and reduce dtypes, as for ``fully_shard``. None: the stored dtypes."""
     reshard_after_forward: bool | int | None = None
-    """As for ``fully_shard``; None: free gathered parameters after forward, except at the root."""
+    """As for ``fully_shard``. None: free gathered parameters after forward, except at the root."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory; pinned if there is an accelerator."""
+    """Keep shards, gradients and optimizer state in host memory, pinned if there is an accelerator."""
     placement: Callable[[nn.Parameter], Shard | None] | None = None
-    """The dim to cut for a parameter; None or a None result: dim 0. Other dims must divide evenly."""
+    """Returns the dim along which to shard a parameter. None, or a result of None: dim 0. Other dims must divide evenly."""
     exclude: tuple[str, ...] = ()
-    """Patterns (fnmatch) of parameter names to leave plain: whole on every rank, and the caller reduces their
-    gradients. FSDP2's word is ``ignored_params``. Don't name parameters that FSDP2 can't shard: their gradients are
-    reduced automatically."""
+    """``fnmatch`` patterns of parameters to leave plain (FSDP2's ``ignored_params``): complete on every rank, and you must reduce their
+    gradients. Don't list parameters that FSDP2 can't shard; their gradients are reduced automatically."""
 
     def __post_init__(self) -> None:
         patterns_of("exclude", self.exclude)

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import ShardwiseError
 from ..internals.torch import keep_metadata
 from ..layout.model import local_tensor
-from .encoding import quantised_parts
+from .encoding import quantized_parts
 from .places import Places
 from .typed_json import encode
 
@@ -104,7 +104,7 @@ def _follows(own: Any, plain: Any) -> bool:
     try:
         mine, live = local_tensor(own).detach(), local_tensor(plain).detach()
         return mine.shape == live.shape and _same_bits(mine, live.to(mine.dtype))
-    except (RuntimeError, NotImplementedError, TypeError):  # quantised, sparse, another device's, …
+    except (RuntimeError, NotImplementedError, TypeError):  # quantized, sparse, another device's, …
         return False
 
 
@@ -146,7 +146,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype:
         return False
     if a.is_quantized:
-        return b.is_quantized and same(quantised_parts(a), quantised_parts(b))
+        return b.is_quantized and same(quantized_parts(a), quantized_parts(b))
     left, right = (local_tensor(t).detach().to("cpu").contiguous().reshape(-1) for t in (a, b))
     return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))
 

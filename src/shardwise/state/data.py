@@ -36,27 +36,26 @@ class _Position(Protocol):
 
 
 class ResumableLoader:
-    """A ``DataLoader`` whose position is state: iterate over this object instead of the loader.
+    """Wrap a ``DataLoader`` so that its position can be saved and restored. Iterate over this object instead of the loader.
 
-    It yields the loader's own batches, in the loader's order, with the loader's use of random generators. A batch
-    counts once the loop gets it; prefetched batches do not count. Leaving a loop early and iterating again begins a
-    new epoch, as with the loader itself; until then the position stays in the old epoch. The first request for a
-    batch makes the iterator.
+    It yields the loader's own batches in the loader's order, and uses random generators as the loader does. A batch counts once the loop
+    receives it; prefetched batches don't count. As with the loader itself, leaving a loop early and iterating again starts a new epoch; until
+    then, the position stays in the old epoch. The iterator is created when the first batch is requested.
 
-    To resume, call :meth:`load_state_dict`, restore the global random states, and iterate: the first iteration continues
-    after the last batch that the loop got. After the last batch of an epoch it continues with the next epoch. With an
-    iterable dataset, whose end is not known beforehand, it first ends the old epoch with a loop of zero batches.
-    Going on draws nothing from global generators. A loop over epochs begins with :attr:`epoch`::
+    To resume, call :meth:`load_state_dict`, restore the global random states, and iterate. The first iteration continues after the last
+    batch that the loop received, or with the next epoch if that batch was the last of its epoch. The length of an iterable dataset isn't known in
+    advance, so in that case the first loop finishes the old epoch with zero batches. Resuming draws nothing from the global generators. Start
+    a loop over epochs at :attr:`epoch`::
 
         for epoch in range(loader.epoch, epochs):
             for batch in loader: ...
 
-    With an :class:`ElasticSampler` as ``batch_sampler``, no batch is read again, the state is equal on all ranks, and
-    it fits any world size. With any other sampler the epoch's earlier batches are read again, because only that
-    restores samplers and datasets; the state belongs to one rank, and fits only the same world size.
+    With an :class:`ElasticSampler` as ``batch_sampler``, no batch is read again, and the state is the same on all ranks and fits any world
+    size. With any other sampler, the earlier batches of the epoch are read again, because nothing else restores samplers and datasets. The
+    state then belongs to one rank, and fits only the same world size.
 
-    Exact as far as the stored random states and epoch numbers determine the batches; :attr:`caveats` lists the
-    exceptions of this loader. A state has a few kilobytes, and typed JSON can hold it.
+    The resume is exact as far as the stored random states and epoch numbers determine the batches. :attr:`caveats` lists this
+    loader's exceptions. A state takes a few kilobytes and can be stored as typed JSON.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -87,22 +86,22 @@ class ResumableLoader:
 
     @property
     def sampler(self) -> Any:
-        """The loader's sampler, for ``set_epoch``. Resuming inside a stored epoch overrules ``set_epoch``."""
+        """The loader's sampler, for ``set_epoch``. A resume inside a stored epoch overrides ``set_epoch``."""
         return self._loader.sampler
 
     @property
     def epoch(self) -> int:
-        """Number, from 0, of the epoch of the next batch; inside a loop, of the current batch."""
+        """Epoch of the next batch, starting at 0; inside a loop, of the current batch."""
         return self._position.epoch
 
     @property
     def consumed(self) -> int:
-        """Batches of :attr:`epoch` that the loop has got."""
+        """Batches of :attr:`epoch` that the loop has received."""
         return self._position.consumed
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Why this loader may not resume exactly, one sentence per reason; empty if it does."""
+        """Reasons why this loader may not resume exactly, one sentence each; empty if it does."""
         return self._position.caveats
 
     def __len__(self) -> int:
@@ -117,15 +116,14 @@ class ResumableLoader:
         return self._position.iterate()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in values that typed JSON can hold. Changes nothing; may be called inside a loop."""
+        """The position, in values that typed JSON can store. Changes nothing and can be called inside a loop."""
         return self._position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at the position of ``state``. Does not touch global random generators.
+        """Start the next iteration at the position in ``state``. Doesn't touch the global random generators.
 
-        Raises :class:`StateError` naming each property of the loader that differs from the stored one, such as the
-        dataset's length (without an :class:`ElasticSampler`, also the number of workers and the rank). It then changes
-        nothing.
+        Raises :class:`StateError` that lists every property of the loader that differs from the stored one, such as the dataset's length
+        (and, without an :class:`ElasticSampler`, the number of workers and the rank). Nothing is changed then.
         """
         if ("sampler" in state) != self._is_elastic:
             was, now = ("with", "without") if "sampler" in state else ("without", "with")

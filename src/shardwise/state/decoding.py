@@ -17,7 +17,7 @@ import torch
 from ..devices import own_device
 from ..dtypes import named_dtype
 from ..errors import FormatError, StateError
-from ..internals.torch import quantised
+from ..internals.torch import quantized
 from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause
 from .encoding import FACTORIES, MAX_DEPTH, TAG, imported
 from .places import Places
@@ -110,10 +110,10 @@ class Decoder:
             self._places.met(value, key, torch.device(node["device"]).type)
         return value
 
-    def quantised(self, node: dict[str, Any]) -> torch.Tensor:
+    def quantized(self, node: dict[str, Any]) -> torch.Tensor:
         integers, scale, zero_point, axis = self.items(node["parts"])
         if axis is None:
-            made = quantised(integers, float(scale), int(zero_point), None)
+            made = quantized(integers, float(scale), int(zero_point), None)
         else:
             if (
                 not 0 <= axis < integers.dim()
@@ -122,7 +122,7 @@ class Decoder:
                 raise ValueError("scales do not fit the axis")
             if (scale.dtype, zero_point.dtype) != (torch.float64, torch.int64):
                 raise ValueError("scales or zero points are of another dtype")
-            made = quantised(integers, scale, zero_point, axis)
+            made = quantized(integers, scale, zero_point, axis)
         if made.dtype is not _torch_dtype(node["dtype"]):
             raise ValueError("its integers have another dtype")
         if self._places is not None:  # it goes where its integers were
@@ -263,7 +263,7 @@ _BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
     "PurePosixPath": lambda d, node: pathlib.PurePosixPath(d.decode(node["path"])),
     "PureWindowsPath": lambda d, node: pathlib.PureWindowsPath(d.decode(node["path"])),
     "tensor": Decoder.tensor,
-    "quantised": Decoder.quantised,
+    "quantised": Decoder.quantized,  # the tag as it is stored
     "torch.Size": lambda d, node: torch.Size(node["items"]),
     "torch.dtype": lambda d, node: _torch_dtype(node["name"]),
     "torch.device": lambda d, node: _device(node),

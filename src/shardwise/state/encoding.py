@@ -22,7 +22,7 @@ from ..dtypes import code_of
 from ..errors import FormatError, StateError
 from ..limits import is_text
 
-__all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported", "quantised_parts"]
+__all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported", "quantized_parts"]
 
 TAG = "$type"
 #: Far above any real state, and far below the limits of Python's JSON reader and recursion.
@@ -126,7 +126,7 @@ class Encoder:
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             raise _refusal(where, value, "is a sparse, nested or meta tensor")
         if value.is_quantized:
-            return self.quantised(value, where)
+            return self.quantized(value, where)
         if id(value) not in self._keys:
             self._met.append(value)
             self._keys[id(value)] = self.put(_storable(value, where), where)
@@ -134,10 +134,10 @@ class Encoder:
         fields = {"key": self._keys[id(value)], "dtype": dtype, "shape": list(value.shape)}
         return {TAG: "tensor", **fields, "device": value.device.type}  # an index differs between ranks
 
-    def quantised(self, value: torch.Tensor, where: str) -> Any:
-        parts = quantised_parts(value)
+    def quantized(self, value: torch.Tensor, where: str) -> Any:
+        parts = quantized_parts(value)
         if parts is None:
-            raise _refusal(where, value, f"is quantised by the scheme {value.qscheme()}")
+            raise _refusal(where, value, f"is quantized by the scheme {value.qscheme()}")
         dtype = str(value.dtype).removeprefix("torch.")
         return {TAG: "quantised", "dtype": dtype, "parts": self.items(parts, where)}
 
@@ -178,8 +178,8 @@ class Encoder:
         return key
 
 
-def quantised_parts(value: torch.Tensor) -> tuple[torch.Tensor, Any, Any, int | None] | None:
-    """Integers, scale, zero point and axis (None: one scale for all) of a quantised tensor; None for other schemes."""
+def quantized_parts(value: torch.Tensor) -> tuple[torch.Tensor, Any, Any, int | None] | None:
+    """Integers, scale, zero point and axis (None: one scale for all) of a quantized tensor; None for other schemes."""
     if value.qscheme() is torch.per_tensor_affine:
         return value.int_repr(), value.q_scale(), value.q_zero_point(), None
     if value.qscheme() is torch.per_channel_affine:

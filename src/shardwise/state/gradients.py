@@ -143,8 +143,8 @@ def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
     held = fsdp_unreduced_ids(live.fsdp_modules)
     if not held:
         return
-    optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [t.name for t in live.tensors if id(t.tensor) in held & optimised]
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [t.name for t in live.tensors if id(t.tensor) in held & optimized]
     if found:
         raise StateError(
             f"FSDP2 has not reduced the gradients of {len(found)} parameters yet ({', '.join(found[:3])}), because of a "

@@ -98,7 +98,7 @@ class Drained:
 
 
 def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
-    """id of each optimised parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
+    """id of each optimized parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
     named = [t for t in tensors if t.kind == "parameter"]
     names = {id(t.tensor): t.name for t in named}
     strangers = [
@@ -334,7 +334,7 @@ def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterabl
     if strange:
         raise StateError(
             f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
-            f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
+            f"optimize: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
         )
 
 

@@ -81,7 +81,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     try:
         return tensor.to(device)
     except (NotImplementedError, RuntimeError):
-        if not tensor.is_quantized:  # few devices support quantised tensors
+        if not tensor.is_quantized:  # few devices support quantized tensors
             raise
         return tensor
 

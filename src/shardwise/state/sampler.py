@@ -21,24 +21,24 @@ _VERSION = 1
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Batches of one rank, cut from global batches that are the same at every world size.
+    """Cut the same global batches for any number of ranks, so that a run can resume with a different world size.
 
-    The order of an epoch depends only on (``seed``, epoch, length of the dataset). Global batch k is its k-th run of
-    ``global_batch_size`` samples. It is cut into ``num_replicas`` equal blocks, one per rank; so ``global_batch_size``
-    must be a multiple of ``num_replicas``. Give it as ``batch_sampler`` to a loader that counts the batches that the
-    loop consumes, not those that workers prefetch::
+    The order of an epoch depends only on ``seed``, the epoch number and the dataset's length. Global batch *k* is the *k*-th run of
+    ``global_batch_size`` samples in that order, split into ``num_replicas`` equal blocks, one per rank. Therefore
+    ``global_batch_size`` must be a multiple of ``num_replicas``. Use it as the ``batch_sampler`` of a loader that counts batches when the loop
+    consumes them, not when workers prefetch them::
 
         sampler = ElasticSampler(dataset, global_batch_size=32, seed=0)
         loader = ResumableLoader(DataLoader(dataset, batch_sampler=sampler, num_workers=2))
         state = TrainState(model=model, optimizer=optimizer, dataloader=loader)
 
-    The position is (epoch, samples consumed by all ranks). It is equal on all ranks and stored once. It fits any world
-    size, any number of workers, and another global batch size (for another number of accumulation steps). A resume
-    skips and repeats no sample.
+    The position is the epoch and the number of samples consumed by all ranks. It is the same on all ranks and stored once, and it fits any
+    world size, any number of workers, and a different global batch size (for a different number of accumulation steps). A
+    resume neither skips nor repeats a sample.
 
-    The last global batch of an epoch is filled up with the first samples of the epoch's order, as in torch's
-    ``DistributedSampler``, but with at most ``global_batch_size - 1`` samples at any world size; ``drop_last=True``
-    drops it. Draws from no global generator; holds 8 bytes per sample during an epoch.
+    The last global batch of an epoch is padded with the first samples of the epoch's order, as torch's ``DistributedSampler`` does, but by at
+    most ``global_batch_size - 1`` samples at any world size. ``drop_last=True`` drops that batch instead. Doesn't use the global
+    random generators. Uses 8 bytes of memory per sample during an epoch.
     """
 
     def __init__(
@@ -83,32 +83,32 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch, from 0."""
+        """Number of the epoch, starting at 0."""
         return self._epoch
 
     @property
     def consumed(self) -> int:
-        """Samples of the epoch that all ranks together have consumed, including those that fill up its end."""
+        """Samples of this epoch that all ranks have consumed together, including padding at its end."""
         return self._consumed
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one batch on all ranks."""
+        """Samples in one batch across all ranks."""
         return self._global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``, unless it is the current epoch already. A :class:`ResumableLoader` does this itself."""
+        """Start ``epoch``, unless it is already the current one. A :class:`ResumableLoader` does this automatically."""
         if epoch != self._epoch:
             self._epoch, self._consumed, self._is_counted = epoch, 0, True
 
     def advance(self) -> None:
-        """Count a batch as consumed, on every rank. A :class:`ResumableLoader` does this itself."""
+        """Count one batch as consumed, on every rank. A :class:`ResumableLoader` does this automatically."""
         self._consumed += self._global_batch_size
         self._is_counted = True
 
     @property
     def is_complete(self) -> bool:
-        """Whether the epoch has no further batch."""
+        """Whether the epoch has no more batches."""
         return not self._holds_batch(self._consumed)
 
     def _holds_batch(self, begin: int) -> bool:
@@ -147,13 +147,13 @@ class ElasticSampler(Sampler[list[int]]):
         return self.position()
 
     def position(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, for a caller that calls :meth:`advance`."""
+        """Like :meth:`state_dict`, for callers that call :meth:`advance` themselves."""
         return {"version": _VERSION, **self._description(), "epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to the position of ``state``.
+        """Move to the position in ``state``.
 
-        Raises :class:`StateError`, before anything is changed, if it has another order or is not a position.
+        Raises :class:`StateError` if it belongs to a different order or isn't a position; nothing is changed then.
         """
         if not isinstance(state, Mapping):
             raise StateError(f"the sampler's position is {type(state).__qualname__}, expected a dict")

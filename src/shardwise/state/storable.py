@@ -18,7 +18,7 @@ def refuse_meta(where: str, tensor: torch.Tensor) -> None:
     """Raise :class:`StateError` naming ``where`` if a tensor has no values."""
     if tensor.is_meta:
         raise StateError(
-            f"{where}: is on the meta device and has no values; load or initialise the model before saving"
+            f"{where}: is on the meta device and has no values; load or initialize the model before saving"
         )
 
 
@@ -36,7 +36,7 @@ def why_unstorable(tensor: torch.Tensor) -> str:
             f"is a {kind} tensor; expected a dense one. Store it as to_dense(), or as a non-persistent buffer"
         )
     if local.is_quantized:
-        return "is a quantised tensor; expected a plain one. Store its int_repr(), scale and zero point"
+        return "is a quantized tensor; expected a plain one. Store its int_repr(), scale and zero point"
     if local.is_conj() or local.is_neg():
         return "is a conjugate or negative view; expected its own values. Call resolve_conj().resolve_neg()"
     try:

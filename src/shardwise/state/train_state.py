@@ -22,46 +22,42 @@ __all__ = ["TrainState", "document_of"]
 
 @dataclass(slots=True)
 class TrainState:
-    """The live objects of a training run. Holds references only; nothing is copied.
+    """The objects of a training run that are saved and restored together. It holds references and copies nothing.
 
-    Make it before training: it registers a hook with its optimizers (:meth:`watch`), and from then on notes after each
-    step which gradients the step used. Gradients that wait for a step when a save comes (in the middle of an
-    accumulation) are part of the state. Gradients that were there before the first ``TrainState``, and that no step has
-    used since, are not: both reports say so.
+    Create it before training: it registers a hook with each optimizer (:meth:`watch`) to record which gradients each step used. At a save,
+    gradients that still wait for a step (in the middle of an accumulation) are part of the state. Gradients that existed before the first
+    ``TrainState`` and that no step has used since aren't saved; both reports say so.
 
-    Further state that a model or an optimizer saves on its own (by its own ``state_dict``, its modules'
-    ``_save_to_state_dict``, or hooks) is stored too, and restored through its own ``load_state_dict``. The reports name
-    the parts that can't be stored or do not arrive. See docs/state.md.
+    Custom state that a model or an optimizer saves (through its own ``state_dict``, its modules' ``_save_to_state_dict``, or
+    hooks) is stored too, and restored through its own ``load_state_dict``. The reports list the parts that can't be stored or that weren't
+    accepted. See docs/state.md.
 
-    Rank-local; but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
-    model that FSDP1 wraps, an object of another type than its field names, and names that are not words (letters,
-    digits, ``_``, ``-``): they become names of folders.
+    Creating it needs no other rank, but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
+    model wrapped by FSDP1, for an object of the wrong type, and for names with characters other than letters, digits, ``_`` and ``-``,
+    because names become folder names.
     """
 
     model: nn.Module | Mapping[str, nn.Module]
-    """Any module, sharded or plain; or several by name (an actor and a critic). Parameters, persistent buffers and
-    ``get_extra_state`` of modules are stored. Non-persistent buffers are not: construction makes them again."""
+    """Any module, sharded or not, or several by name (an actor and a critic, for example). Parameters, persistent buffers and the
+    ``get_extra_state`` of modules are stored. Non-persistent buffers aren't, because constructing the model creates them again."""
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None
-    """An optimizer over parameters of one model, or several by name. Its state is stored by parameter name."""
+    """An optimizer over the parameters of one model, or several by name. Its state is stored by parameter name."""
     _: KW_ONLY
     scheduler: Any = None
-    """Learning rate scheduler, or anything with ``state_dict`` and ``load_state_dict``; or several by name."""
+    """A learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict``, or several by name."""
     dataloader: Any = None
-    """Data position: a :class:`ResumableLoader`, torchdata's StatefulDataLoader, or anything with
-    ``state_dict`` and ``load_state_dict``. It must count batches consumed, not prefetched."""
+    """Where the run is in its data: a :class:`ResumableLoader`, torchdata's StatefulDataLoader, or any object with ``state_dict`` and
+    ``load_state_dict``. It must count the batches that were consumed, not those that were prefetched."""
     scaler: Any = None
     """A ``torch.amp.GradScaler``."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further state by name: objects with ``state_dict``/``load_state_dict``, or plain values, which a restore puts back
-    into this dict."""
+    """Additional state by name: objects with ``state_dict`` and ``load_state_dict``, or plain values, which a restore writes back into this dict."""
     frozen: Literal["hold", "refer"] = "hold"
-    """``"refer"``: of parameters that have neither ``requires_grad`` nor optimizer state, a checkpoint holds digests and no
-    content: of a base under adapters. Such a checkpoint needs that base: load it first, and the restore compares each
-    digest with the live tensor before it changes anything. It is no source of ``load`` or ``export_hf``. A restore
-    goes by the checkpoint, not by this field."""
+    """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
+    digests instead of content. Such a checkpoint needs the same base: load it first, and the restore compares each digest with the live tensor
+    before it changes anything. ``load`` and ``export_hf`` can't read it. A restore follows the checkpoint, not this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files by relative path, put into the checkpoint for other programs. Rank 0's are written; no restore reads
-    them."""
+    """Small files by relative path, added to the checkpoint for other programs. Rank 0's are written. A restore doesn't read them."""
 
     def __post_init__(self) -> None:
         if self.frozen not in ("hold", "refer"):
@@ -72,28 +68,28 @@ class TrainState:
         warn_of_rounded_updates(self.optimizers)
 
     def watch(self) -> None:
-        """Note from now on which gradients each step of the optimizers uses; once per optimizer, however often it is called.
+        """Record from now on which gradients each optimizer step uses. Each optimizer is watched once, no matter how often you call this.
 
-        Registers a hook (``register_step_post_hook``). Making the state does it, and so does each save and restore, for an
-        optimizer that was given later.
+        Registers a hook (``register_step_post_hook``). Creating the state does this, and so does each save and restore for
+        optimizers that were added later.
         """
         for optimizer in self.optimizers.values():
             watch_steps(optimizer)
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """The models by name; a single one is called ``model``."""
+        """The models by name; a single one is named ``model``."""
         named = self.model if isinstance(self.model, Mapping) else {"model": self.model}
         return _checked(named, "model", nn.Module)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name, without their wrappers; a single one is called ``optimizer``."""
+        """The optimizers by name, without wrappers; a single one is named ``optimizer``."""
         return {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
 
     @property
     def given_optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name as given: with Accelerate's wrapper, or one that has its own state."""
+        """The optimizers by name, as they were passed: with Accelerate's wrapper, or one that has its own state."""
         if self.optimizer is None:
             return {}
         named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}

@@ -20,18 +20,18 @@ _BY_ROOT: dict[str, dict[str, Any]] = {}
 
 
 def configure_storage(url: str, **options: Any) -> None:
-    """Set the options of a store: for every URL of the same bucket, in this process, from now on.
+    """Set options, such as credentials or an endpoint, for all URLs of one bucket in this process.
 
-    Every rank must call it that uses the URL. Without a call, a store takes what its own tools take from the environment:
+    Call it on every rank that uses the URL. Without it, a store is configured from the usual environment variables:
     ``AWS_ACCESS_KEY_ID``, ``AWS_PROFILE`` (with boto3 installed), ``AWS_ENDPOINT_URL``, ``AWS_REGION``,
-    ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, … A second call for the same bucket replaces the first.
+    ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. A second call for the same bucket replaces the first.
 
-    ``options`` are those of obstore's stores, under its names: ``endpoint``, ``region``, ``access_key_id``,
+    ``options`` are those of obstore's stores, with the same names: ``endpoint``, ``region``, ``access_key_id``,
     ``secret_access_key``, ``skip_signature`` (anonymous), ``credential_provider``, ``retry_config``, ``client_options``
-    (``timeout``, ``connect_timeout``, ``proxy_url``, …); of other URLs, those of their fsspec file system. Nothing is stored or
-    logged, and no report or error repeats them.
+    (``timeout``, ``connect_timeout``, ``proxy_url``, …). For other URLs, they are those of the fsspec file system. Options are neither
+    written to disk nor logged, and don't appear in reports or errors.
 
-    Raises :class:`ValueError` for a path that is no URL, :class:`SourceError` for a URL that is not one of an object.
+    Raises :class:`ValueError` for a path that isn't a URL, and :class:`SourceError` for a URL that doesn't name an object.
 
     Source: https://developmentseed.github.io/obstore/latest/api/store/
     """

@@ -27,7 +27,7 @@ _CHUNK = 100
 _PAGE_S = 120.0
 #: Time limit for listing one level, where obstore returns all pages together.
 _LEVEL_S = 600.0
-#: After so many seconds, a listing is cancelled once the process has grown by so many bytes: obstore buffers the whole reply.
+#: After so many seconds, a listing is canceled once the process has grown by so many bytes: obstore buffers the whole reply.
 _UNWATCHED_S, _MOST_GROWTH_BYTES = 1.0, 2**30
 _LOOK_S = 0.05
 #: The last character there is: no name sorts behind it.

@@ -61,15 +61,15 @@ _MOST_NAME_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class CopyReport(Printed):
-    """The outcome of a copy."""
+    """The result of a copy."""
 
     path: str
     source: str
     files: int
     nbytes: int
-    """Bytes of all files."""
+    """Total bytes of all files."""
     files_sent: int
-    """Those that were not there already."""
+    """Number of files that weren't at the destination yet."""
     bytes_sent: int
     seconds: float
 
@@ -80,20 +80,21 @@ class CopyReport(Printed):
 
 @announced("copy", "source", "out")
 def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyReport:
-    """Copy a checkpoint, or a directory of a model, to ``out``; either may be a URL.
+    """Copy a checkpoint or a model directory to ``out``, and verify the copy. Source and destination can be URLs.
 
-    A checkpoint is copied with exactly the files of its manifest, and each is compared with the manifest's checksums while it is
-    read. Every file is read back from ``out`` and compared. A local ``out``, which must not exist, appears whole, by a rename; in a
-    store the manifest (else the index and the config) is written last. A copy that was stopped continues: files that are there are
-    compared, and sent if they differ; a place in a store that holds anything else is refused. Until then a local copy is at
-    ``out.copying-<nonce>``, with a note that says whose it is. Two copies to one place at a time are
-    an error of the caller, which the comparison finds if they differ. Links to files are followed.
+    For a checkpoint, exactly the files in its manifest are copied, and each is checked against the manifest's checksums as it is read. Every
+    file is then read back from ``out`` and compared. A local ``out`` must not exist; it appears complete, by a rename. In a store, the
+    manifest (or the index and the config) is written last. An interrupted copy can be continued: files that are already there are
+    compared, and sent again if they differ. A destination in a store that contains anything else is refused. Until it is complete, a local copy
+    is in ``out.copying-<nonce>``, with a note that names its owner. Don't run two copies to one destination at the same time; the
+    final comparison fails if they differ. Links to files are followed.
 
-    Call it in one process. :func:`progress` counts each byte twice: when it is sent, and when it is compared.
-    Memory: 48 MiB for each of 4 files that are read from a store at a time, else 8 MiB; and as much for writing to a store.
+    Call it in one process. :func:`progress` counts each byte twice: when it is sent and when it is compared. Memory: 48 MiB for each of up to
+    4 files read from a store at a time, otherwise 8 MiB, and the same again for writing to a store.
 
-    Raises :class:`SourceError` for a source that can't be read, :class:`IntegrityError` if it is damaged or changes meanwhile,
-    :class:`CheckpointError` if it is one host's part of a step, if ``out`` exists (in a store: with other files), can't be written, or differs from the source in the end.
+    Raises :class:`SourceError` for a source that can't be read, :class:`IntegrityError` if it is damaged or changes during the copy, and
+    :class:`CheckpointError` if the source is one host's part of a step, or if ``out`` exists (in a store: with other files), can't be
+    written, or differs from the source at the end.
     """
     started = time.perf_counter()
     origin, final = absolute(source), absolute(out)

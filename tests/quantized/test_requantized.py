@@ -9,7 +9,7 @@ import torch
 
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import Coded
-from shardwise.export.requantised import windows_in
+from shardwise.export.requantized import windows_in
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.dequantized import dequantized
 from shardwise.quantized.encoders import Encoder, NestedFourBitEncoder, encoder_of
@@ -17,12 +17,12 @@ from shardwise.quantized.packing import awq_words, field_words, fp4_bytes, integ
 from tests.harness.versions import lacking
 from tests.quantized import _reference_awq
 from tests.quantized._boxes import State
-from tests.quantized._made import decoded, fp8_directory, plain_tensors, quantised_directories
-from tests.quantized._references import quantised_by_library
+from tests.quantized._made import decoded, fp8_directory, plain_tensors, quantized_directories
+from tests.quantized._references import quantized_by_library
 from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
 
-#: Those of :func:`quantised_directories` are there already.
+#: Those of :func:`quantized_directories` are there already.
 _MORE = (
     "fp8-tensor",
     "fp8-channel",
@@ -46,8 +46,8 @@ _LARGER = (
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("requantised")
-    found = quantised_directories(root)
+    root = tmp_path_factory.mktemp("requantized")
+    found = quantized_directories(root)
     for case in (*_MORE, *_LARGER):
         write(root / case, CASES[case][0], CASES[case][1], inner=150 if "-c" in case or "-t" in case else 160)
     fp8_directory(root / "qwen3", root / "ue8m0", (4, 8), "ue8m0")
@@ -103,7 +103,7 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
         weight = (weight + torch.randn_like(weight) * weight.std() / 8).to(dtype)
         weight[..., 3, :] = 0
         weight[..., 5, 7] = 0
-        expected = quantised_by_library(directory, one.tensor.name, weight, stored)
+        expected = quantized_by_library(directory, one.tensor.name, weight, stored)
         for most in (1, 3000, 2**30):
             for name, part in _made(one, encoder, weight, stored, most).items():
                 unlike = (_bytes(part) != _bytes(expected[name])).sum()
@@ -115,7 +115,7 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
     assert len(rules) == 9, rules
 
 
-def test_quantising_what_codes_stand_for_gives_the_codes(directories: list[Path]) -> None:
+def test_quantizing_what_codes_stand_for_gives_the_codes(directories: list[Path]) -> None:
     """Where the rule makes that exact: its scales are kept, or are the largest elements themselves."""
     exact = {"gptq", "gptq by activation", "awq", "nf4"}
     for directory in directories:

@@ -1,4 +1,4 @@
-"""Tensors that changed, quantised again: the ranks bring windows of whole blocks together, and each encodes some of them.
+"""Tensors that changed, quantized again: the ranks bring windows of whole blocks together, and each encodes some of them.
 
 A window is brought to its rank by an integer sum of the ranks' elements, as :mod:`.full` brings whole tensors.
 """
@@ -30,16 +30,16 @@ from .files import HubFiles
 from .job import Together, Window
 from .live_windows import Brought, Near
 
-__all__ = ["Changed", "Requantiser", "windows_in"]
+__all__ = ["Changed", "Requantizer", "windows_in"]
 
 #: Bytes of a window in the model's dtype, unless one unit of the format is larger. Encoding takes a few times as much.
 _WINDOW_BYTES = 8 * 1024**2
-_LABEL = "quantise for the export"
+_LABEL = "quantize for the export"
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor that is quantised again."""
+    """A tensor that is quantized again."""
 
     one: Coded
     encoder: Encoder
@@ -75,7 +75,7 @@ def _cut(
         yield from _cut((*start, begin), (*stop, end), shape, unit, most)
 
 
-class Requantiser:
+class Requantizer:
     """Brings windows together and encodes them. Memory: a window, and what encoding takes."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Requantiser:
     def measure(self) -> dict[str, float]:
         """Find what some formats need of a whole tensor: extremes, the mean of its scales. Returns the means by name.
 
-        Every rank must call it. For means, rank 0 holds all scales of one tensor before they are quantised.
+        Every rank must call it. For means, rank 0 holds all scales of one tensor before they are quantized.
         """
         self._find_extremes()
         means: dict[str, float] = {}
@@ -246,11 +246,11 @@ class Requantiser:
 
 
 def _writer(
-    requantiser: Requantiser, own: tuple[str, Box, torch.Tensor] | None, output: HubFiles
+    requantizer: Requantizer, own: tuple[str, Box, torch.Tensor] | None, output: HubFiles
 ) -> Together:
     def write(filler: Filler) -> None:
         if own is not None:
-            requantiser.write(*own, filler, output)
+            requantizer.write(*own, filler, output)
 
     return write
 
