@@ -180,7 +180,7 @@ def test_runs_do_not_mix_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_one_holder_in_a_process(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path), pytest.raises(LockedError, match="of this process holds it already"):
+    with sw.Checkpointer(tmp_path), pytest.raises(LockedError, match="in this process already holds it"):
         sw.Checkpointer(tmp_path)
     sw.Checkpointer(tmp_path).close()
 

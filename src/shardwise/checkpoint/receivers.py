@@ -86,7 +86,7 @@ class _OfCheckpoint(Receiver):
         path, manifest = self._stored.path, self._stored.manifest
         if self._is_of_other_ranks:
             raise StateError(
-                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, and this run has another number: "
+                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, but this run has a different number: "
                 f"its state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
             )
         if kind := manifest.software.get(CONVERTED):

@@ -221,7 +221,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._hosts = hosts_of(local=local, fallback=self._fallback)
         super().__init__(*args, **kwargs)
         if (fallback_of_all := self._fallback) is not None:
-            Ranks.current().on_first("look at the fallback", lambda: refuse_unfit(fallback_of_all))
+            Ranks.current().on_first("checking the fallback", lambda: refuse_unfit(fallback_of_all))
         self._stops, self._last_save = Stops(preemption, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 
