@@ -56,14 +56,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     **{f"an expression in {name}": (document("(.+)+X"), f"{name} ") for name, document in SETTINGS.items()},
     "an expression that allocates": ({"target_modules": "q{99999999999}"}, "not a regular expression"),
     "no expression": ({"target_modules": "(q_proj"}, "not a regular expression"),
-    "modules that are not there": ({"target_modules": ["nothing"]}, "can't put this adapter"),
+    "modules that are not there": ({"target_modules": ["nothing"]}, "can't add this adapter"),
     "a pattern of layers that is a number": (
         {"layers_pattern": 1, "layers_to_transform": [0]},
-        "can't put this adapter",
+        "can't add this adapter",
     ),
-    "modules to save that are a number": ({"modules_to_save": 1}, "can't put this adapter"),
-    "alpha that is a list": ({"lora_alpha": [1]}, "can't put this adapter"),
-    "dropout that is text": ({"lora_dropout": "x"}, "can't put this adapter"),
+    "modules to save that are a number": ({"modules_to_save": 1}, "can't add this adapter"),
+    "alpha that is a list": ({"lora_alpha": [1]}, "can't add this adapter"),
+    "dropout that is text": ({"lora_dropout": "x"}, "can't add this adapter"),
 }
 
 

@@ -129,7 +129,7 @@ def test_written_by_an_early_python_3_11(saved: Path, tmp_path: Path) -> None:
 
     metadata.planner_data = {"x": Evil(getattr, torch.Size, "__class__")}
     write_metadata(folder, metadata)
-    with pytest.raises(FormatError, match="getattr of something else"):
+    with pytest.raises(FormatError, match="getattr of something other"):
         read_dcp(folder)
 
 

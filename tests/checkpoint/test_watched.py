@@ -115,11 +115,11 @@ NAMED: dict[str, tuple[Callable[[Meddler, Any], object], str]] = {
     ),
     "itself, by what was put right": (
         aliased,
-        "extra.meddler: the object that took it gives another state than the stored one ('shadow')",
+        "extra.meddler: the object that received it returns a different state than the stored one ('shadow')",
     ),
     "a scheduler that has its state": (
         lambda m, model: setattr(m.state.scheduler, "gamma", 0.7),
-        "scheduler: the object that took it gives another state than the stored one ('gamma')",
+        "scheduler: the object that received it returns a different state than the stored one ('gamma')",
     ),
     "what the model says": (
         lambda m, model: setattr(model, "calls", 99),

@@ -142,7 +142,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("machine.gpus-unseen", "torch sees none of 8 GPUs", _machine(gpus=0)),
     Pathology(
         "network.loopback",
-        "its name leads to 127.0.1.1",
+        "its name resolves to 127.0.1.1",
         _told_two(network=replace(NETWORK, addresses=("127.0.1.1",), interface="lo"))(HEALTHY),
     ),
     Pathology(
@@ -158,7 +158,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _told_two(network=replace(NETWORK, interfaces=("lo", "eth0", "ib0")))(HEALTHY),
     ),
     # ------------------------------------------------------------------------------------- storage
-    Pathology("storage.no-answer", "did not answer in 10 s", replace(HEALTHY, silent={"/nfs/run": 10.0})),
+    Pathology("storage.no-answer", "didn't answer within 10 s", replace(HEALTHY, silent={"/nfs/run": 10.0})),
     Pathology(
         "storage.not-writable", "Read-only file system", _place(failures={"write": "Read-only file system"})
     ),
@@ -170,15 +170,17 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         replace(_place(free_bytes=20 * GIB), models=(MODEL,)),
     ),
     Pathology("storage.inodes", "12 inodes are left", _place(free_inodes=12)),
-    Pathology("storage.memory", "gone after a restart", _mount("tmpfs", "rw")),
-    Pathology("storage.overlay", "gone with the container", _mount("overlay", "rw")),
+    Pathology("storage.memory", "lost at a restart", _mount("tmpfs", "rw")),
+    Pathology("storage.overlay", "lost with the container", _mount("overlay", "rw")),
     Pathology("storage.slow-write", "wrote 5 MiB/s", _speeds(write_bytes_s=5 * 1024**2)),
     Pathology("storage.slow-read", "read 4 MiB/s", _speeds(random_bytes_s=4 * 1024**2)),
     Pathology("storage.slow-fsync", "took 3.0 s", _speeds(fsync_s=3.0)),
     Pathology(
         "storage.no-locks", "can't be locked (No locks", _place(failures={"lock": "No locks available"})
     ),
-    Pathology("storage.no-exclusion", "grants one lock twice", _place(failures={"exclude": "two holders"})),
+    Pathology(
+        "storage.no-exclusion", "grants the same lock twice", _place(failures={"exclude": "two holders"})
+    ),
     Pathology(
         "storage.no-rename", "renaming failed", _place(failures={"rename": "Invalid cross-device link"})
     ),
@@ -199,14 +201,14 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "may overwrite each other's steps",
         _bucket(create="a second write replaced it"),
     ),
-    Pathology("bucket.no-delete", "Old steps stay for ever", _bucket(delete="403 (AccessDenied)")),
+    Pathology("bucket.no-delete", "Old steps stay forever", _bucket(delete="403 (AccessDenied)")),
     # ------------------------------------------------------------------------------------- launch
     Pathology(
         "launch.incomplete", "MASTER_ADDR, MASTER_PORT are not", _told({"RANK": "0", "WORLD_SIZE": "8"})
     ),
     Pathology("launch.numbers", "RANK=8 and WORLD_SIZE=8", _told(TORCHRUN, RANK="8")),
     Pathology("launch.numbers", "LOCAL_WORLD_SIZE=8 and WORLD_SIZE=4", _told(TORCHRUN, WORLD_SIZE="4")),
-    Pathology("launch.port", "is no port", _told(TORCHRUN, MASTER_PORT="295000")),
+    Pathology("launch.port", "is not a port", _told(TORCHRUN, MASTER_PORT="295000")),
     Pathology("launch.master-loopback", "MASTER_ADDR=127.0.0.1", _told(TWO_NODES, MASTER_ADDR="127.0.0.1")),
     Pathology(
         "launch.torchrun-per-task",
@@ -230,7 +232,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _told(TORCHRUN, FSDP_CPU_RAM_EFFICIENT_LOADING="True"),
     ),
     Pathology("launch.fsdp1", "asks for FSDP1", _told(LAUNCH, FSDP_VERSION="1")),
-    Pathology("launch.no-watchdog", "wait for ever", _told(TORCHRUN, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")),
+    Pathology("launch.no-watchdog", "wait forever", _told(TORCHRUN, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")),
     Pathology(
         "software.requires", "transformers is 4.57.6", _software(transformers="4.57.6"), ("software.gates",)
     ),
@@ -328,7 +330,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "names LamaLayer",
         _wraps("LlamaDecoderLayer,LamaLayer"),
     ),
-    Pathology("trainer.fsdp-config-ignored", "Each GPU holds the whole model", _arguments(fsdp="")),
+    Pathology("trainer.fsdp-config-ignored", "Each GPU holds the full model", _arguments(fsdp="")),
     Pathology("trainer.save-only-model", "can't be resumed", _arguments(save_only_model=True)),
     Pathology(
         "trainer.save-only-model",
@@ -337,7 +339,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("trainer.data-skip", "trains on some samples again", _arguments(ignore_data_skip=True)),
     Pathology("trainer.two-halves", "bf16 and fp16 are both on", _arguments(fp16=True)),
-    Pathology("trainer.checkpointing", "once more than it needs", _arguments(gradient_checkpointing=True)),
+    Pathology(
+        "trainer.checkpointing", "one time more than necessary", _arguments(gradient_checkpointing=True)
+    ),
     Pathology("trainer.low-bit-optimizer", "optim is adamw_bnb_8bit", _arguments(optim="adamw_bnb_8bit")),
     # ------------------------------------------------------------------------------------- files
     Pathology("model.lost-file", "model-00002-of-00002", _model(lost=("model-00002-of-00002.safetensors",))),
@@ -376,7 +380,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("checkpoint.damaged", "passes this step by", _checkpoint(damaged={"step-00000300": "lost"})),
     Pathology(
-        "checkpoint.set-aside", "counts 1 steps no more", _checkpoint(set_aside=("step-00000400.damaged-ab",))
+        "checkpoint.set-aside", "no longer counts 1 step (", _checkpoint(set_aside=("step-00000400.damaged-ab",))
     ),
     Pathology("checkpoint.leftovers", "A save was killed", _checkpoint(leftovers=(".tmp-step-00000400-ab",))),
     Pathology(

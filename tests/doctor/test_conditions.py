@@ -280,7 +280,7 @@ def _refuse(call: str, argument: int, mask: int, value: int, number: int) -> Non
 _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", 37)
 REFUSED: dict[str, tuple[tuple[str, int, int, int, int], str]] = {
     "storage.no-locks": (("fcntl", 1, 0xFFFFFFFF, _SET_LOCK, errno.ENOLCK), "No locks available"),
-    "storage.no-exclusion": (("fcntl", 1, 0xFFFFFFFF, _SET_LOCK, 0), "grants one lock twice"),
+    "storage.no-exclusion": (("fcntl", 1, 0xFFFFFFFF, _SET_LOCK, 0), "grants the same lock twice"),
     "storage.no-direct": (("openat", 2, os.O_DIRECT, os.O_DIRECT, errno.EINVAL), "O_DIRECT fails"),
 }
 

@@ -93,7 +93,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str]] = {
         },
         "MASTER_ADDR=localhost",
     ),
-    "launch.port": ({"MASTER_PORT": "port"}, "is no port"),
+    "launch.port": ({"MASTER_PORT": "port"}, "is not a port"),
     "launch.slurm-world": ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "WORLD_SIZE": "4"}, "srun started 8"),
     "launch.torchrun-per-task": (
         {"SLURM_NTASKS_PER_NODE": "4", "TORCHELASTIC_RUN_ID": "x"},
@@ -103,7 +103,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str]] = {
     "launch.devices": ({"CUDA_VISIBLE_DEVICES": "0", "LOCAL_WORLD_SIZE": "2"}, "1 are visible for 2 ranks"),
     "launch.ram-efficient-off": ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "True"}, "Every rank loads the whole"),
     "launch.fsdp1": ({"ACCELERATE_USE_FSDP": "true"}, "FSDP1"),
-    "launch.no-watchdog": ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "wait for ever"),
+    "launch.no-watchdog": ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "wait forever"),
     "machine.threads": ({"OMP_NUM_THREADS": "4096"}, "4096 threads"),
     "network.interface": ({"GLOO_SOCKET_IFNAME": "eth99"}, "no interface eth99"),
     "network.gloo-pattern": ({"GLOO_SOCKET_IFNAME": "^lo"}, "called '^lo'"),
@@ -178,8 +178,8 @@ def _named(host: str) -> list[Finding]:
 
 NAMESPACES: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
     "machine.shm": (_small_shm, "/dev/shm has 64.0 MiB"),
-    "storage.overlay": (_container_layer, "gone with the container"),
-    "network.loopback": (lambda folder: _named("localhost"), "its name leads to 127.0.0.1"),
+    "storage.overlay": (_container_layer, "lost with the container"),
+    "network.loopback": (lambda folder: _named("localhost"), "its name resolves to 127.0.0.1"),
     "network.host-name": (lambda folder: _named("no-such-host.invalid"), "can't be resolved"),
 }
 
@@ -197,7 +197,7 @@ def test_a_namespace(rule: str, tmp_path: Path, here: set[str]) -> None:
 INJECTED = {
     "storage.fsync": ("fsync:error=EIO", "Input/output error"),
     "storage.no-rename": ("rename,renameat,renameat2:error=EXDEV", "Invalid cross-device link"),
-    "storage.no-answer": ("statfs:delay_enter=18000000", "did not answer in 10 s"),
+    "storage.no-answer": ("statfs:delay_enter=18000000", "didn't answer within 10 s"),
     "storage.slow-fsync": ("fsync:delay_enter=1500000", "one fsync of 4 KiB took 1.5 s"),
     "storage.slow-write": ("pwrite64:delay_enter=400000", "one process wrote"),
     "storage.slow-read": ("pread64:delay_enter=400000", "one process read"),

@@ -207,7 +207,7 @@ def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path
     for options, said in (
         ({"quantize": "nf4"}, "quantize must be 'as-source' or None, got 'nf4'"),
         ({"source": source}, "source= goes with 'as-source'"),
-        ({"quantize": "as-source", "dtype": "float16"}, "dtype= and quantize= exclude each other"),
+        ({"quantize": "as-source", "dtype": "float16"}, "dtype= and quantize= can't be combined"),
     ):
         with pytest.raises(ValueError, match=said):
             sw.export_hf(model, out, **options)  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ def test_one_of_several_models(ranks: RankPool, tmp_path: Path) -> None:
         sw.export_hf(path, tmp_path / "new")
     with pytest.raises(FormatError, match="not 'judge'"):
         sw.export_hf(path, tmp_path / "new", model_name="judge")
-    with pytest.raises(SourceError, match="only checkpoints hold several models"):
+    with pytest.raises(SourceError, match="only checkpoints can contain several models"):
         sw.export_hf(tmp_path / "gpt2", tmp_path / "new", model_name="actor")
     with pytest.raises(ValueError, match="model_name= and config= apply to stored models"):
         sw.export_hf(torch.nn.Linear(2, 2), tmp_path / "new", model_name="actor")

@@ -202,7 +202,7 @@ class Surrogate(nn.Module):
 
 
 def test_names_that_no_reader_takes_are_not_published(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing is published, because no reader would take it"):
+    with pytest.raises(CheckpointError, match="nothing is published, because it couldn't be read back"):
         sw.save(sw.TrainState(model=Surrogate()), tmp_path / "step")
     assert tree(tmp_path) == []
 

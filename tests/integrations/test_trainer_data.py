@@ -19,7 +19,7 @@ INEXACT = {
     "no place stored, not seedable": "which may differ",
     "index by index": "may differ",
     "own loader, prepared": "may differ",
-    "stream that counts": "may keep a place",
+    "stream that counts": "may keep a position",
     "stream drawn": "samples may differ",
     "index by index, without repeat": "may differ",
     "augmented, skipped": "may differ",

@@ -152,7 +152,7 @@ def test_errors_stand_in_the_records_and_pass(tmp_path: Path) -> None:
 def test_where_no_ledger_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, said in (
-        (tmp_path / "file", "no ledger can be written there"),
+        (tmp_path / "file", "a ledger can't be written there"),
         ("s3://bucket/x", "a local directory"),
     ):
         with pytest.raises(CheckpointError, match=said), sw.memory_ledger(path):

@@ -84,7 +84,7 @@ def test_what_works(model: Path, tmp_path: Path) -> None:
         model, dtype="float32", torch_dtype=torch.float32, token="hf_x", revision="main"
     )
     assert same.dtype == torch.float32
-    with pytest.raises(ValueError, match="torch_dtype is the former name"):
+    with pytest.raises(ValueError, match="torch_dtype is the old name"):
         sw.load_pretrained(model, dtype="float32", torch_dtype=torch.bfloat16)
     (tmp_path / "outer").mkdir()
     (tmp_path / "outer" / "inner").symlink_to(model)

@@ -276,11 +276,11 @@ def _surplus_entry(folder: Path) -> None:
 
 
 CASES: dict[Callable[[Path], None], tuple[str, ...]] = {
-    _whole_and_index: (f"takes {SINGLE}, as from_pretrained does, and not {INDEX},",),
-    _pickled_and_index: (f"takes {BIN}, as from_pretrained does, and not {BIN_INDEX},",),
-    _both_formats: (f"takes {SINGLE}, as from_pretrained does, and not {BIN},",),
+    _whole_and_index: (f"uses {SINGLE}, as from_pretrained does, and ignores {INDEX},",),
+    _pickled_and_index: (f"uses {BIN}, as from_pretrained does, and ignores {BIN_INDEX},",),
+    _both_formats: (f"uses {SINGLE}, as from_pretrained does, and ignores {BIN},",),
     _stray_safetensors: (),
-    _named_by_config: (f"takes {NAMED}, as from_pretrained does, and not {SINGLE},",),
+    _named_by_config: (f"uses {NAMED}, as from_pretrained does, and ignores {SINGLE},",),
     _stale_index: (),
     _surplus_entry: ("its index lists tensors that its files don't hold: mtp.fc.weight",),
 }
@@ -421,7 +421,7 @@ def test_modules_of_sentence_transformers_are_named(tmp_path: Path, caplog: pyte
     assert report.ignored_files == ("2_Dense/model.safetensors",)
     (warning,) = caplog.records
     assert (
-        "takes the transformers model alone: modules.json names 2_Dense/model.safetensors"
+        "loads only the transformers model: modules.json lists 2_Dense/model.safetensors"
         in warning.getMessage()
     )
     assert sw.plan(tmp_path / "new", ranks=1).ignored_files == report.ignored_files

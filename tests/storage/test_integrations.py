@@ -68,7 +68,7 @@ def test_trainers_best_checkpoint(
         assert found["best again"] == found["best"], (
             "a resume knows the best, though Trainer sees no such directory"
         )
-        assert "give the trainer checkpoint_root" in found["output_dir"]
+        assert "pass checkpoint_root to the trainer" in found["output_dir"]
     assert not list((tmp_path / "run").iterdir()), "nothing lies in output_dir"
     head = head_of(root)
     assert list(head.steps) == [1], "save_total_limit=1: the best alone stays at the end"

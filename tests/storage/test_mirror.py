@@ -239,7 +239,7 @@ def test_places_that_are_none(tmp_path: Path) -> None:
         ("s3://bucket/x", "s3://bucket/x/"),
         (tmp_path, tmp_path / "."),
     ):
-        with pytest.raises(ValueError, match="the run's own place"):
+        with pytest.raises(ValueError, match="the run's own directory"):
             sw.Checkpointer(root, mirror=mirror)
     with pytest.raises(SourceError, match="one slash"):
         sw.Checkpointer(Path("s3://bucket/x"))

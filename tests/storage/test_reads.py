@@ -290,7 +290,7 @@ def test_options_that_no_store_has() -> None:
 
 @pytest.mark.parametrize("bucket", [BUCKET, "other"])
 def test_a_forked_process_says_so(proxy: Proxy, content: bytes, bucket: str) -> None:
-    """The threads of the Rust library are in the parent alone: a read in the child would wait for ever."""
+    """The threads of the Rust library are in the parent alone: a read in the child would wait forever."""
     assert read(f"{ROOT}/big", 0, 1) == content[:1]
     out, into = os.pipe()
     child = os.fork()

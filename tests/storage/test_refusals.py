@@ -193,10 +193,10 @@ def test_a_file_where_a_directory_is_expected(proxy: Proxy, server: S3Server, tm
     (tmp_path / "model" / "config.json").write_text("{}")
     model = nn.Linear(2, 2)
     for call, said in (
-        (lambda: sw.load(model, url), "holds no weights; give its directory"),
-        (lambda: sw.load_pretrained(url, None), "holds no weights; give its directory"),
-        (lambda: sw.plan(url, ranks=2), "holds no weights; give its directory"),
-        (lambda: sw.diff(url, url), "holds no weights; give its directory"),
+        (lambda: sw.load(model, url), "contains no weights; give its directory"),
+        (lambda: sw.load_pretrained(url, None), "contains no weights; give its directory"),
+        (lambda: sw.plan(url, ranks=2), "contains no weights; give its directory"),
+        (lambda: sw.diff(url, url), "contains no weights; give its directory"),
         (lambda: sw.load(model, f"{url}/x"), "no such file or directory"),
         (lambda: sw.verify(url), "is a file, not a directory"),
         (lambda: sw.restore(small_state(), url), "is a file, not a directory"),

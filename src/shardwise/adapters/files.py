@@ -166,7 +166,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
                 raise  # the caller's own config
             # PEFT may raise anything for a setting of the wrong type.
             raise FormatError(
-                f"PEFT can't put this adapter into {type(base).__name__} ({cause(error)})",
+                f"PEFT can't add this adapter to {type(base).__name__} ({cause(error)})",
                 path=os.path.join(files[name].directory, CONFIG_NAME),
             ) from error
         if trained_on is not None:
@@ -175,7 +175,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
 
 
 def _check_patterns(base: nn.Module, config: Any, directory: str | None) -> None:
-    """Raise :class:`FormatError` for expressions of a config that PEFT would match for ever with the base's modules."""
+    """Raise :class:`FormatError` for expressions of a config that PEFT would match forever with the base's modules."""
     names = [name for name, _ in base.named_modules()]
     file = None if directory is None else os.path.join(directory, CONFIG_NAME)
     for setting, form, patterns in expressions_in(config):

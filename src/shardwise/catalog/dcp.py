@@ -265,7 +265,7 @@ def _memory_format(value: Any) -> str:
 def _member(owner: Any, name: Any) -> str:
     """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enum. Gets no attribute."""
     if not is_name_of(owner, _memory_format) or not isinstance(name, str):
-        raise ValueError("getattr of something else than a memory format")
+        raise ValueError("getattr of something other than a memory format")
     return "memory format"
 
 

@@ -180,14 +180,14 @@ KINDS: tuple[Kind, ...] = (
         marks=(r".*\.gguf",),
         file=r".*\.gguf",
         first=b"GGUF",
-        instead="Take the model's safetensors. If there are none, transformers turns it into them: "
+        instead="Use the model's safetensors. If there are none, convert it with transformers: "
         "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT); then give OUT",
     ),
     Kind(
         name="a model of Flax (msgpack)",
         marks=(r"flax_model.*\.msgpack.*|.*\.msgpack",),
         file=r".*\.msgpack",
-        instead="Take the model's safetensors, or turn it into them with transformers 4: "
+        instead="Use the model's safetensors, or convert it with transformers 4: "
         "AutoModel.from_pretrained(DIR, from_flax=True).save_pretrained(OUT); then give OUT",
     ),
     Kind(
@@ -195,14 +195,14 @@ KINDS: tuple[Kind, ...] = (
         marks=(r"tf_model.*\.h5.*|saved_model\.pb|.*\.data-\d{5}-of-\d{5}",),
         file=r".*\.(h5|pb|keras)|.*\.data-\d{5}-of-\d{5}|.*ckpt.*\.(index|meta)",
         first=b"\x89HDF\r\n\x1a\n",
-        instead="Take the model's safetensors, or turn it into them with transformers 4: "
+        instead="Use the model's safetensors, or convert it with transformers 4: "
         "AutoModel.from_pretrained(DIR, from_tf=True).save_pretrained(OUT); then give OUT",
     ),
     Kind(
         name="a model in ONNX",
         marks=(r".*\.onnx",),
         file=r".*\.onnx|.*\.onnx_data",
-        instead="It is a graph for inference: take the safetensors of the model that it was exported from",
+        instead="It is a graph for inference: use the safetensors of the model that it was exported from",
     ),
     Kind(
         name="one file of a checkpoint of torch.distributed.checkpoint (DCP)",
@@ -214,14 +214,14 @@ KINDS: tuple[Kind, ...] = (
         file=r".*\.(bin|pt|pth|ckpt)",
         first=b"PK\x03\x04",
         works=_LOADED,
-        instead="Its weights are read by sw.load(model, '{path}'); convert it first to have a checkpoint: shardwise convert {path} OUT "
+        instead="You can read its weights with sw.load(model, '{path}'); convert it first if you need a checkpoint: shardwise convert {path} OUT "
         "--to checkpoint",
     ),
     Kind(
         name="a directory of weights",
         marks=(r".*\.safetensors|pytorch_model.*\.bin(\.index\.json)?",),
         works=_LOADED,
-        instead="It holds no training state. Its weights are read by sw.load(model, '{path}'); convert it first to have a checkpoint: "
+        instead="It contains no training state. You can read its weights with sw.load(model, '{path}'); convert it first if you need a checkpoint: "
         "shardwise convert {path} OUT --to checkpoint",
     ),
 )
@@ -396,7 +396,7 @@ def refuse_config(directory: str) -> None:
         said = {key: str(document[key])[:80] for key in kind.keys if isinstance(document[key], str)}
         said = {**dict.fromkeys(kind.keys, "…"), **said, "path": directory}
         raise SourceError(
-            f"is {_filled(kind.name, said)}, not of transformers, so its class isn't known here. {_filled(kind.instead, said)}",
+            f"is {_filled(kind.name, said)}, not of transformers, so its class isn't known. {_filled(kind.instead, said)}",
             path=directory,
         )
 

@@ -55,7 +55,7 @@ def _plain(catalog: Catalog) -> Catalog:
     """The catalog, if what it lists are plain tensors. Refuses by name what only its writer can put together."""
     if any(name.endswith("_flat_param") for name in catalog.tensors):
         raise SourceError(
-            "holds FSDP1's flat parameters (LOCAL_STATE_DICT), which only the same number of ranks can cut apart. Resume it once "
+            "holds FSDP1's flat parameters (LOCAL_STATE_DICT), which can be split only by the same number of ranks. Resume it once "
             "with FSDP1, and save there with SHARDED_STATE_DICT or FULL_STATE_DICT",
             path=catalog.root,
         )
@@ -78,7 +78,7 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
     if is_url(root):
         root = place_of(root).url
     if root.endswith(".json") and is_file(root):
-        raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
+        raise SourceError("contains no weights; give its directory, or a .safetensors file", path=root)
     if is_url(root) and model is None and not choice.is_asked and is_file(root):
         # who may read an object may not list its folder
         refuse_named(root)
@@ -88,7 +88,7 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
     if model is not None:
         what = (
             describe_steps(root)
-            or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
+            or f"is not a checkpoint, and only checkpoints can contain several models; leave out {model!r}"
         )
         raise SourceError(what, path=root)
     refuse_foreign(root)
@@ -146,12 +146,12 @@ def _warn(catalog: Catalog) -> None:
     if others := [n for n in catalog.passed_over if "/" not in n]:
         taken = sorted(os.path.basename(file.path) for file in catalog.files)
         said.append(
-            f"takes {_some(taken)}, as from_pretrained does, and not {_some(others)}, which may hold other weights; "
-            f"remove the ones that are out of date"
+            f"uses {_some(taken)}, as from_pretrained does, and ignores {_some(others)}, which may contain different weights; "
+            f"remove the files that are outdated"
         )
     if parts := [n for n in catalog.passed_over if "/" in n]:
         said.append(
-            f"takes the transformers model alone: modules.json names {_some(parts)} as weights of further modules. "
+            f"loads only the transformers model: modules.json lists {_some(parts)} as weights of other modules. "
             f"Load those into their modules from their own folders"
         )
     if catalog.unheld:

@@ -133,7 +133,9 @@ class Checkpointer(Stopping, Resuming):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
         fallback = None if failures is None else failures.fallback
         if local and (is_url(os.fspath(root)) or any(x is not None for x in (mirror, fallback, memory))):
-            raise ValueError("local=True needs a directory as root, and takes no mirror, fallback or memory")
+            raise ValueError(
+                "local=True needs a directory as root, and can't be combined with a mirror, a fallback or memory"
+            )
         if memory is not None and is_url(os.fspath(root)):
             raise ValueError(f"memory= needs a directory for the run's steps, not a URL: {root}")
         self.root = absolute(root)
@@ -361,7 +363,7 @@ class Checkpointer(Stopping, Resuming):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
+            raise CheckpointError(f"{self.root}: this Checkpointer is closed; create a new one")
 
     def _name_of_next(self, step: int, place: int) -> str:
         self._check_open()

@@ -213,7 +213,7 @@ def _refuse_other_modules(held: Mapping[str, int]) -> None:
     if len(held) > 1:
         some = "; ".join(f"rank {rank} has {text}" for text, rank in held.items())
         raise StateError(
-            f"ranks hold other modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
+            f"ranks hold different modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
             f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
         )
 

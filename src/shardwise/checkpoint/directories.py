@@ -92,10 +92,10 @@ class OneDirectory:
         return restore(state, one.path, ranks, io)
 
     def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
-        return ranks.on_first("set newer steps aside", partial(self._steps.go_on_from, step, damaged))
+        return ranks.on_first("rename newer steps", partial(self._steps.go_on_from, step, damaged))
 
     def raise_if_taken(self, ranks: Ranks) -> None:
-        ranks.on_first("look at the steps again", self._steps.raise_if_taken)
+        ranks.on_first("check the steps again", self._steps.raise_if_taken)
 
     def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
         ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))

@@ -39,9 +39,7 @@ def checked_text(documents: Mapping[str, Encoded], outline: Manifest, stem: str,
             if sum(t.numel() * t.element_size() for t in tensors.values()) <= BLOCK_BYTES:
                 check_each({name: Encoded(parsed, tensors, ())}, outline, final)
     except SourceError as error:
-        raise StateError(
-            f"this state is not saved, because no reader would take it again: {error}"
-        ) from error
+        raise StateError(f"this state isn't saved, because it couldn't be read back: {error}") from error
     return text
 
 

@@ -47,7 +47,7 @@ class Due:
         if self._calls < self._next_look:
             return False
         interval = self._every.total_seconds()
-        passed = ranks.on_first("look whether a save is due", lambda: self._clock() - self._began)
+        passed = ranks.on_first("check whether a save is due", lambda: self._clock() - self._began)
         ahead = int((interval - passed) / 2 * self._calls / max(passed, 1e-9))
         self._next_look = self._calls + max(1, min(ahead, self._calls))
         return passed >= interval

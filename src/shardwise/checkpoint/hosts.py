@@ -175,6 +175,6 @@ def hosts_of(*, local: bool, fallback: str | None) -> Hosts:
         return OneForAll()
     if fallback is not None:
         raise CheckpointError(
-            f"{fallback}: local=True keeps each host's part of a checkpoint on its own disk, and takes no fallback; leave one of them out"
+            f"{fallback}: local=True keeps each host's part of a checkpoint on its own disk, and takes no fallback; drop one of them"
         )
     return LocalHosts()

@@ -59,7 +59,7 @@ def way_of(found: Situation) -> Way:
     step = found.newest if found.pending is None else found.pending
     return Way(
         saves=False,
-        why=f"{found.left_s:.1f} s are left, a save takes {found.save_s:.1f} s; the run will continue from step {step}",
+        why=f"{found.left_s:.1f} s are left, but a save takes {found.save_s:.1f} s; the run will resume from step {step}",
     )
 
 

@@ -91,13 +91,11 @@ class LocalDirectories:
             return replace(restore(state, parts.path, ranks, parts.io), path=one.path)
 
     def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
-        lists = self._at.on_each(
-            "set newer steps aside", lambda: self._steps.go_on_from(step, damaged), ranks
-        )
+        lists = self._at.on_each("rename newer steps", lambda: self._steps.go_on_from(step, damaged), ranks)
         return sorted(set().union(*lists), reverse=True)
 
     def raise_if_taken(self, ranks: Ranks) -> None:
-        self._at.on_each("look at the steps again", self._steps.raise_if_taken, ranks)
+        self._at.on_each("check the steps again", self._steps.raise_if_taken, ranks)
 
     def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
         self._at.on_each("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged), ranks)

@@ -137,13 +137,13 @@ def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
         encoded = encode(ask(), where=name)
         now = decode(encoded.document, encoded.tensors)
     except Exception as error:
-        yield f"{name}: whether it was taken back is not known ({cause(error)})"
+        yield f"{name}: can't tell whether it was accepted ({cause(error)})"
         return
     if same(now, stored):
         return
     paths = list(islice(_differing(now, stored), 5))
     what = f" ({', '.join(brief(path_text(path)) for path in paths)})" if paths and paths[0] else ""
-    yield f"{name}: the object that took it gives another state than the stored one{what}"
+    yield f"{name}: the object that received it returns a different state than the stored one{what}"
 
 
 def _differing(now: Any, stored: Any, path: Path = ()) -> Iterator[Path]:

@@ -379,6 +379,6 @@ def _call(take: Any, value: Any, name: str, target: Any, method: str) -> None:
         raise
     except Exception as error:
         raise StateError(
-            f"{name}: {type(target).__qualname__}.{method} does not take what was saved ({cause(error)}); use the same "
+            f"{name}: {type(target).__qualname__}.{method} doesn't accept the saved state ({cause(error)}); use the same "
             f"object as the saved run, or leave it out of the state"
         ) from error

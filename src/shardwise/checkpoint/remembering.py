@@ -122,9 +122,7 @@ class Remembering(ABC):
             found = self._resume_from_memory(state, held, ranks, restore)
             if isinstance(found, ResumeReport):
                 self._lineage = None
-                newer = ranks.on_first(
-                    "set newer steps aside", partial(self._steps.go_on_from, held.step, {})
-                )
+                newer = ranks.on_first("rename newer steps", partial(self._steps.go_on_from, held.step, {}))
                 self._memory.begin_line(held.step, ranks)
                 self._memory.took(held)
                 self._lineage = Lineage(found.run_id, held.step)

@@ -151,7 +151,7 @@ class ResumeReport(Printed):
             "also restored": ", ".join(self.documents),
             "random generators": self.rng,
             "settings replaced": "; ".join(self.replaced),
-            "newer steps moved aside": ", ".join(map(str, self.superseded)),
+            "newer steps renamed": ", ".join(map(str, self.superseded)),
             "damaged steps skipped": "; ".join(f"{step}: {found}" for step, found in self.damaged.items()),
             "read by this rank": f"{size(self.bytes_read)} in {self.seconds:.2f} s",
         }

@@ -220,7 +220,7 @@ class RunSteps:
             return
         self.stored = Stored(tuple(steps), len(aside), objects, nbytes)
         _log.info(
-            "%s: holds %d steps and %d moved aside, in %d objects of %.2f GB",
+            "%s: holds %d steps and %d quarantined ones, in %d objects of %.2f GB",
             root,
             len(steps),
             len(aside),
@@ -317,11 +317,14 @@ class RunSteps:
             if strange := line.strangers(bad):
                 raise NoCheckpointError(strange)
             if bad or line.was_ever_published():
-                found = "; ".join(f"step {s}: {why}" for s, why in bad.items()) or "all were moved aside"
+                found = (
+                    "; ".join(f"step {s}: {why}" for s, why in bad.items())
+                    or "all were renamed as damaged or superseded"
+                )
                 which = "none is valid" if step is None else f"step {step} is not valid"
                 raise NoCheckpointError(
                     f"{line.root}: steps were published, but {which} ({found}). Move the directory away "
-                    f"to start again, or rename a step that was moved aside"
+                    f"to start again, or give a renamed step its old name"
                 )
         root = self._line.root
         if others := [] if is_url(root) else dcp_directories(root):

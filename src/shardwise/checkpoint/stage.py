@@ -67,7 +67,7 @@ class StagingBuffer:
             except (RuntimeError, MemoryError) as error:
                 self._blocks, self.nbytes = [], 0
                 raise CheckpointError(
-                    f"the system does not give {nbytes} bytes of host memory for the copy of the state "
+                    f"can't allocate {nbytes} bytes of host memory for the copy of the state "
                     f"({error}); give a smaller max_staging_bytes, or mode='sync'"
                 ) from error
         self._reset()
@@ -227,7 +227,7 @@ class StagingBuffer:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make the other thread raise instead of waiting for ever."""
+        """Make the other thread raise instead of waiting forever."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -102,7 +102,7 @@ def rank_of_launcher() -> tuple[int, int]:
         raise click.UsageError("RANK and WORLD_SIZE in the environment must be numbers") from None
     if not 0 <= rank < world_size:
         raise click.UsageError(
-            f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit together"
+            f"RANK={rank} and WORLD_SIZE={world_size} in the environment contradict each other"
         )
     return rank, world_size
 

@@ -143,7 +143,7 @@ def _look_with_limit(look_at: Callable[[str, _Found], str], path: str, found: _F
         raise
     if thread.is_alive():
         found.silent[path] = limit_s
-        found.taken_for[path] = f"unknown: its storage did not answer in {limit_s:.0f} s"
+        found.taken_for[path] = f"unknown: its storage didn't answer within {limit_s:.0f} s"
         return
     for error in errors:
         raise error
@@ -174,7 +174,7 @@ def _look_at_output(path: str, found: _Found) -> str:
     while not os.path.isdir(above):
         above = os.path.dirname(above)
     found.places.append(replace(look_at_place(above), path=path))
-    return f"a directory that the run will make; wrote test files to {above}"
+    return f"a directory that the run will create; wrote test files to {above}"
 
 
 def _look_in(path: str, found: _Found) -> str:

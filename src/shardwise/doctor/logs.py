@@ -81,7 +81,7 @@ KNOWN = (
         source="transformers#48239; case 19",
         bites="A rank waited in a collective until NCCL timed out.",
         why="Another rank died, raised or was still loading: look for the rank whose log ends first.",
-        do="Fix that rank's error; for slow loads let each rank read its own bytes (sw.load_pretrained).",
+        do="Fix that rank's error; for slow loads, have each rank read its own bytes (sw.load_pretrained).",
     ),
     Known(
         name="cuda-oom",
@@ -102,8 +102,8 @@ KNOWN = (
         also=("optim", "Missing key|missing|not found"),
         source="case 13; accelerate#3971",
         bites="The optimizer state has no entry for a parameter.",
-        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, and DCP asks for it.",
-        do="Restore with shardwise.restore or swa.load_state, which resume without it.",
+        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, but DCP expects one.",
+        do="Restore with shardwise.restore or swa.load_state, which resume without that state.",
     ),
     Known(
         name="no-space",
@@ -112,7 +112,7 @@ KNOWN = (
         source="case 15",
         bites="The file system was full, or a quota was used up.",
         why="torch's FileSystemWriter may report success although its writer thread failed.",
-        do="Make room, and check the newest checkpoint with shardwise verify before a resume.",
+        do="Free up space, and check the newest checkpoint with shardwise verify before a resume.",
     ),
     Known(
         name="oom-kill",
@@ -161,7 +161,7 @@ KNOWN = (
         also=(r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.",),
         source="case 10; case 12",
         bites="from_pretrained found no weights for part of the model, which stayed random.",
-        why="The names do not fit: the base of an adapter was renamed by PEFT, or a file is not the model's.",
+        why="The names don't match: PEFT renamed an adapter's base, or a file isn't the model's.",
         do="Load with sw.load_pretrained, which raises before it reads, and lists each tensor with its nearest name.",
     ),
     Known(

@@ -102,7 +102,7 @@ def _refused(facts: Facts) -> Iterator[Bite]:
                 one.path,
                 f"Accelerator() raises a ValueError: fsdp_{name} is {one.get(name)!r}.",
                 "FSDP2 has no such setting; it is left from FSDP1, or needs another setting next to it.",
-                f"Remove fsdp_{name}, or set what FSDP2 takes (reshard_after_forward: true, state_dict_type: "
+                f"Remove fsdp_{name}, or set what FSDP2 accepts (reshard_after_forward: true, state_dict_type: "
                 "SHARDED_STATE_DICT).",
             )
 
@@ -180,7 +180,7 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 settings.path,
                 f"prepare() fails: tp_size is {sizes['tp']} together with FSDP.",
-                "It imports ReplicateParallel, which went with transformers 5.1.",
+                "It imports ReplicateParallel, which transformers 5.1 removed.",
                 "Shard the model yourself and fill it with shardwise.load, or use one of the two.",
             )
         for name in (n for n in ("cp", "sp") if sizes[n] > 1):
@@ -247,7 +247,7 @@ ACCELERATE = (
         when=lambda one: one.says("cpu_ram_efficient_loading"),
         bites="from_pretrained puts the whole model into host memory on every rank for a while, although the option asks "
         "for rank 0 alone.",
-        why="transformers 5 makes placeholders of full size on the other ranks, and draws random numbers for them.",
+        why="transformers 5 creates full-size placeholders on the other ranks, and draws random numbers for them.",
         do="Load with ShardwiseAccelerator.load_pretrained: each rank reads its own shards (docs/cases/2-host-memory.md).",
     ),
     Rule(
@@ -281,7 +281,7 @@ ACCELERATE = (
         "resume, or a missing optimizer key.",
         why="Mixed precision trains fp32 masters, which are stored; accelerator.load_state compares nothing with what was "
         "saved.",
-        do="Save and resume with ShardwiseAccelerator, whose report says what came back (docs/cases/5-loss-spike.md).",
+        do="Save and resume with ShardwiseAccelerator, whose report says what was restored (docs/cases/5-loss-spike.md).",
     ),
     Rule(
         "accelerate.refused-by-fsdp2",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from .facts import Checkpoint, Facts
-from .rule import Bite, Rule, each, gib
+from .rule import Bite, Rule, count, each, gib
 from .rules_models import some
 
 __all__ = ["CHECKPOINTS"]
@@ -29,9 +29,7 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
 
 def _aside(checkpoint: Checkpoint) -> str:
     what = "and they keep their bytes" if checkpoint.steps else "and no other is left to resume from"
-    return (
-        f"A resume counts {len(checkpoint.set_aside)} steps no more ({some(checkpoint.set_aside)}), {what}."
-    )
+    return f"A resume no longer counts {count(len(checkpoint.set_aside), 'step')} ({some(checkpoint.set_aside)}), {what}."
 
 
 #: What a resume does without each part.
@@ -94,8 +92,8 @@ CHECKPOINTS = (
         kind="note",
         when=lambda c: c.set_aside,
         bites=_aside,
-        why="An earlier resume began at an older step and set the newer ones aside, or found one damaged.",
-        do="Compare with shardwise inspect PATH; delete what you do not want, or resume from one by its path.",
+        why="An earlier resume started from an older step and renamed the newer ones, or found one damaged.",
+        do="Compare with shardwise inspect PATH; delete those that you don't need, or resume from one by its path.",
     ),
     each(
         _checkpoints,
@@ -103,8 +101,8 @@ CHECKPOINTS = (
         kind="note",
         when=lambda c: c.leftovers,
         bites=lambda c: f"A save was killed or is under way: {some(c.leftovers)}.",
-        why="Such folders are no steps; their bytes count until the next Checkpointer opens the directory and deletes them.",
-        do="If no run writes here now, look why the last one ended (memory, disk, time limit) before you start the next.",
+        why="These folders aren't steps; they take space until the next Checkpointer opens the directory and deletes them.",
+        do="If no run writes here now, find out why the last one ended (memory, disk, time limit) before you start the next.",
     ),
     each(
         _checkpoints,
@@ -114,7 +112,7 @@ CHECKPOINTS = (
             f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
         ),
         why="Each file holds one rank's part without its place in the tensors (use_dcp=False).",
-        do="Resume once where it was saved, and save there with DCP (use_dcp=True) or with shardwise.",
+        do="Resume once with that number of ranks, and save with DCP (use_dcp=True) or with shardwise.",
     ),
     each(
         _checkpoints,
@@ -122,10 +120,10 @@ CHECKPOINTS = (
         kind="note",
         when=lambda c: c.pickles,
         bites=lambda c: (
-            f"Opening this checkpoint can run any code that its writer put in: {some(c.pickles)}."
+            f"Opening this checkpoint can run any code that its author put in: {some(c.pickles)}."
         ),
         why="These files are pickles, and torch.load(weights_only=False) and DCP's reader execute them.",
-        do="If it is not your own, read it with shardwise alone: shardwise convert PATH OUT --to checkpoint.",
+        do="If it is not your own, read it only with shardwise: shardwise convert PATH OUT --to checkpoint.",
     ),
     each(
         _lacking,
@@ -167,6 +165,6 @@ CHECKPOINTS = (
         when=lambda c: c.lacks_metadata,
         bites="The checkpoint can't be loaded: it has parts of DCP and no .metadata.",
         why="Rank 0 writes that file last: the save was killed, or is still under way.",
-        do="Take the checkpoint before it.",
+        do="Use the previous checkpoint.",
     ),
 )

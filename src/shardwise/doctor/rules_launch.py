@@ -27,7 +27,7 @@ def _incomplete(facts: Facts) -> Iterator[Bite]:
             ", ".join(lost),
             f"init_process_group fails: {', '.join(given)} {'is' if len(given) == 1 else 'are'} set, "
             f"and {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not.",
-            "env:// needs all four; one that is left from another launch is enough for libraries to take this for a rank.",
+            "env:// needs all four; one left over from another launch is enough for libraries to treat this process as a rank.",
             f"Start with torchrun, or unset {', '.join(given)}.",
         )
 
@@ -48,7 +48,7 @@ def _numbers(facts: Facts) -> Iterator[Bite]:
                 f"{inner}, {outer}",
                 f"The ranks wait for one that can't come: {inner}={told[inner]} and {outer}={told[outer]}.",
                 "Ranks count from 0, and a host has at most all of them; two launchers have set them.",
-                "Start with one launcher, in a shell where neither is set.",
+                "Use one launcher, in a shell where neither is set.",
             )
 
 
@@ -58,7 +58,7 @@ def _port(facts: Facts) -> Iterator[Bite]:
     if given and (found is None or not 0 < found < 65_536):
         yield Bite(
             "MASTER_PORT",
-            f"init_process_group fails: {given!r} is no port.",
+            f"init_process_group fails: {given!r} is not a port.",
             "A port is a number from 1 to 65535.",
             "Set a free one, for example MASTER_PORT=29500.",
         )
@@ -117,7 +117,7 @@ def _mpi_size(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "WORLD_SIZE, OMPI_COMM_WORLD_SIZE",
             f"The group waits, or leaves ranks out: WORLD_SIZE={world}, and mpirun started {size}.",
-            "mpirun sets its own variables, and WORLD_SIZE is left from elsewhere.",
+            "mpirun sets its own variables, and WORLD_SIZE is left over from elsewhere.",
             "Set RANK and WORLD_SIZE from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE.",
         )
 
@@ -132,15 +132,15 @@ def _devices(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "CUDA_VISIBLE_DEVICES",
             f"torch sees no GPU, or fewer: {given} names one twice.",
-            "CUDA stops at a device that was named before.",
-            "Name each device once.",
+            "CUDA stops at a device that is listed twice.",
+            "List each device once.",
         )
     elif local and local > len(devices):
         yield Bite(
             "CUDA_VISIBLE_DEVICES, LOCAL_WORLD_SIZE",
             f"Rank {len(devices)} of this host finds no GPU: {len(devices)} are visible for {local} ranks.",
             "Each rank takes the device of its LOCAL_RANK.",
-            f"Start {len(devices)} ranks here (--nproc-per-node), or show more devices.",
+            f"Start {len(devices)} ranks here (--nproc-per-node), or make more devices visible.",
         )
 
 
@@ -151,8 +151,8 @@ def _ram_efficient_off(facts: Facts) -> Iterator[Bite]:
     ):
         yield Bite(
             "FSDP_CPU_RAM_EFFICIENT_LOADING",
-            "Every rank loads the whole model into host memory, although this variable asks for the contrary.",
-            "transformers and Accelerate heed it only with ACCELERATE_USE_FSDP=true, which accelerate launch sets.",
+            "Every rank loads the whole model into host memory, although this variable asks for the opposite.",
+            "transformers and Accelerate respect it only with ACCELERATE_USE_FSDP=true, which accelerate launch sets.",
             "Start with accelerate launch, set ACCELERATE_USE_FSDP=true, or load with sw.load_pretrained.",
         )
 
@@ -173,7 +173,7 @@ def _no_watchdog(facts: Facts) -> Iterator[Bite]:
         if facts.environment.get(name) == "0":
             yield Bite(
                 name,
-                "If a rank dies, the other ranks wait for ever in their collective.",
+                "If a rank dies, the other ranks wait forever in their collective.",
                 "With 0 the watchdog of NCCL does not end a process whose collective timed out.",
                 f"Unset {name}: torch then tears down, and the launcher sees it.",
             )
@@ -186,7 +186,7 @@ def _needs(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 required.name,
                 f"shardwise fails somewhere later: {required.name} is {facts.software[required.name]}.",
-                f"It needs {required.name}{required.specifier}; older releases lack what it uses, or describe shards wrongly.",
+                f"It needs {required.name}{required.specifier}; older releases lack features that it uses, or describe shards incorrectly.",
                 f"pip install '{required.name}{required.specifier}'",
             )
 
@@ -209,7 +209,7 @@ def _peft(facts: Facts) -> Iterator[Bite]:
             "peft",
             f"PeftModel.from_pretrained raises a TypeError for a model with experts: peft {software['peft']} with transformers "
             f"{software['transformers']}.",
-            "It gives conversions an argument that transformers has not taken since 5.6; shardwise opens adapters that need none.",
+            "It passes conversions an argument that transformers hasn't accepted since 5.6; shardwise opens adapters that need none.",
             "pip install 'peft>=0.20'",
         )
     if (
@@ -219,7 +219,7 @@ def _peft(facts: Facts) -> Iterator[Bite]:
     ):
         yield Bite(
             "peft",
-            f"No LoRA can be made or opened: peft {software['peft']} with torchao {software['torchao']}.",
+            f"No LoRA can be created or opened: peft {software['peft']} with torchao {software['torchao']}.",
             "It imports a name that torchao 0.18 no longer has.",
             "pip install 'peft>=0.20', or remove torchao",
         )

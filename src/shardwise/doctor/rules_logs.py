@@ -43,9 +43,9 @@ def _jump(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{log.path}: {line}",
                 f"The loss jumped {at}: {before:.4g} before, {after:.4g} after.",
-                "Part of the training state did not come back: the optimizer's moments, the scheduler, the data position, or weights "
+                "Part of the training state wasn't restored: the optimizer's moments, the scheduler, the data position, or weights "
                 "that were saved in another dtype.",
-                "Compare what was stored with what came back: trainer.resume_report of a ShardwiseTrainer lists every difference, and so "
+                "Compare what was stored with what was restored: trainer.resume_report of a ShardwiseTrainer lists every difference, and so "
                 "does print(checkpoints.resume(state)) (docs/cases/5-loss-spike.md). shardwise diff A B compares two checkpoints.",
             )
 

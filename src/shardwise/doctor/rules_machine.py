@@ -72,8 +72,8 @@ def _file_size(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "RLIMIT_FSIZE",
             f"A save or an export fails as soon as one file has more than {gib(limit)}.",
-            "The process may write no longer file, whatever room the disk has.",
-            "Lift it before the start: ulimit -f unlimited.",
+            "The process may not write larger files, no matter how much space the disk has.",
+            "Raise it before the start: ulimit -f unlimited.",
         )
 
 
@@ -128,9 +128,9 @@ def _loopback(facts: Facts) -> Iterator[Bite]:
     if network.is_loopback and nodes_of(facts) > 1 and not facts.environment.get("GLOO_SOCKET_IFNAME"):
         yield Bite(
             network.host,
-            f"Ranks of other hosts can't reach this one: its name leads to {network.addresses[0]}.",
-            "gloo tells the other ranks the address that the host's own name resolves to, and 127.* is every host's own.",
-            "Give the name its address in /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between the hosts.",
+            f"Ranks on other hosts can't reach this one: its name resolves to {network.addresses[0]}.",
+            "gloo tells the other ranks the address that the host's own name resolves to, and 127.* is local to every host.",
+            "Add the name with its address to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between the hosts.",
         )
 
 
@@ -139,9 +139,9 @@ def _unresolved(facts: Facts) -> Iterator[Bite]:
     if not network.addresses and nodes_of(facts) > 1 and not facts.environment.get("GLOO_SOCKET_IFNAME"):
         yield Bite(
             network.host,
-            "Ranks of other hosts can't reach this one: its name can't be resolved.",
+            "Ranks on other hosts can't reach this one: its name can't be resolved.",
             "gloo then takes the loopback address, with a warning that is easily missed.",
-            "Give the name its address in /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between the hosts.",
+            "Add the name with its address to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between the hosts.",
         )
 
 
@@ -159,7 +159,7 @@ def _no_interface(facts: Facts) -> Iterator[Bite]:
                 name,
                 f"The process group won't start: this host has no interface {', '.join(lost)}.",
                 f"Its interfaces are {', '.join(known)}; names differ between hosts and containers.",
-                f"Set {name} to one of them, on each host its own.",
+                f"Set {name} to one of them, on each host separately.",
             )
 
 
@@ -185,8 +185,8 @@ def _slow_interface(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             network.host,
             f"Traffic between ranks goes through {network.interface}, not through {fast[0]}.",
-            "The host's name leads to the slower interface; recovery from a peer took 800 s in place of 20 s that way.",
-            f"Set GLOO_SOCKET_IFNAME={fast[0]} and NCCL_SOCKET_IFNAME={fast[0]}, or let the name lead there.",
+            "The host's name resolves to the slower interface; recovery from a peer took 800 s instead of 20 s that way.",
+            f"Set GLOO_SOCKET_IFNAME={fast[0]} and NCCL_SOCKET_IFNAME={fast[0]}, or make the name resolve to its address.",
         )
 
 
@@ -195,7 +195,7 @@ def _clock(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "clock",
             "Requests to the hub and to object stores will be refused: this machine's clock is before 2024.",
-            "Certificates are not valid yet at that time, and signatures of requests have expired.",
+            "Certificates aren't valid yet at that time, and request signatures have expired.",
             "Set the clock, or start its time service (chronyd, systemd-timesyncd).",
         )
 
@@ -210,7 +210,7 @@ def _gpus_unseen(facts: Facts) -> Iterator[Bite]:
             "/dev/nvidia0",
             f"Training runs on the CPU, or not at all: torch sees none of {facts.machine.gpu_files} GPUs.",
             f"torch {facts.software.get('torch', '')} is built without CUDA, or needs a newer driver.",
-            "See python -c 'import torch; torch.cuda.init()', and install the torch that fits the driver.",
+            "See python -c 'import torch; torch.cuda.init()', and install the torch that matches the driver.",
         )
 
 

@@ -59,7 +59,7 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{model.path}/{name}",
                 f"The model can't be loaded: {name} is damaged or truncated ({how}).",
-                "Its header and its size do not agree: a download ended early, or another file has its name.",
+                "Its header doesn't match its size: a download ended early, or a different file has its name.",
                 "Delete the file, and fetch it again.",
             )
 
@@ -102,7 +102,7 @@ def _unified(facts: Facts) -> Iterator[Bite]:
                 f"Loading freezes the machine: host and device share {gib(memory.free_bytes)}, and the model has "
                 f"{gib(model.nbytes)}.",
                 "A copy on the host and the pages of the files stay in addition to the copy on the device.",
-                "Load with sw.load_pretrained, which gives the pages back as it reads (docs/cases/4-unified-memory.md).",
+                "Load with sw.load_pretrained, which frees the pages as it reads (docs/cases/4-unified-memory.md).",
             )
 
 
@@ -128,7 +128,7 @@ MODELS = (
         bites=lambda m: (
             f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
         ),
-        why="The index maps tensors to files that the directory lacks: a download or a copy was stopped.",
+        why="The index maps tensors to files that the directory lacks: a download or a copy was interrupted.",
         do="Fetch the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
     ),
     Rule("model.damaged-file", "a header that doesn't match its file", "case 20; vllm#53537", _damaged),
@@ -155,7 +155,7 @@ MODELS = (
         ("model.pickle", "weights only as pickles", "case 20"),
         kind="note",
         when=lambda m: m.pickles,
-        bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its writer put in.",
+        bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its author put in.",
         why="The weights are pickles, and there is no safetensors file next to them.",
         do="Load with shardwise, which executes no pickle, or convert once: shardwise export PATH OUT.",
     ),
@@ -200,14 +200,14 @@ MODELS = (
         bites=lambda m: (
             f"from_pretrained leaves the weights random: it looks for other names than {some(m.wrapped)}."
         ),
-        why="The model was saved through a wrapper (torch.compile, DDP, FSDP, PEFT), whose names came into the files.",
+        why="The model was saved through a wrapper (torch.compile, DDP, FSDP, PEFT), whose names ended up in the files.",
         do="Export it from the checkpoint with shardwise export PATH OUT, which writes the hub's names.",
     ),
     each(
         _models,
         ("model.adapter-slice", "LoRA matrices whose rank differs from adapter_config.json", "case 10"),
         when=lambda m: m.slices,
-        bites=lambda m: f"The adapter can't be loaded, or is cut: {some(m.slices)}.",
+        bites=lambda m: f"The adapter can't be loaded, or is incomplete: {some(m.slices)}.",
         why="One rank saved its own slice of each sharded matrix.",
         do="Save it again from all ranks: sw.export_hf writes PEFT's files (docs/howto/peft.md).",
     ),

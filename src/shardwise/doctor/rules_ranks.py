@@ -38,7 +38,7 @@ def _missing(facts: Facts) -> Iterator[Bite]:
             f"A run would hang at its start: rank {names} of {facts.meeting.world_size} did not come in "
             f"{facts.meeting.waited_s:.0f} s.",
             "Its process did not start, died, hangs on its storage, or can't reach MASTER_ADDR.",
-            "Look at that rank's log and host, or leave the host out.",
+            "Check that rank's log and host, or leave the host out.",
         )
 
 
@@ -48,7 +48,7 @@ def _no_store(facts: Facts) -> Iterator[Bite]:
             "MASTER_ADDR, MASTER_PORT",
             f"A run would not start: rank 0 can't listen for the other ranks ({facts.meeting.problem}).",
             "Another program, often an earlier launch, has the port, or the address is not one of this host's.",
-            "End it, or choose a free MASTER_PORT.",
+            "Stop it, or choose a free MASTER_PORT.",
         )
 
 
@@ -75,7 +75,7 @@ def _limits(facts: Facts) -> Iterator[Bite]:
             if odd:
                 yield Bite(
                     _named(odd),
-                    f"The run ends where the least is: {name} is {odd[0].limits.get(name, 0.0):g} on {_named(odd)}, and "
+                    f"The run fails where the limit is lowest: {name} is {odd[0].limits.get(name, 0.0):g} on {_named(odd)}, and "
                     f"{usual:g} on most.",
                     "Another job shares that host, or its container was started with other limits.",
                     "Give all hosts the same limits, or leave that host out.",
@@ -114,7 +114,7 @@ def _files(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 _named(odd),
                 f"Ranks would load different files: {name} {what} on {_named(odd)}, and on the other hosts {most}{more}.",
-                "The directory is not shared, a copy was stopped, or the file system shows it late.",
+                "The directory isn't shared, a copy was interrupted, or the file system shows it late.",
                 "Copy it again on that host (shardwise copy), or give a directory that all hosts share.",
             )
 
@@ -126,7 +126,7 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
             hidden = blind[0].unseen[path]
             yield Bite(
                 path,
-                f"A save fails or is cut apart: {_named(blind)} did not see the file that rank {hidden[0]} wrote there.",
+                f"A save fails or is split up: {_named(blind)} did not see the file that rank {hidden[0]} wrote there.",
                 "The directory is local to each host, or the file system shows other hosts' files late.",
                 "Give a directory that all hosts share, or the URL of an object store.",
             )

@@ -65,9 +65,9 @@ def _silent(facts: Facts) -> Iterator[Bite]:
     for path, waited_s in facts.silent.items():
         yield Bite(
             path,
-            f"Every rank would hang here: the storage did not answer in {waited_s:.0f} s.",
-            "A server of files or objects is down, overloaded or unreachable, and calls wait for it without an end.",
-            "See whether ls answers there, and the mount, its server and the network.",
+            f"Every rank would hang here: the storage didn't answer within {waited_s:.0f} s.",
+            "A server of files or objects is down, overloaded or unreachable, and calls wait for it indefinitely.",
+            "Check whether ls works there, and look at the mount, its server and the network.",
         )
 
 
@@ -81,7 +81,7 @@ def _space(facts: Facts) -> Iterator[Bite]:
                 f"{what} does not fit: {gib(place.free_bytes)} are free, and {gib(needed)} are wanted.",
                 "fp32 masters and two moments take 12 bytes for each trained parameter, and the old step stays until the "
                 "new one is published.",
-                "Make room, keep fewer steps (keep_last), or give another directory.",
+                "Free up space, keep fewer steps (keep_last), or use another directory.",
             )
 
 
@@ -130,9 +130,9 @@ def _clocks(facts: Facts) -> Iterator[Bite]:
                 where,
                 f"Times of files are wrong: the storage's clock is {abs(ahead_s):.0f} s "
                 f"{'ahead of' if ahead_s > 0 else 'behind'} this machine's.",
-                "Signatures of requests expire after 15 minutes of difference, and tools that look at times of files "
-                "take old for new.",
-                "Set both clocks by one time service (chronyd).",
+                "Request signatures expire after 15 minutes of difference, and tools that compare file times mistake old "
+                "files for new ones.",
+                "Synchronize both clocks with one time service (chronyd).",
             )
 
 
@@ -159,8 +159,8 @@ STORAGE = (
         ("storage.not-writable", "files can't be written", "errno(3)"),
         "write",
         bites="A save fails: nothing can be written here ({why}).",
-        why="The system refused a file of a few MiB: by the mount, by rights, by a quota or by a limit of the process.",
-        do="Give the run a directory that it may write, or mount this one with the right user and rw.",
+        why="The system refused a file of a few MiB, because of the mount, permissions, a quota or a limit of the process.",
+        do="Give the run a directory that it can write to, or mount this one with the right user and rw.",
     ),
     each(
         _places,
@@ -169,8 +169,8 @@ STORAGE = (
         bites=lambda p: (
             f"A save fails or is lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
         ),
-        why="After a failed fsync the pages count as clean, so that a second try reports success without the bytes.",
-        do="Look at dmesg for errors of the disk, and write elsewhere.",
+        why="After a failed fsync the pages count as clean, so a second try reports success although the bytes are lost.",
+        do="Check dmesg for disk errors, and write elsewhere.",
     ),
     Rule("storage.space", "less free space than 1 GiB, or than 6 × the given model", "case 15", _space),
     each(
@@ -180,14 +180,14 @@ STORAGE = (
         bites=lambda p: (
             f"Saves end in 'No space left on device' although bytes are free: {p.free_inodes} inodes are left."
         ),
-        why="Each file and directory takes one; each rank writes files of its own at each step.",
-        do="Delete small files (caches, old logs), or ask for a larger quota of files.",
+        why="Each file and directory takes one; each rank writes its own files at each step.",
+        do="Delete small files (caches, old logs), or ask for a larger file quota.",
     ),
     each(
         _mounted(*_IN_MEMORY),
         ("storage.memory", "tmpfs or ramfs", "tmpfs(5)"),
         when=lambda p: True,
-        bites="Checkpoints here are gone after a restart, and take the memory that training needs.",
+        bites="Checkpoints here are lost at a restart, and take up memory that training needs.",
         why=lambda p: f"{_point(p)}: its files are pages of the host's memory, charged to the cgroup.",
         do="Give a directory on a disk or a shared file system, or a URL of an object store.",
     ),
@@ -195,7 +195,7 @@ STORAGE = (
         _mounted("overlay", "fuse.fuse-overlayfs", "aufs"),
         ("storage.overlay", "a container's writable layer", "overlayfs of Linux"),
         when=lambda p: True,
-        bites="Checkpoints here are gone with the container.",
+        bites="Checkpoints here are lost with the container.",
         why="The path is in the container's own writable layer (overlay), not in a volume.",
         do="Mount a volume or a shared file system there, or give a URL of an object store.",
     ),
@@ -226,28 +226,28 @@ STORAGE = (
         when=lambda p: _fsync_s(p) > _MOST_FSYNC_S,
         bites=lambda p: f"Every save waits: one fsync of 4 KiB took {_fsync_s(p):.1f} s.",
         why="A published step needs several, one after the other, for files and directories.",
-        do="Ask whose writes fill this file system, or save to a local disk with a mirror.",
+        do="Find out what else is writing to this file system, or save to a local disk with a mirror.",
     ),
     _failed(
         ("storage.no-locks", "files can't be locked", _LOCKS),
         "lock",
         bites="A Checkpointer refuses this directory: files can't be locked ({why}).",
-        why="The lock keeps a second run from writing into the same steps; Lustre and NFS may be mounted without locks.",
+        why="The lock keeps a second run from writing to the same steps; Lustre and NFS may be mounted without locks.",
         do="Mount it with locks (Lustre: flock; NFS: without nolock), or use a local disk or an object store.",
     ),
     _failed(
         ("storage.no-exclusion", "the same lock is granted twice", _LOCKS),
         "exclude",
-        bites="Two runs may write into one directory: the file system grants one lock twice.",
+        bites="Two runs may write to one directory: the file system grants the same lock twice.",
         why="Locks are accepted and do nothing, as with local_lock or some FUSE file systems.",
-        do="Give each run a directory of its own, or mount the file system with real locks.",
+        do="Give each run its own directory, or mount the file system with working locks.",
     ),
     _failed(
         ("storage.no-rename", "files can't be renamed", _LOCKS),
         "rename",
         bites="No step can be published: renaming failed ({why}).",
-        why="A checkpoint appears whole by one rename; file systems over object stores have none for directories.",
-        do="Give the URL of the store (s3://…, gs://…) in place of its mount.",
+        why="A checkpoint is published by one rename; file systems over object stores can't rename directories.",
+        do="Give the URL of the store (s3://…, gs://…) instead of its mount.",
     ),
     each(
         _written,
@@ -258,14 +258,14 @@ STORAGE = (
             "Saves go through the page cache, which took three times as long: O_DIRECT fails "
             f"({p.failures['direct']})."
         ),
-        why="This file system does not take writes past the cache, and cached bytes count against the cgroup.",
-        do="Nothing is wrong with the data; for speed use ext4, xfs or a parallel file system.",
+        why="This file system doesn't support direct writes, and cached bytes count against the cgroup.",
+        do="The data is fine; for speed, use ext4, xfs or a parallel file system.",
     ),
     each(
         _mounted(*_OVER_STORES),
         ("storage.over-object-store", "a mounted object store (s3fs, gcsfuse, rclone, …)", _LOCKS),
         when=lambda p: True,
-        bites="A reader may see half a checkpoint, and locks do not reach other hosts.",
+        bites="A reader may see half a checkpoint, and other hosts don't see locks.",
         why=lambda p: f"{_point(p)}, files over an object store, where a rename copies object by object.",
         do="Give the URL of the store (s3://…, gs://…): there a step appears by one conditional write.",
     ),
@@ -276,7 +276,7 @@ STORAGE = (
         bites=lambda p: (
             f"Runs on two hosts may write into one directory: NFS is mounted with {_no_locks(p)[0]}."
         ),
-        why="Locks then stay on this host, and the other one never hears of them.",
+        why="Locks then stay on this host, and other hosts don't see them.",
         do=lambda p: f"Mount it without {_no_locks(p)[0]}.",
     ),
     each(
@@ -294,7 +294,7 @@ STORAGE = (
         bites=lambda p: (
             f"Other hosts see a new step up to {_late_s(p)[0]} s late: NFS is mounted with {_late_s(p)[1]}."
         ),
-        why="The client answers from its cache of names and sizes until that time has passed.",
+        why="Until then, the client answers from its cache of names and sizes.",
         do=lambda p: (
             f"Mount it with the default (60 s) or less, or wait {_late_s(p)[0]} s before another host reads a step."
         ),
@@ -310,23 +310,23 @@ STORAGE = (
         "list",
         "write",
         bites="A run can't {step} this prefix: {why}.",
-        why="A checkpoint needs to list, write, read, replace under a condition, and delete.",
-        do="See the endpoint, the region, the credentials and their rights for this prefix.",
+        why="A checkpoint needs to list, write, read, replace conditionally, and delete.",
+        do="Check the endpoint, the region, the credentials and their permissions for this prefix.",
     ),
     _bucket(
         ("bucket.no-conditions", "conditional writes are ignored", "verl#7641"),
         "create",
         "replace",
         bites="Two runs may overwrite each other's steps: {why}.",
-        why="A step is published by one write under a condition (If-None-Match, If-Match), which this store ignores or "
+        why="A step is published by one conditional write (If-None-Match, If-Match), which this store ignores or "
         "refuses.",
         do="Use a store or a release with conditional writes, or give each run a prefix of its own.",
     ),
     _bucket(
         ("bucket.no-delete", "objects can't be deleted", "docs/howto/runs-in-a-store.md"),
         "delete",
-        bites="Old steps stay for ever, and cost: nothing can be deleted ({why}).",
-        why="Retention deletes steps; the credentials lack that right, or a retention lock holds the objects.",
-        do="Give the right to delete below this prefix, or let a rule of the bucket expire old objects.",
+        bites="Old steps stay forever and cost money: nothing can be deleted ({why}).",
+        why="Retention deletes steps; the credentials lack that permission, or a retention lock protects the objects.",
+        do="Grant permission to delete below this prefix, or let a lifecycle rule of the bucket expire old objects.",
     ),
 )

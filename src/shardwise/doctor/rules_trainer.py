@@ -34,14 +34,14 @@ def _model_alone(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 settings.path,
                 f"Trainer() raises a ValueError: save_only_model together with {beside} under FSDP.",
-                "Without the sharded state it could load no best model, and sharded states are saved with the optimizer.",
+                "Without the sharded state it couldn't load the best model, and sharded states are saved together with the optimizer.",
                 "Leave save_only_model out: shardwise's Trainer integration saves what a resume needs.",
             )
         else:
             yield Bite(
                 settings.path,
                 "The run can't be resumed: save_only_model leaves optimizer, scheduler and random states out.",
-                "A resume then begins with fresh moments, which shows as a jump of the loss.",
+                "A resume then starts with fresh moments, and the loss jumps.",
                 "Set save_only_model to false, at least for the newest checkpoint.",
             )
 
@@ -57,8 +57,8 @@ TRAINER = (
         _arguments,
         ("trainer.fsdp-config-ignored", "fsdp_config without fsdp", "TrainingArguments of transformers 5.23"),
         when=_ignores_fsdp,
-        bites="Each GPU holds the whole model: fsdp_config is there, and fsdp is not set.",
-        why="The Trainer reads fsdp_config only with fsdp.",
+        bites="Each GPU holds the full model: fsdp_config is set, but fsdp isn't.",
+        why="The Trainer reads fsdp_config only if fsdp is set.",
         do="Set fsdp to true (or 'full_shard').",
     ),
     Rule(
@@ -71,8 +71,8 @@ TRAINER = (
         _arguments,
         ("trainer.data-skip", "ignore_data_skip", "case 17; accelerate#2016"),
         when=lambda s: s.values.get("ignore_data_skip"),
-        bites="After a resume the run trains on some samples again, and never on the rest.",
-        why="ignore_data_skip starts the data again at the step of the checkpoint.",
+        bites="After a resume, the run trains on some samples again and never on others.",
+        why="ignore_data_skip restarts the data at the checkpoint's step.",
         do="Set it to false; shardwise's Trainer integration continues at the data position without reading through the data.",
     ),
     each(
@@ -80,16 +80,16 @@ TRAINER = (
         ("trainer.two-halves", "both bf16 and fp16", "TrainingArguments of transformers 5.23"),
         when=lambda s: s.values.get("bf16") and s.values.get("fp16"),
         bites="TrainingArguments raises a ValueError: bf16 and fp16 are both on.",
-        why="A run has one half precision.",
+        why="A run can use only one of them.",
         do="Keep bf16, and set fp16 to false.",
     ),
     each(
         _arguments,
         ("trainer.checkpointing", "gradient_checkpointing under FSDP", "transformers#30404"),
         when=lambda s: s.values.get("gradient_checkpointing") and s.values.get("fsdp"),
-        bites="Each backward gathers every block once more than it needs to.",
+        bites="Each backward gathers every block one time more than necessary.",
         why="gradient_checkpointing wraps inside of FSDP's groups, whose forward runs again with its all-gather.",
-        do="Set fsdp_config.activation_checkpointing in its place.",
+        do="Set fsdp_config.activation_checkpointing instead.",
     ),
     each(
         _arguments,
@@ -102,7 +102,7 @@ TRAINER = (
         bites=lambda s: (
             f"A checkpoint of this run can't be resumed, or saving it fails: optim is {s.values['optim']}."
         ),
-        why="bitsandbytes keeps state of its local shard, without its place in the parameter.",
-        do="Take adamw_torch_fused, or torchao's AdamW8bit, whose state shardwise saves and resumes (docs/state.md).",
+        why="bitsandbytes keeps state for its local shard, without the shard's position in the parameter.",
+        do="Use adamw_torch_fused, or torchao's AdamW8bit, whose state shardwise saves and resumes (docs/state.md).",
     ),
 )

@@ -23,7 +23,7 @@ def _unknown(facts: Facts) -> Iterator[Bite]:
     for path in facts.unknown:
         yield Bite(
             path,
-            "Nothing was checked here: it is no configuration, model, checkpoint, log or directory that doctor knows.",
+            "Nothing was checked here: doctor doesn't recognize it as a configuration, model, checkpoint, log or directory.",
             "A YAML needs the names of accelerate config, a JSON those of TrainingArguments.",
             "Give the directory of the weights, or the file that the launcher reads.",
         )
@@ -35,7 +35,7 @@ def _absent(facts: Facts) -> Iterator[Bite]:
             path,
             "Nothing was checked here: there is no such file or directory.",
             "The path is misspelled, or its storage is not mounted on this host.",
-            "Correct it, or name a directory that the run will make with --run.",
+            "Correct it, or use --run for a directory that the run will create.",
         )
 
 
@@ -44,7 +44,7 @@ def _foreign(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             one.path,
             f"No command of shardwise reads it: it is {one.name}.",
-            "Its names or first bytes say so; what it holds can't be put into shards from there.",
+            "Its names or first bytes say so; its contents can't be sharded from there.",
             one.instead,
         )
 

@@ -106,8 +106,10 @@ def check_readable(root: str, final: str, output: HubFiles) -> None:
             catalog_of_safetensors(root)
     except SourceError as error:
         raise CheckpointError(
-            f"{final}: nothing is published, because no reader would take it: {error}"
+            f"{final}: nothing is published, because it couldn't be read back: {error}"
         ) from error
     chunks = [(t, t.chunks[0]) for t in output.tensors.values()]
     if found != {(c.path, t.name): (t.dtype, t.shape, c.offset_bytes) for t, c in chunks}:
-        raise CheckpointError(f"{final}: nothing is published: its headers do not say what was to be written")
+        raise CheckpointError(
+            f"{final}: nothing is published: its headers don't match what was to be written"
+        )

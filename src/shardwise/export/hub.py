@@ -159,9 +159,7 @@ def export_hf(
         job: LiveJob | MergedJob | StoredJob | AsSourceJob
         if quantize is not None or source is not None:
             if merge:
-                raise ValueError(
-                    "merge= and quantize= both say what becomes of the weights: give one of them"
-                )
+                raise ValueError("merge= and quantize= can't be combined; give one of them")
             _check_as_source(model_or_path, quantize, code)
             if isinstance(model_or_path, nn.Module):
                 job = _live_as_source(describe(model_or_path), source, ranks, io)
@@ -199,7 +197,7 @@ def _check_as_source(model: object, quantize: object, dtype: str | None) -> None
         )
     if dtype is not None:
         raise ValueError(
-            "dtype= and quantize= exclude each other: the source says the dtypes; give one of them"
+            "dtype= and quantize= can't be combined, because the source determines the dtypes; give one of them"
         )
     if isinstance(model, nn.Module) and has_adapters(model):
         raise ValueError(

@@ -377,7 +377,7 @@ def _obstacle(layer: Any, adapter: str, weight: NamedTensor | None) -> str | Non
     if layer.merged:
         return "is merged already; call unmerge_adapter() first"
     if layer.lora_variant.get(adapter) is not None:
-        return f"{type(layer.lora_variant[adapter]).__name__} needs whole weights (DoRA and the like)"
+        return f"{type(layer.lora_variant[adapter]).__name__} needs complete weights (DoRA, for example)"
     if layer.lora_bias.get(adapter):
         return "lora_bias=True is not supported"
     if weight is None or weight.tensor.dim() != 2:

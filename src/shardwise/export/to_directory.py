@@ -123,7 +123,7 @@ def _refuse_taken(final: str, *, overwrite: bool) -> None:
             )
         other = _not_of_an_export(final)
     except OSError as error:
-        raise CheckpointError(f"{final}: can't be looked at: {error.strerror}") from error
+        raise CheckpointError(f"{final}: can't be inspected: {error.strerror}") from error
     if other:
         raise CheckpointError(
             f"{final}: overwrite=True replaces earlier exports only, and {other}; choose another directory, or delete this one yourself"
@@ -136,7 +136,7 @@ def _not_of_an_export(final: str) -> str | None:
     An export has weights at its top or in the folders of adapters, and neither checkpoints nor repositories.
     """
     if not os.path.isdir(final):
-        return "it is no directory"
+        return "it is not a directory"
     weights = False
     for folder, folders, files in os.walk(final):
         relative = os.path.relpath(folder, final)

@@ -132,7 +132,7 @@ def _from_document(document: dict[str, Any]) -> Head:
 def _set_aside(name: Any, why: Any) -> SetAside:
     step = stored_step(name) if isinstance(name, str) else None
     if step is None:
-        raise ValueError(f"a step that was moved aside has the name {brief(name)}")
+        raise ValueError(f"a quarantined step has the name {brief(name)}")
     if why not in ("superseded", "damaged"):
-        raise ValueError(f"a step was moved aside as {brief(why)}")
+        raise ValueError(f"a step was quarantined as {brief(why)}")
     return SetAside(step, name, why)

@@ -109,7 +109,7 @@ def _checked(raw: bytes, file_bytes: int, path: str, version: str | None = None)
 
 
 def check_regular(path: str) -> None:
-    """Refuse pipes, sockets and devices: opening or reading them could block for ever.
+    """Refuse pipes, sockets and devices: opening or reading them could block forever.
 
     Raises :class:`FormatError`, or ``OSError`` if the file does not exist.
     """

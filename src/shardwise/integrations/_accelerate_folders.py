@@ -79,7 +79,7 @@ def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
     root = os.path.dirname(folder)
     found = hosts.on_each(root, "make room for the checkpoint", lambda: _in_the_way(folder))
     if set(found) == {"", _CHECKPOINT} and not hosts.holds(folder):
-        hosts.on_own(root, "set a torn checkpoint aside", lambda: _set_aside(folder))
+        hosts.on_own(root, "rename an incomplete checkpoint", lambda: _set_aside(folder))
     elif any(found):
         raise CheckpointError(
             f"{folder}: holds something already, and a published checkpoint is never overwritten; "
@@ -115,7 +115,7 @@ def _set_aside(folder: str) -> None:
     try:
         patiently(os.rename, folder, aside)
     except OSError as error:
-        raise CheckpointError(f"{folder}: can't be moved aside: {error.strerror}") from error
+        raise CheckpointError(f"{folder}: can't be renamed: {error.strerror}") from error
     _log.warning("%s: only some hosts hold it, of a save that was killed; it is now %s", folder, aside)
 
 

@@ -223,10 +223,10 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
         )
     kinds = {str(getattr(kind, "value", kind)) for kind in getattr(loader, "rng_types", None) or ()}
     if inside and kinds - ({"generator", "torch"} if order else {"generator"}):
-        yield "rng_types: random generators are synchronized on all ranks when the epoch is taken up in its middle, so draws may differ"
+        yield "rng_types: random generators are synchronized on all ranks when an epoch is resumed in the middle, so draws may differ"
     if inside and "state" in position and loader.num_workers:
         yield (
-            f"num_workers={loader.num_workers}: workers start with new generators when an epoch is taken up in its "
+            f"num_workers={loader.num_workers}: workers start with new generators when an epoch is resumed in the "
             "middle, so random draws in them (augmentation) may differ"
         )
     if loader.num_workers and loader.persistent_workers:

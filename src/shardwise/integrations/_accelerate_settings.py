@@ -144,7 +144,7 @@ def check_kind(accelerator: Accelerator) -> None:
     if kind in _OTHER_WAYS:
         raise ShardError(
             f"the accelerator is set to {_OTHER_WAYS[kind]}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or "
-            "one process. Say distributed_type: FSDP with fsdp_version: 2"
+            "one process. Set distributed_type: FSDP with fsdp_version: 2"
         )
 
 
@@ -161,7 +161,7 @@ def check_supported(accelerator: Accelerator) -> None:
             problem = f"{name}_size > 1 in parallelism_config"
     if parallelism is not None and parallelism.tp_enabled and accelerator.is_fsdp2:
         # Accelerate 1.15: prepare() imports a name that transformers 5 has removed.
-        problem = "tp_size > 1 together with FSDP, which its prepare() can't do (ReplicateParallel went with transformers 5.1)"
+        problem = "tp_size > 1 together with FSDP, which its prepare() can't do (transformers 5.1 removed ReplicateParallel)"
     if problem:
         raise ShardError(
             f"the accelerator is set to {problem}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or one "

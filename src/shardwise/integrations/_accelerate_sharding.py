@@ -58,8 +58,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
             accelerator,
             model,
             accelerator.device.type,
-            "no FSDP is chosen. Say fsdp=True in TrainingArguments, or distributed_type: FSDP and fsdp_version: 2 in the YAML of "
-            "accelerate launch (on CPU Accelerate heeds neither)",
+            "FSDP isn't enabled. Set fsdp=True in TrainingArguments, or distributed_type: FSDP and fsdp_version: 2 in the YAML of "
+            "accelerate launch (on CPU, Accelerate ignores both)",
         )
     if not accelerator.is_fsdp2:
         return ()

@@ -69,7 +69,7 @@ def adopt(plugin: Any, model: nn.Module) -> None:
     if not isinstance(model, FSDPModule) and not isinstance(unwrap(model), FSDPModule):
         raise ShardError(
             f"parts of the {type(model).__name__} are sharded, and it is not: was it wrapped after it was loaded? "
-            "Adapters belong into the load: load_pretrained(args, path, adapter=peft_config), without peft_config for the trainer"
+            "Add adapters when you load: load_pretrained(args, path, adapter=peft_config), without peft_config for the trainer"
         )
     if any(map(is_checkpointed, modules)):
         plugin.activation_checkpointing = False  # the wrappers are there

@@ -146,7 +146,7 @@ class DataPlace:
         for name, was in stored["attributes"].items():
             if live.get(name) != was or "being read" in was:
                 yield (
-                    f"the iterable {name} was {was} {when}, and is {live.get(name)} now: it may keep a place that no "
+                    f"the iterable {name} was {was} {when}, and is {live.get(name)} now: it may keep a position that no "
                     "checkpoint holds, and samples may differ"
                 )
 

@@ -217,7 +217,7 @@ def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
         if fates:
             line.take(own, {step: fate for step, fate in fates.items() if fate == "damaged"})
             words = [f"{os.path.basename(paths[step])} ({_WORDS[fate]})" for step, fate in fates.items()]
-            _log.warning("%s: moved aside: %s", line.root, ", ".join(words))
+            _log.warning("%s: renamed checkpoints: %s", line.root, ", ".join(words))
 
 
 def _fate(path: str, run: Run) -> Fate:

@@ -84,7 +84,7 @@ class CheckpointFolders(DirectoryLine):
             try:
                 patiently(os.rename, path, moved)
             except OSError as error:
-                raise CheckpointError(f"{path}: can't be moved aside: {error.strerror}") from error
+                raise CheckpointError(f"{path}: can't be renamed: {error.strerror}") from error
             fsync_directory(self.root)
 
     def tidy(self, newest: int) -> None:

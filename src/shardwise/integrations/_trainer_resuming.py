@@ -91,7 +91,7 @@ class Resuming(Stopping, Saving):
             given = newest(self._lines(), self._run.damaged, self._hosts) or True
             if given is True and self._checkpoint_root is not None:
                 raise NoCheckpointError(
-                    f"{self._checkpoints}: no checkpoint to resume from; begin with resume_from_checkpoint=False, or ask has_checkpoint()"
+                    f"{self._checkpoints}: no checkpoint to resume from; start with resume_from_checkpoint=False, or check has_checkpoint() first"
                 )
         # No checkpoint in output_dir: let Trainer raise its own error.
         if given is None or isinstance(given, bool):
@@ -238,7 +238,7 @@ class Resuming(Stopping, Saving):
         if all(there):
             self.state.best_model_checkpoint = path
         else:
-            _log.warning("the best checkpoint %s is not there any more; this run continues without it", best)
+            _log.warning("the best checkpoint %s no longer exists; this run continues without it", best)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None

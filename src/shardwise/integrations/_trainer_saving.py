@@ -141,7 +141,7 @@ class Saving(Trainer):
                 state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
             # The place that does not take the save may be gone. Once a save is published, nothing newer can be there.
             looked_at = [line] if max(run.published, default=-1) > run.resumed_step else lines
-            hosts.on_own(line.root, "set newer checkpoints aside", lambda: set_newer_aside(looked_at, run))
+            hosts.on_own(line.root, "rename newer checkpoints", lambda: set_newer_aside(looked_at, run))
             lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
             # A store has no links, and a host has not what other hosts' ranks write.
             at_top = not is_url(line.root) and not hosts.is_local

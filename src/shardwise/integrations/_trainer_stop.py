@@ -86,7 +86,7 @@ class Stopping(Trainer):
         """
         if self._preemption is None:
             raise CheckpointError(
-                "request_stop: train() never looks whether to stop; give the trainer preemption=shardwise.PreemptionPolicy()"
+                "request_stop: train() doesn't check for stop requests; pass the trainer preemption=shardwise.PreemptionPolicy()"
             )
         if self._stopping.stops is not None and self._stopping.is_listening:
             self._stopping.stops.request()

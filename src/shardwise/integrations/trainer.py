@@ -166,20 +166,18 @@ class ShardwiseTrainer(Resuming):
         if parallelism is not None and parallelism.tp_enabled:
             wrong = "tp_size > 1 in parallelism_config; use FSDP"
         if self.args.push_to_hub and self.args.hub_strategy != "end":
-            wrong = (
-                f"hub_strategy={str(self.args.hub_strategy)!r} pushes weights out of checkpoints; say 'end'"
-            )
+            wrong = f"hub_strategy={str(self.args.hub_strategy)!r} pushes weights from checkpoints; set it to 'end'"
         if is_url(self.args.output_dir or ""):
-            wrong = f"output_dir={self.args.output_dir!r}, but Trainer's must be local; give the trainer checkpoint_root"
+            wrong = f"output_dir={self.args.output_dir!r}, but Trainer needs a local directory; pass checkpoint_root to the trainer"
         if self._fallback is not None and real(self._fallback) in map(real, (self._root, self._checkpoints)):
-            wrong = f"the fallback is the run's own place: {self._fallback}; give another one"
+            wrong = f"the fallback is the run's own directory: {self._fallback}; give another one"
         if self._hosts.is_local and is_url(self._checkpoints):
             wrong = f"local=True keeps checkpoints on the hosts' own disks, and checkpoint_root is a URL: {self._checkpoints}"
         for name in ("save_on_each_node", "enable_jit_checkpoint"):
             if getattr(self.args, name, False):
                 wrong = f"{name} needs Trainer's own files; leave it out"
         if wrong:
-            raise CheckpointError(f"a shardwise checkpoint can't be had with these arguments: {wrong}")
+            raise CheckpointError(f"these arguments don't work with shardwise checkpoints: {wrong}")
 
     def _warn_if_whole(self) -> None:
         """Warn of a model for FSDP that was loaded whole; with ``cpu_ram_efficient_loading`` only one rank did so."""

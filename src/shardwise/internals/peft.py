@@ -198,7 +198,7 @@ def expressions_in(config: Any) -> Iterator[tuple[str, str, list[str]]]:
     """Each setting of a config that PEFT matches with names: its name, the form of its expressions, and those.
 
     Lists of ``target_modules`` and ``exclude_modules`` are compared as text. Without it, an expression from a stranger could
-    keep PEFT busy for ever.
+    keep PEFT busy forever.
     """
     for setting, form in _FORMS.items():
         value = getattr(config, setting, None)

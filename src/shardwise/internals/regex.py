@@ -33,7 +33,7 @@ _Ways = NDArray[np.float64]
 def check_patterns(
     patterns: Iterable[str], names: Iterable[str], what: str, path: str | None, form: str = "{}"
 ) -> None:
-    """Refuse regular expressions from a file that are invalid, or could take for ever on ``names``.
+    """Refuse regular expressions from a file that are invalid, or could take forever on ``names``.
 
     ``form``: the expression that the reader of the file makes of one, with ``{}`` in its place. Raises
     :class:`FormatError` naming ``what``, the expression and ``path``.
@@ -43,7 +43,7 @@ def check_patterns(
     ordered, distinct = sorted(set(names), key=len), dict.fromkeys(patterns)
     if (matches := _matches(len(distinct), len(ordered))) > MAX_PATTERN_MATCHES:
         raise FormatError(
-            f"{what}: {len(distinct)} expressions for {len(ordered)} names may take for ever: to match them costs as much as "
+            f"{what}: {len(distinct)} expressions for {len(ordered)} names may take forever: to match them costs as much as "
             f"{matches} matches, more than {MAX_PATTERN_MATCHES}; join them to fewer expressions",
             path=path,
         )
@@ -66,7 +66,7 @@ def check_patterns(
                 counter.all_ways(parsed)
             except (_TooMany, RecursionError):
                 raise FormatError(
-                    f"{what} {brief(pattern)} may take for ever: to match it with {len(ordered)} names can take more "
+                    f"{what} {brief(pattern)} may take forever: to match it with {len(ordered)} names can take more "
                     f"than {MAX_PATTERN_STEPS} steps; use fewer repeats, or alternatives that exclude each other",
                     path=path,
                 ) from None

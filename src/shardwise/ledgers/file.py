@@ -52,7 +52,7 @@ class LedgerFile:
             raise FileExistsError(f"{name}.jsonl, and 99 more")
         except OSError as error:
             raise CheckpointError(
-                f"{directory}: no ledger can be written there ({error.strerror or error}); give a directory, or one to make"
+                f"{directory}: a ledger can't be written there ({error.strerror or error}); give a directory, which may not exist yet"
             ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -188,7 +188,7 @@ class Ledger:
     @contextmanager
     def phase(self, name: str, **facts: object) -> Iterator[None]:
         """A phase around a block. ``facts``, a few short values, stand in its record. Any thread may call it."""
-        if self.pid != os.getpid():  # a forked child, in which the lock may be held for ever
+        if self.pid != os.getpid():  # a forked child, in which the lock may be held forever
             yield
             return
         with self._lock:
@@ -286,7 +286,7 @@ class Ledger:
                 for name, value in found.items():
                     self._writer.add_scalar(f"ledger/{name}", value, self._pace.written)
             except Exception as error:  # a writer may raise anything; the ledger goes on
-                _log.warning("the ledger's tensorboard writer failed, and gets no more: %s", error)
+                _log.warning("the ledger's tensorboard writer failed and is no longer used: %s", error)
                 self._writer = None
 
     def _write(self, kind: str, **values: object) -> None:

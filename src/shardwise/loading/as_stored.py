@@ -46,7 +46,7 @@ def as_stored_in(catalog: Catalog, rules: Rules, layers: Mapping[str, Any]) -> R
             problems.append(f"{one.target!r}: {problem}")
     if problems:
         raise PlanError(
-            f"{catalog.root}: {len(problems)} tensors can't be kept as they are stored; take quantized='dequantize'",
+            f"{catalog.root}: {len(problems)} tensors can't be kept as they are stored; use quantized='dequantize'",
             tuple(problems),
         )
     return replace(rules, resolve=lambda _: made)

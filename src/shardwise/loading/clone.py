@@ -63,7 +63,7 @@ def _built_again(live: LiveModel) -> Any:
     """A model on meta of the same class, wrapped in the same way."""
     if has_adapters(live.root):
         raise StateError(
-            "a model with PEFT adapters needs no second copy as a reference: its base is there, inside "
+            "a model with PEFT adapters needs no second copy as a reference: use its base, inside "
             "`with model.disable_adapter()`. Else give build="
         )
     inner: Any = live.unwrapped

@@ -319,7 +319,7 @@ def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
     most = MAX_MODULES + MAX_MODULES_PER_TENSOR * len(catalog.tensors)
     refusal = FormatError(
         f"asks for a model of more than {most} modules, parameters and buffers, and the source holds "
-        f"{len(catalog.tensors)} tensors; see the numbers of layers",
+        f"{len(catalog.tensors)} tensors; check the numbers of layers",
         path=file,
     )
     most_bytes = max(MIN_TENSOR_BYTES, MAX_BYTES_PER_STORED * sum(t.nbytes for t in catalog.tensors.values()))

@@ -155,5 +155,5 @@ def load_report(model: nn.Module) -> LoadReport:
             return report
     raise ValueError(
         f"load_report: this {type(model).__name__} was not filled by sw.load or load_pretrained in this process; a copy of a model "
-        "(copy.deepcopy, sw.clone) has no report, so give the one that was loaded"
+        "(copy.deepcopy, sw.clone) has no report, so pass the one that was loaded"
     )

@@ -34,7 +34,7 @@ class FromPretrained(TypedDict, total=False):
     force_download: bool
 
 
-_WHOLE = "every rank gets its shards and nothing else, on the mesh's device (device= takes another)"
+_WHOLE = "every rank gets its shards and nothing else, on the mesh's device (device= chooses another one)"
 _MESH = (
     "give mesh= for FSDP and HSDP; for tensor parallelism shard the model yourself, or through the Accelerate "
     "integration, and load into it"
@@ -46,7 +46,7 @@ _KERNELS = "set model.use_kernels after the load"
 #: Every other keyword argument of transformers' ``from_pretrained`` (5.17-5.23, and 4 where still in use), with its
 #: replacement.
 REFUSED: Mapping[str, str] = {
-    "adapter_kwargs": "adapter= takes the adapter's local directory",
+    "adapter_kwargs": "adapter= accepts the adapter's local directory",
     "adapter_name": "adapter={name: directory} names it",
     "allow_all_kernels": _KERNELS,
     "code_revision": "code is that of the same revision=",
@@ -58,7 +58,7 @@ REFUSED: Mapping[str, str] = {
     "from_tf": _GONE,
     "fusion_config": "fusing changes stored tensors and is not supported",
     "generation_config": "set model.generation_config after the load",
-    "gguf_file": "GGUF is not read: take the model's safetensors",
+    "gguf_file": "GGUF is not supported: use the model's safetensors",
     "ignore_mismatched_sizes": (
         "build the model in sw.meta_init(), and say which tensors are new: sw.load(model, path, names=lambda n: "
         "n.replace('score.', 'old_score.'), allow_unused=('score.*',), allow_missing=('score.*',))"
@@ -70,7 +70,7 @@ REFUSED: Mapping[str, str] = {
     "offload_buffers": _OFFLOAD,
     "offload_folder": _OFFLOAD,
     "offload_state_dict": _OFFLOAD,
-    "output_loading_info": "the second result, the report, says it",
+    "output_loading_info": "the report says it: pass return_report=True, or call shardwise.load_report(model)",
     "proxies": "set HTTPS_PROXY in the environment",
     "resume_download": _GONE,
     "state_dict": "save it as safetensors and load that: nothing else is proved complete",
@@ -79,7 +79,7 @@ REFUSED: Mapping[str, str] = {
     "tqdm_class": "huggingface_hub shows the progress of a download (HF_HUB_DISABLE_PROGRESS_BARS=1 hides it)",
     "use_auth_token": "its name is token=",
     "use_kernels": _KERNELS,
-    "weights_only": "of pickled files only tensors are read, and none of their code is run",
+    "weights_only": "only tensors are read from pickled files, and none of their code is run",
     "_commit_hash": "its name is revision=",
     "_fast_init": _GONE,
     "_from_auto": _GONE,
@@ -113,7 +113,7 @@ def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
     if old_dtype is not None:
         if dtype != "auto" and _named(dtype) != _named(old_dtype):
             raise ValueError(
-                f"dtype={dtype!r} and torch_dtype={old_dtype!r} differ; torch_dtype is the former name: give dtype only"
+                f"dtype={dtype!r} and torch_dtype={old_dtype!r} differ; torch_dtype is the old name: pass only dtype"
             )
         dtype = old_dtype
     implementations = {
@@ -144,7 +144,7 @@ def _instead(name: str) -> str:
         return f"did you mean {close[0]}=?"
     return "leave it out: " + (
         REFUSED.get(name)
-        or f"what changes the config goes into one: config = AutoConfig.from_pretrained(path, {name}=…), and "
+        or f"put config settings into a config: config = AutoConfig.from_pretrained(path, {name}=…), and "
         f"load_pretrained(path, …, config=config)"
     )
 

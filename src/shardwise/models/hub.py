@@ -239,7 +239,7 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
         found = _cached(model, options.revision, options)
     except SourceError:
         raise refusal from None
-    _log.warning("%s; taking what the cache holds: %s", refusal, found)
+    _log.warning("%s; using the cached files: %s", refusal, found)
     return found
 
 

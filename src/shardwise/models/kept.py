@@ -63,7 +63,7 @@ def asked_of(asked: Asked, config: Any, catalog: Catalog, path: str) -> Any | No
     found = quantized(catalog.tensors)
     if found is not None:
         raise UnsupportedConversionError(
-            f"{path}: is quantized already ({found.method}: {found.codes!r}); take quantized='keep', or "
+            f"{path}: is quantized already ({found.method}: {found.codes!r}); use quantized='keep', or "
             f"'dequantize', export the model, and quantize that"
         )
     return asked
@@ -84,7 +84,7 @@ def _stored(config: Any, catalog: Catalog, path: str) -> Any:
     if method != "bitsandbytes" or not (settings.get("load_in_4bit") or settings.get("_load_in_4bit")):
         raise UnsupportedConversionError(
             f"{path}: quantized='keep' can't hold {method}{'' if method != 'bitsandbytes' else ' in 8 bits'} in shards: "
-            f"{_WHY_NOT.get(method, 'its modules are not known')}. Take quantized='dequantize'"
+            f"{_WHY_NOT.get(method, 'its modules are not known')}. Use quantized='dequantize'"
         )
     from transformers import BitsAndBytesConfig
 
@@ -110,7 +110,7 @@ def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_expressions(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Raise :class:`FormatError` for expressions that the quantizers would match for ever with the model's modules."""
+    """Raise :class:`FormatError` for expressions that the quantizers would match forever with the model's modules."""
     names = [name for name, _ in model.named_modules()]
     check_patterns(read_settings(settings).expressions, names, "an expression in quantization_config", None)
     for setting in ("modules_to_not_convert", "llm_int8_skip_modules"):

@@ -105,7 +105,7 @@ def step_of(
     left = [g for g in groups if g.index not in called and g.kind == "block"]
     assumptions = [
         f"{tokens} on each rank, one forward and backward for each optimizer step",
-        "no padding and one sequence a sample: else attention takes a mask, and copies of keys and values for each head",
+        "no padding and one sequence per sample (padding adds a mask, and copies of keys and values for each head)",
     ]
     if left:
         assumptions.append(

@@ -64,7 +64,7 @@ class Source:
         for field, value in self.asked.implementations.items():
             setattr(config, field, value)
         refusal = FormatError(
-            f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; see the numbers of layers",
+            f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; check the numbers of layers",
             path=self.shown,
         )
         with at_most(_MOST_PARTS, refusal):

@@ -4,7 +4,7 @@ A rank that makes no progress for ``timeout_s`` counts as missing. During a syst
 kernel works: a slow disk or server does not make a rank dead. So the calls of a block of work go through
 :func:`patiently`, and a thread that lives as long as the block ticks
 
-* while a call goes on, for at most ``LIMIT`` times the timeout: a server that is gone for good keeps a call for ever;
+* while a call goes on, for at most ``LIMIT`` times the timeout: a server that is gone for good keeps a call forever;
 * when a call has ended since it last looked.
 
 It does not tick for Python code between the calls, nor in a killed or stopped process, whose threads stop with it.

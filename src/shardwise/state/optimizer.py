@@ -111,7 +111,7 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
         raise StateError(
             f"the optimizer holds {len(strangers)} parameters that the model does not have: "
             f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model, and of its parameters. If it "
-            f"takes no DTensors (bitsandbytes' do not), keep these parameters whole on each rank, or take torchao's"
+            f"takes no DTensors (bitsandbytes' do not), keep these parameters whole on each rank, or use torchao's"
         )
     return {id(p): names[id(p)] for group in optimizer.param_groups for p in group["params"]}
 

@@ -317,7 +317,7 @@ class ObstoreStore:
             raise FileNotFoundError(url) from None
         except TimeoutError:
             raise SourceError(
-                f"{what} failed: the store makes no progress; see the endpoint", path=url
+                f"{what} failed: the store makes no progress; check the endpoint", path=url
             ) from None
         except (BaseError, OSError) as error:
             if is_too_short(error):

@@ -29,5 +29,5 @@ def readable_text(manifest: Manifest, path: str) -> bytes:
     try:
         parse_manifest(text, path)
     except SourceError as error:
-        raise CheckpointError(f"nothing is published, because no reader would take it: {error}") from error
+        raise CheckpointError(f"nothing is published, because it couldn't be read back: {error}") from error
     return text

@@ -129,7 +129,7 @@ class DirectoryLock:
                 error.errno not in _TAKEN
             ):  # storage fails: the lock may still be held, and the next save may succeed
                 raise SourceError(
-                    f"the lock can't be looked at: {error.strerror}", path=self._path
+                    f"the lock can't be inspected: {error.strerror}", path=self._path
                 ) from error
             return f"another run has locked it: {error.strerror}"
         return "" if holder == self._lease else f"it was taken by {holder or 'another run'}"

@@ -243,7 +243,7 @@ def set_aside(path: str, why: str) -> str:
     try:
         patiently(os.rename, path, moved)
     except OSError as error:
-        raise CheckpointError(f"{path}: can't be moved aside: {error.strerror}") from error
+        raise CheckpointError(f"{path}: can't be renamed: {error.strerror}") from error
     fsync_directory(os.path.dirname(path))
     return moved
 
