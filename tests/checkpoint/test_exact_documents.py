@@ -118,7 +118,12 @@ class Zeroes(Extra):
     ("kind", "lines"),
     [
         (Extra, ()),
-        (Ignores, ("modules['']: the object that received it returns a different state than the stored one ('held')",)),
+        (
+            Ignores,
+            (
+                "modules['']: the object that received it returns a different state than the stored one ('held')",
+            ),
+        ),
         (Zeroes, ()),  # the weight is filled again
     ],
 )
@@ -134,7 +139,12 @@ def test_extra_state_is_asked_for_again(tmp_path: Path, kind: type[Extra], lines
     ("kind", "lines"),
     [
         (Remembers, ()),
-        (Forgets, ("extra.meter: the object that received it returns a different state than the stored one ('best')",)),
+        (
+            Forgets,
+            (
+                "extra.meter: the object that received it returns a different state than the stored one ('best')",
+            ),
+        ),
     ],
 )
 def test_an_extra_is_asked_again(tmp_path: Path, kind: type[Forgets], lines: tuple[str, ...]) -> None:
@@ -155,7 +165,10 @@ def test_a_scheduler_is_asked_again(tmp_path: Path) -> None:
     report = sw.restore(state(0.25), tmp_path / "c")
     assert not report.exact
     (line,) = report.skipped
-    assert line == "scheduler: the object that received it returns a different state than the stored one ('gamma')"
+    assert (
+        line
+        == "scheduler: the object that received it returns a different state than the stored one ('gamma')"
+    )
     assert sw.restore(state(0.5), tmp_path / "c").exact
 
 

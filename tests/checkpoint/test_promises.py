@@ -39,7 +39,7 @@ def run(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **extra: Any) -> s
 def test_another_optimizer_class_is_refused(tmp_path: Path) -> None:
     sw.save(run(torch.optim.Adam), tmp_path / "c")
     for other in (torch.optim.AdamW, torch.optim.SGD):
-        with pytest.raises(StateError, match=f"Adam, the optimizer is {other.__name__}"):
+        with pytest.raises(StateError, match=f"Adam, but the optimizer is {other.__name__}"):
             sw.restore(run(other), tmp_path / "c")
 
 

@@ -71,7 +71,9 @@ def test_a_scaler_that_is_disabled_now_is_reported(tmp_path: Path) -> None:
     assert report.skipped == ("scaler: it is disabled in this run",)
     sw.save(scaled(enabled=False), tmp_path / "off")
     assert sw.restore(scaled(enabled=False), tmp_path / "off").exact
-    with pytest.raises(StateError, match=r"scaler: the checkpoint holds the state of a disabled GradScaler"):
+    with pytest.raises(
+        StateError, match=r"scaler: the checkpoint contains the state of a disabled GradScaler"
+    ):
         sw.restore(scaled(), tmp_path / "off")
 
 

@@ -380,7 +380,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology("checkpoint.damaged", "passes this step by", _checkpoint(damaged={"step-00000300": "lost"})),
     Pathology(
-        "checkpoint.set-aside", "no longer counts 1 step (", _checkpoint(set_aside=("step-00000400.damaged-ab",))
+        "checkpoint.set-aside",
+        "no longer counts 1 step (",
+        _checkpoint(set_aside=("step-00000400.damaged-ab",)),
     ),
     Pathology("checkpoint.leftovers", "A save was killed", _checkpoint(leftovers=(".tmp-step-00000400-ab",))),
     Pathology(

@@ -298,7 +298,10 @@ def test_a_step_that_the_other_run_deletes_while_it_is_resumed(
         return Do(before=go_on) if asks == nth else None
 
     proxy.reset(decide)
-    with sw.Checkpointer(root) as second, pytest.raises(LockedError, match="another run has taken over these"):
+    with (
+        sw.Checkpointer(root) as second,
+        pytest.raises(LockedError, match="another run has taken over these"),
+    ):
         second.resume(small_state(99))
     assert sorted(head_of(root).steps) == [2]
     assert head_of(root).aside == ()
