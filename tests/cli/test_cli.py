@@ -576,7 +576,7 @@ def test_several_models(tmp_path: Path) -> None:
     result = run(
         "convert", tmp_path / "both", tmp_path / "again", "--to", "checkpoint", "--model-name", "critic"
     )
-    check_paragraph(result, "--model-name", "takes all models", status=(2,))
+    check_paragraph(result, "--model-name", "contains all models", status=(2,))
     assert (
         run_json("convert", tmp_path / "both", tmp_path / "hub", "--to", "hf", "--model-name", "critic")[
             "tensors"

@@ -31,7 +31,8 @@ def configure_storage(url: str, **options: Any) -> None:
     (``timeout``, ``connect_timeout``, ``proxy_url``, …). For other URLs, they are those of the fsspec file system. Options are neither
     written to disk nor logged, and don't appear in reports or errors.
 
-    Raises :class:`ValueError` for a path that isn't a URL, and :class:`SourceError` for a URL that doesn't name an object.
+    Raises :class:`ValueError` for a path that isn't a URL, and :class:`SourceError` for a URL without a bucket, or with a user, a password
+    or a query.
 
     Source: https://developmentseed.github.io/obstore/latest/api/store/
     """
