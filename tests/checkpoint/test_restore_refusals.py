@@ -45,7 +45,7 @@ def test_another_scheduler_is_refused(tmp_path: Path) -> None:
     assert sw.restore(scheduled(StepLR, 5), tmp_path / "step").exact
     other = scheduled(CosineAnnealingLR, 5)
     before = sw.digest(other.model)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match=r"scheduler: .*a StepLR, this run has a CosineAnnealingLR"):
+    with pytest.raises(StateError, match=r"scheduler: .*a StepLR, but this run has a CosineAnnealingLR"):
         sw.restore(other, tmp_path / "step")
     assert sw.digest(other.model) == before, "refused before anything is changed"  # type: ignore[arg-type]
 
