@@ -51,13 +51,13 @@ from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
 from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from shardwise.format.slices import boxes_to_write, file_name, header_bytes
 from shardwise.format.spread import file_count
-from shardwise.gc_paused import gc_paused
 from shardwise.internals.fsdp import lazy_chunks
 from shardwise.layout.live import describe
 from shardwise.loading.fingerprint import fingerprint, in_words
 from shardwise.loading.load import plan_load
 from shardwise.loading.strategy import facts_of
 from shardwise.models.host_memory import HostMemory
+from shardwise.objects import gc_paused
 from shardwise.planning import IOOptions, Plan
 from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.match import Rules

@@ -40,7 +40,7 @@ from benchmarks.metadata import (
 from benchmarks.scale_store import measured_apart
 from shardwise.checkpoint.save_manifest import manifest_of, merged_records
 from shardwise.format.manifest import parse_manifest
-from shardwise.gc_paused import gc_paused
+from shardwise.objects import gc_paused
 from shardwise.ranks.messages import pack, unpack
 from shardwise.ranks.ranks import Ranks
 from shardwise.ranks.tree import ranks_below

@@ -30,7 +30,7 @@ def test_an_older_release_is_named_with_what_to_do(name: str, monkeypatch: pytes
     said = str(refused.value)
     for part in (
         f"here: {gate.feature}",
-        f"{gate.package} {lowest} or newer, and 2.0.1 is installed",
+        f"{gate.package} {lowest} or newer, but 2.0.1 is installed",
         gate.why,
     ):
         assert part in said
@@ -50,7 +50,7 @@ def test_a_plan_of_parallelism_is_refused_before_any_work(
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     monkeypatch.setattr(gates, "_version", {"transformers": "5.21.0"}.get)
-    with pytest.raises(ShardError, match=r"transformers 5\.22 or newer, and 5\.21\.0 is installed"):
+    with pytest.raises(ShardError, match=r"transformers 5\.22 or newer, but 5\.21\.0 is installed"):
         sw.plan(
             tmp_path, ranks=2, tp=2, training=sw.TrainingSpec(batch_size=1, sequence_length=8, device="cpu")
         )

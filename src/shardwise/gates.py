@@ -6,16 +6,16 @@ this module imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
 from .errors import LayoutError, ShardError, ShardwiseError, UnsupportedConversionError
+from .objects import frozen
 
 __all__ = ["GATES", "Gate", "require"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gate:
     """A feature, and the releases of a package that have what it needs."""
 
@@ -38,7 +38,7 @@ class Gate:
 
     def missing(self, installed: str) -> str:
         """The feature, and what it lacks with this release. A sentence."""
-        return f"{self.feature}: this needs {self.package} {self.needs.lstrip('>=')} or newer, and {installed} is installed."
+        return f"{self.feature}: this needs {self.package} {self.needs.lstrip('>=')} or newer, but {installed} is installed."
 
     @property
     def update(self) -> str:
@@ -52,54 +52,54 @@ GATES = {
         "packed weights under tensor parallelism whose blocks don't divide evenly",
         "torch",
         ">=2.10",
-        "torch 2.9 cuts such blocks by another rule than all later releases, which would then read different rows from a checkpoint.",
-        "Choose sizes divisible by the number of ranks, or keep gate and up, or q, k and v, in separate weights.",
+        "torch 2.9 splits such blocks differently from later releases, which would then read the wrong rows from a checkpoint.",
+        "Choose sizes that are divisible by the number of ranks, or store gate and up (or q, k and v) as separate weights.",
         LayoutError,
     ),
     "integers": Gate(
-        "parameters of integers under FSDP2",
+        "integer parameters under FSDP2",
         "torch",
         ">=2.12",
-        "fully_shard asks for gradients of each parameter, and integers have none.",
-        "Register them as buffers, keep them complete on each rank (ShardPolicy(exclude=...)), or load quantized weights dequantized.",
+        "fully_shard needs gradients for each parameter, and integers have none.",
+        "Register them as buffers, leave them unsharded (ShardPolicy(exclude=...)), or dequantize the weights on load.",
         ShardError,
     ),
     "plans": Gate(
-        "tensor and expert parallelism by a model's own plan",
+        "tensor and expert parallelism with the model's own plan",
         "transformers",
         ">=5.22",
-        "Older releases can't apply a model's plan to DTensors.",
-        "For tensor parallelism, call parallelize_module before the load.",
+        "Older releases can't apply the model's plan to DTensors.",
+        "For tensor parallelism, call parallelize_module before you load.",
         ShardError,
     ),
     "model-directory": Gate(
-        "from_pretrained of a checkpoint's model/",
+        "calling from_pretrained on a checkpoint's model/",
         "transformers",
         ">=5.20",
-        "Older releases of from_pretrained look for other file names.",
+        "from_pretrained in older releases looks for different file names.",
         "Use shardwise export, or the model that Trainer.save_model writes.",
     ),
     "kept-fp8": Gate(
         "FP8 weights kept as they are (load_pretrained with quantized='keep')",
         "transformers",
         ">=5.7",
-        "Older releases lack the modules for them, or can't import them without Triton.",
-        "Load without that option: the weights are dequantized.",
+        "Older releases lack the modules for these weights, or can't import them without Triton.",
+        "Leave out that option; the weights are then dequantized.",
         UnsupportedConversionError,
     ),
     "trainer": Gate(
-        "the integration of Trainer and TRL",
+        "the Trainer and TRL integrations",
         "transformers",
         ">=5.3",
-        "Older releases lack the methods that it overrides.",
+        "Older releases lack the methods that they override.",
         "Use your own loop or Accelerate (shardwise.integrations.accelerate).",
         ShardError,
     ),
     "fsdp-version": Gate(
-        "a Trainer's FSDP without fsdp_config['version']",
+        "FSDP in the Trainer without fsdp_config['version']",
         "transformers",
         ">=5.10",
-        "Older releases then use FSDP1, whose flat parameters shardwise doesn't support.",
+        "Without a version, older releases use FSDP1, and shardwise refuses its flat parameters.",
         'Set fsdp_config={"version": 2}.',
         ShardError,
     ),

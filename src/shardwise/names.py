@@ -7,13 +7,14 @@ FSDP1, applied in any order.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 from .errors import LayoutError
+from .objects import frozen
 
 __all__ = [
     "Named",
@@ -29,6 +30,7 @@ __all__ = [
     "patterns_of",
     "tensors_of",
     "unwrap",
+    "without_numbers",
     "without_wrappers",
 ]
 
@@ -51,6 +53,11 @@ def without_wrappers(path: str) -> str:
     """``path`` without wrapper components, but with ``module``, which may be a real attribute."""
     own = _WRAPPER_PARTS - {"module"}
     return ".".join(part for part in path.split(".") if part not in own)
+
+
+def without_numbers(name: str) -> str:
+    """A name with ``#`` for each part that is a number: that of all layers, or all experts."""
+    return ".".join(["#" if part.isdecimal() else part for part in name.split(".")])
 
 
 def patterns_of(option: str, given: Collection[str]) -> tuple[str, ...]:
@@ -94,7 +101,7 @@ class Named(Protocol):
         """The canonical name, then those of ties."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class NamedTensor:
     """One distinct parameter or buffer object of a model, with every place that holds it."""
 

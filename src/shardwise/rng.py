@@ -11,7 +11,6 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import nn
 from .devices import own_device
 from .errors import StateError
 from .names import modules_once, own_tensors
+from .objects import frozen
 
 __all__ = [
     "RngPlan",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RngPlan:
     """How a restore will set the random generators. Making the plan changes nothing."""
 

@@ -117,7 +117,7 @@ def test_an_adapter_with_new_tokens(base: Path, tmp_path: Path, kind: str) -> No
     adapter = write_adapter(resized(base), tmp_path / "adapter", kind)
     ids = torch.arange(90, MORE)[None]
     expected = logits(peft.PeftModel.from_pretrained(resized(base), adapter), ids)
-    with pytest.raises(sw.errors.PlanError, match=f"give config= with vocab_size={MORE}"):
+    with pytest.raises(sw.errors.PlanError, match=f"pass config= with vocab_size={MORE}"):
         sw.load_pretrained(base, adapter=adapter)
     config = AutoConfig.from_pretrained(base)
     config.vocab_size = MORE

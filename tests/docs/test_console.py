@@ -56,7 +56,7 @@ LEFT_OUT = ("pip install ", "shardwise demo ")
 SHOWN = {
     ("does-it-fit.md", "Output for a small model on 2 ranks"): "plan small --ranks 2 --device cpu",
     ("doctor.md", "For examples/accelerate_fsdp.yaml"): "doctor examples/accelerate_fsdp.yaml",
-    ("object-stores.md", "Two of its lines"): "plan s3://models/small --ranks 2",
+    ("object-stores.md", "From the output"): "plan s3://models/small --ranks 2",
 }
 
 

@@ -19,7 +19,7 @@ def test_an_import(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("shardwise.integrations.trainer")
         return
     words = (
-        r"the integration of Trainer and TRL: this needs transformers 5\.3 or newer, and 5\.2\.0 is installed"
+        r"the Trainer and TRL integrations: this needs transformers 5\.3 or newer, but 5\.2\.0 is installed"
     )
     with pytest.raises(ShardError, match=words):
         importlib.import_module("shardwise.integrations.trainer")

@@ -47,7 +47,7 @@ def test_it_stays_true_while_a_model_gets_memory() -> None:
         model = Tied()
     live = describe(model)
     geometries = live.geometries
-    materialize(model, "cpu")
+    materialize(describe(model), "cpu")
     before, now, anew = live.tensors, live.refreshed(), describe(model)
     assert [t.tensor is a.tensor for t, a in zip(now.tensors, anew.tensors, strict=True)] == [True] * 8
     assert [(t.names, t.owners) for t in now.tensors] == [(t.names, t.owners) for t in anew.tensors]

@@ -21,24 +21,26 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl")
 
 HEAD = """# Compatibility
 
-shardwise installs with torch 2.9 or newer and transformers 5.0 or newer. With transformers 5.3 or newer you get everything
-except what the first table lists. With 5.0 to 5.2, you get loads, checkpoints, resumes and exports, in your own loop or with
-Accelerate. `shardwise doctor` tells you which rows apply to the packages that you have.
+shardwise requires torch 2.9 or newer and transformers 5.0 or newer. With transformers 5.3 or newer, everything works except what
+the first table lists. With 5.0 to 5.2, loading, checkpointing, resuming and exporting work, in your own loop or with Accelerate.
+`shardwise doctor` tells you which rows apply to your installed packages.
 
 ## What needs newer packages
 
-| feature | needs | because | with an older release |
-|---|---|---|---|
+| name | feature | needs | because | with an older release |
+|---|---|---|---|---|
 """
 
 TRIED = """
 ## What has been tested
 
-Each row is one environment. *program* loads a mixture of experts on two ranks, trains it, resumes it and exports it, in a
-loop of its own and with Accelerate: every parameter equals what `from_pretrained` loads, the resumed run equals the one that was
-not stopped bit for bit, and each rank reads at most 1.02 times its own bytes. *demo* is `shardwise demo`. *quick* and *ranks* are
-tests of one process and of several. Tests that are skipped are counted after the name of the row above that they need, or after
-*upstream*: another package has no such class or behaves differently, without any part of shardwise in it.
+Each row is one environment. *program* loads an MoE model on two ranks, trains it, resumes it and exports it, in its own loop and
+with Accelerate. It checks that every parameter equals what `from_pretrained` loads, that the resumed run matches an uninterrupted run bit
+for bit, and that each rank reads at most 1.02 times the bytes it needs. *demo* runs `shardwise demo`. *quick* runs the single-process
+tests, and *ranks* runs the multi-process tests.
+
+Skipped tests are broken down in parentheses by the name of the feature they need (see the table above). *upstream* means that another
+package lacks a class or behaves differently; shardwise isn't involved.
 
 """
 
@@ -80,9 +82,9 @@ def results() -> dict[str, Row]:
 def page(rows: dict[str, Row]) -> str:
     """The text of the page."""
     lines = [HEAD.rstrip("\n")]
-    for gate in GATES.values():
+    for name, gate in GATES.items():
         lines.append(
-            f"| {gate.feature} | {gate.package} {gate.needs.removeprefix('>=')} | {gate.why} | {gate.instead} |"
+            f"| {name} | {gate.feature} | {gate.package} {gate.needs.removeprefix('>=')} | {gate.why} | {gate.instead} |"
         )
     lines += [TRIED.rstrip("\n"), ""]
     lines.append("| environment | " + " | ".join((*PACKAGES, *CHECKS)) + " | date | commit |")

@@ -51,7 +51,15 @@ def test_short_form(tmp_path: Path, script: str, figures: tuple[str, ...]) -> No
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
-    ["page_cache.py", "cold_reads.py", "digest.py", "quantized.py", "scale.py", "memory_tier.py"],
+    [
+        "per_tensor.py",
+        "page_cache.py",
+        "cold_reads.py",
+        "digest.py",
+        "quantized.py",
+        "scale.py",
+        "memory_tier.py",
+    ],
 )
 def test_short_form_runs(tmp_path: Path, script: str) -> None:
     _run(tmp_path, script)

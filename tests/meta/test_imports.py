@@ -24,11 +24,11 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 ORDER = (
     *(
         "errors",
+        "objects",
         "gates",
         "operations",
         "storage",
         "limits",
-        "gc_paused",
         "devices",
         "dtypes",
         "names",

@@ -15,7 +15,7 @@ _NOT_IN_TEST = re.compile(r"pytest\.mark\.(slow|nightly)\b")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "shardwise"
 #: Rooms that hold no behavior of their own that could be wrong unnoticed.
-WITHOUT = {"errors", "reports", "gc_paused", "devices", "dtypes", "internals", "api", "", "demo", "__main__"}
+WITHOUT = {"errors", "reports", "objects", "devices", "dtypes", "internals", "api", "", "demo", "__main__"}
 
 
 def test_every_old_text_occurs_once() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from shardwise.layout.live import describe
 from shardwise.models.host_memory import HUGE_PAGE_BYTES, LEAST_BYTES, HostMemory
 from shardwise.models.memory import materialize
 from tests.harness.on_ranks import on_ranks
@@ -84,7 +85,7 @@ def test_a_dead_tensor_gives_its_memory_back() -> None:
 def test_parameters_in_it_do_what_programs_do_with_parameters() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256, bias=False))
-    materialize(model, "cpu")
+    materialize(describe(model), "cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 1e6)
@@ -108,7 +109,7 @@ def test_both_fsdps_shard_a_model_that_lies_in_it() -> None:
     for apply in (_by_fsdp2, partial(FullyShardedDataParallel, device_id=torch.device("cpu"))):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512))
-        materialize(model, "cpu")
+        materialize(describe(model), "cpu")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.5)

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from shardwise.layout.live import describe
 from shardwise.models.memory import materialize
 from shardwise.models.meta_init import forget_meta_buffers, meta_buffers, meta_init
 
@@ -256,7 +257,7 @@ def test_materialize_keeps_class_and_attributes() -> None:
         model.marked = Marked(torch.ones(2, 2, dtype=torch.float16), note="mine")
         model.again = model.marked
     before = model.marked
-    materialize(model, "cpu")
+    materialize(describe(model), "cpu")
     assert model.marked is model.again is before
     assert (type(before), before.note, before.requires_grad) == (Marked, "mine", False)
     assert (before.device.type, before.dtype, before.shape) == ("cpu", torch.float16, (2, 2))
@@ -268,7 +269,7 @@ def test_what_has_memory_keeps_it() -> None:
     model.append(nn.Linear(2, 2))
     real, values = model[1].weight, model[1].weight.detach().clone()
     address = real.data_ptr()
-    materialize(model, "cpu")
+    materialize(describe(model), "cpu")
     assert not model[0].weight.is_meta
     assert model[1].weight is real
     assert real.data_ptr() == address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,13 +66,18 @@ def _values(k: int, shape: torch.Size) -> torch.Tensor:
     return torch.arange(shape.numel()).reshape(shape) / (10.0 + k)
 
 
+def _allocate(model: nn.Module, empty_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    waiting = [p for p in model.parameters() if isinstance(p, DTensor) and p.is_meta]
+    allocate_dtensors([*model.modules()], waiting, empty_like)
+
+
 @pytest.mark.parametrize("kind", [Tied, OfItsOwn])
 @on_ranks(2, 3)
 def test_shards_get_memory_where_they_are(kind: type[Tied]) -> None:
     model = _sharded(kind)
     before = dict(model.named_parameters(remove_duplicate=False))
     wants = {name: p.requires_grad for name, p in before.items()}
-    allocate_dtensors(model, lambda local: torch.empty_like(local, device="cpu"))
+    _allocate(model, lambda local: torch.empty_like(local, device="cpu"))
     after = dict(model.named_parameters(remove_duplicate=False))
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before), "the optimizer may have them already"
@@ -106,14 +112,14 @@ def test_shards_get_memory_where_they_are(kind: type[Tied]) -> None:
 @on_ranks(2)
 def test_what_is_real_stays() -> None:
     model = _sharded(Tied)
-    allocate_dtensors(model, lambda local: torch.empty_like(local, device="cpu").fill_(1))
+    _allocate(model, lambda local: torch.empty_like(local, device="cpu").fill_(1))
     asked: list[torch.Tensor] = []
 
     def more(local: torch.Tensor) -> torch.Tensor:
         asked.append(local)
         return torch.empty_like(local, device="cpu")
 
-    allocate_dtensors(model, more)
+    _allocate(model, more)
     assert not asked
     assert all(float(p.detach().full_tensor().sum()) == p.numel() for p in model.parameters())  # type: ignore[attr-defined]
 

@@ -169,7 +169,8 @@ def costs_line(plan: sw.reports.PlanReport) -> str:
     assert store is not None
     assert store.nbytes is not None
     asked_for = size(store.nbytes + store.look_bytes)
-    return f"{store.total} requests, {asked_for}, in parts of at most 16 MiB; {store.looks} of them before, by rank 0"
+    inspecting = f"{store.looks} by rank 0 to inspect the source"
+    return f"{store.total} requests ({inspecting}), {asked_for}, in parts of at most 16 MiB"
 
 
 def test_the_command_says_it(hub: Path, proxy: Proxy) -> None:
@@ -180,7 +181,7 @@ def test_the_command_says_it(hub: Path, proxy: Proxy) -> None:
     shown = runner().invoke(main, ask, env={"COLUMNS": "300"})
     assert shown.exit_code == 0, shown.output
     assert costs_line(plan) in shown.stdout
-    assert "once: a request to a store" in shown.stdout
+    assert "once: one request costs as much" in shown.stdout
     found = json.loads(runner().invoke(main, [*ask, "--json"]).stdout)["store"]
     assert (found["requests"], found["looks"], found["nbytes"]) == (store.requests, store.looks, store.nbytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,7 @@ from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, read_shallow_json
 from ..models.kept import has_blocks, kept_in
 from ..models.meta_init import meta_init
+from ..objects import frozen
 from ..recipe.match import Made, Rules, renaming
 from ..recipe.transformers import is_transformers_model, meta_instance
 from .initial import SEEDED_INITS
@@ -60,7 +61,7 @@ _UNSUPPORTED = (
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AdapterFiles:
     """An adapter's directory: its config, and its tensors by their names in the file."""
 
@@ -122,7 +123,7 @@ def _import_peft() -> Any:
     return peft
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adapters:
     """Where the adapters of a load come from."""
 

@@ -8,7 +8,6 @@ at first. They are computed last, from this rank's rows if it holds whole rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..internals.torch import local_tensor
 from ..layout.boxes import LocalBox
 from ..models.rules import Rule
 from ..names import children, own_parameter
+from ..objects import frozen
 
 __all__ = ["SEEDED_INITS", "Magnitude", "adapter_rules", "magnitudes", "without_rule"]
 
@@ -73,7 +73,7 @@ def _own(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
 # DoRA
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Magnitude:
     """The magnitudes of one layer and adapter, and the weight whose norms are their initial values."""
 

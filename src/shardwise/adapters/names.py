@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..catalog.records import StoredTensor
@@ -19,6 +19,7 @@ from ..internals.peft import (
 )
 from ..layout.live import LiveModel
 from ..names import NamedTensor, canonical_name, own_tensors, without_wrappers
+from ..objects import frozen
 from ..recipe.match import Made, Resolve, Rules
 from ..recipe.trace import stored_tensor
 
@@ -29,7 +30,7 @@ __all__ = ["WrappedNames", "adapter_tensors", "resolve_adapter", "wrapped", "wra
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WrappedNames:
     """The names of a base model's tensors in the same model with adapters."""
 

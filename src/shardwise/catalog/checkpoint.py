@@ -18,10 +18,10 @@ from ..format.places import refuse_part
 from ..format.slices import SliceTensor, file_name
 from ..format.spread import CutKind, SliceAt, Spread
 from ..format.states import StateKey, by_name
-from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import replicated
 from ..limits import MAX_COUNT, brief, inside
+from ..objects import gc_paused
 from ..storage import files_in, is_url, stat_of_expected
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import Lock
@@ -20,7 +20,9 @@ from typing import Any
 from ..errors import FormatError, IntegrityError, SourceError
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
+from ..objects import frozen
 from ..storage import is_url
+from .kinds import METADATA_NAME
 from .pickled_trees import Record
 from .pickles import Name, Names, is_name_of, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
@@ -28,7 +30,6 @@ from .small_reads import OpenFile, each, open_file
 from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 
 __all__ = [
-    "METADATA_NAME",
     "UNKNOWN_ENTRIES",
     "ByteRange",
     "DcpCheckpoint",
@@ -40,7 +41,6 @@ __all__ = [
     "read_dcp",
 ]
 
-METADATA_NAME = ".metadata"
 #: Files that are open at a time.
 _MOST_OPEN = 64
 #: Where a state dict has its model: Accelerate, the HF Trainer, Fabric and FSDP1 in Lightning; torch's examples; Composer;
@@ -83,7 +83,7 @@ _COMMON_STATES = frozenset(("step", "sum", "prev", "ax", "mu", "eta", "variance"
 UNKNOWN_ENTRIES = "shardwise.unknown_entries"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ByteRange:
     """The place of an item that is not a tensor: a pickle, which only :mod:`.pickles` may read."""
 
@@ -92,7 +92,7 @@ class ByteRange:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DcpCheckpoint:
     """The content of ``.metadata``: tensors by name, other items by name, each name's path in the state dict."""
 

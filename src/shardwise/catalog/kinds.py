@@ -9,18 +9,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
 from ..limits import read_shallow_json
+from ..objects import frozen
 from ..storage import is_directory, is_file, is_url, join, names_in
 
 __all__ = [
+    "FULL_STATE_STEM",
     "KINDS",
+    "METADATA_NAME",
     "Kind",
-    "is_zip",
+    "is_torch_file",
     "kind_below",
     "kind_in",
     "kind_of",
@@ -31,6 +33,10 @@ __all__ = [
     "refuse_other",
 ]
 
+#: The file by which a directory is a checkpoint of DCP.
+METADATA_NAME = ".metadata"
+#: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
+FULL_STATE_STEM = "pytorch_model_fsdp"
 #: Weights of a model or an adapter that is published in several forms; they are read, whatever is stored next to them.
 _WEIGHTS = (
     r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|adapter_model\.bin"
@@ -39,7 +45,7 @@ _WEIGHTS = (
 _NAMED_WEIGHTS = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?|(pytorch_model(-\d+-of-\d+)?|adapter_model)\.bin(\.index\.json)?"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Kind:
     """A kind of directory or file that another program writes."""
 
@@ -278,9 +284,10 @@ def _first_bytes(path: str) -> bytes:
         return b""
 
 
-def is_zip(path: str) -> bool:
-    """Whether a local file begins as the archives of ``torch.save`` do, whatever its name."""
-    return _first_bytes(path).startswith(b"PK\x03\x04")
+def is_torch_file(path: str) -> bool:
+    """Whether a path ends as files of ``torch.save`` do, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``, or a local file begins as they do."""
+    is_named = path.endswith((".bin", ".pt", ".pth", ".ckpt")) and is_file(path)
+    return is_named or _first_bytes(path).startswith(b"PK\x03\x04")
 
 
 def refuse_foreign(path: str) -> None:
@@ -353,7 +360,7 @@ def _base(path: str) -> str:
 # Configs of other libraries: their weights are ordinary, and only their classes aren't known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class _ConfigKind:
     """A library that writes a config.json of its own."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from ..errors import SourceError
 from ..limits import is_inside, read_shallow_json
+from ..objects import frozen
 from ..storage import is_directory, is_file
 from .weights import Choice, weights_in
 
@@ -16,7 +16,7 @@ MODULES_NAME = "modules.json"
 _MOST = 100
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Module:
     """One module of a sentence-transformers model."""
 

@@ -1,4 +1,4 @@
-"""Detects the kind of source at a path and opens its catalog."""
+"""Detects the kind of source at a path and opens its catalog. What reads a kind other than safetensors is imported when one is there."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..format.steps import describe_steps
 from ..limits import brief
 from ..ranks.ranks import Ranks
 from ..storage import is_directory, is_file, is_url, looking_once, place_of
-from .checkpoint import catalog_of_checkpoint
-from .dcp import METADATA_NAME, catalog_of_dcp
-from .kinds import kind_of, refuse_below, refuse_foreign, refuse_named
+from .kinds import (
+    FULL_STATE_STEM,
+    METADATA_NAME,
+    is_torch_file,
+    kind_of,
+    refuse_below,
+    refuse_foreign,
+    refuse_named,
+)
 from .modules import weights_of_modules
 from .quantization import with_quantization
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
-from .torchfile import (
-    FULL_STATE_STEM,
-    catalog_of_torch_file,
-    catalog_of_torch_files,
-    is_torch_file,
-)
-from .weights import Choice, weights_in
+from .weights import Choice, Weights, weights_in
 
 __all__ = ["holds_model", "open_catalog"]
 
@@ -82,8 +82,10 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
     if is_url(root) and model is None and not choice.is_asked and is_file(root):
         # who may read an object may not list its folder
         refuse_named(root)
-        return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
+        return _of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
     if not choice.is_asked and is_file(os.path.join(root, "manifest.json")):
+        from .checkpoint import catalog_of_checkpoint
+
         return catalog_of_checkpoint(root, model)
     if model is not None:
         what = (
@@ -93,11 +95,11 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         raise SourceError(what, path=root)
     refuse_foreign(root)
     if is_torch_file(root):
-        return catalog_of_torch_file(root)
+        return _of_torch_file(root)
     if is_directory(root) and (found := _of_transformers(root, choice)) is not None:
         return found
     if is_file(os.path.join(root, METADATA_NAME)):
-        found = catalog_of_dcp(root)
+        found = _of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
         if found.tensors:
             return found
@@ -109,6 +111,24 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
     return catalog_of_safetensors(root) if has_safetensors(root) else _without_safetensors(root)
 
 
+def _of_dcp(root: str) -> Catalog:
+    from .dcp import catalog_of_dcp
+
+    return catalog_of_dcp(root)
+
+
+def _of_torch_file(path: str) -> Catalog:
+    from .torchfile import catalog_of_torch_file
+
+    return catalog_of_torch_file(path)
+
+
+def _of_pickles(root: str, weights: Weights, choice: Choice) -> Catalog:
+    from .torchfile import catalog_of_torch_files
+
+    return catalog_of_torch_files(root, weights, choice)
+
+
 def _of_transformers(root: str, choice: Choice) -> Catalog | None:
     """The model that ``from_pretrained`` would take from a directory; None if it would find none."""
     weights = weights_in(root, choice)
@@ -117,11 +137,14 @@ def _of_transformers(root: str, choice: Choice) -> Catalog | None:
             names = " and no ".join(choice.candidates)
             raise SourceError(f"holds no {names}, or none that fits {choice}", path=root)
         return None
-    of_files = catalog_of_torch_files if weights.is_pickled else catalog_of_weights
-    found = of_files(root, weights, choice)
+    found = (
+        _of_pickles(root, weights, choice)
+        if weights.is_pickled
+        else catalog_of_weights(root, weights, choice)
+    )
     parts = weights_of_modules(root)
     is_dcp = not choice.is_asked and is_file(os.path.join(root, METADATA_NAME))
-    others = (METADATA_NAME,) if is_dcp and catalog_of_dcp(root).tensors else ()
+    others = (METADATA_NAME,) if is_dcp and _of_dcp(root).tensors else ()
     return replace(
         found,
         ignored_files=(*found.ignored_files, *others, *parts),
@@ -132,9 +155,9 @@ def _of_transformers(root: str, choice: Choice) -> Catalog | None:
 def _without_safetensors(root: str) -> Catalog:
     folder, file = (os.path.join(root, f"{FULL_STATE_STEM}{end}") for end in ("_0", ".bin"))
     if is_file(os.path.join(folder, METADATA_NAME)):
-        return catalog_of_dcp(folder)
+        return _of_dcp(folder)
     if is_file(file):
-        return catalog_of_torch_file(file)
+        return _of_torch_file(file)
     if describe_steps(root) is None and kind_of(root) is None:
         refuse_below(root)
     return catalog_of_safetensors(root)  # raises the error

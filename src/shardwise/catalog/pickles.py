@@ -15,7 +15,6 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,12 +27,13 @@ from ..limits import (
     MAX_VISITS_PER_BYTE,
     brief,
 )
+from ..objects import frozen
 from .pickled_trees import Record, check_walk
 
 __all__ = ["AnyNames", "Name", "Names", "check_key", "is_name_of", "unpickled"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Name:
     """Stands for the name of a class or function in a pickle. A call of the name calls ``make``, our own function."""
 

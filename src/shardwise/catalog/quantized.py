@@ -6,9 +6,9 @@ Stored codes are not weights without their scales. A load that took them as weig
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ..objects import frozen
 from .records import StoredTensor
 
 __all__ = [
@@ -49,7 +49,7 @@ _ENDS = tuple(end for end, _, _ in _BESIDE)
 _CODE_ENDS = ("_blocks", "_packed", ".qweight", ".W_q", "._data")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Quantized:
     """The method by which a source is quantized, and stored tensors that show it."""
 

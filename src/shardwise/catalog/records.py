@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..dtypes import itemsize
 from ..errors import FormatError
 from ..layout.boxes import Box, find_overlap, whole
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chunk:
     """A box of a stored tensor: row-major bytes at ``offset_bytes`` of the file at ``path``."""
 
@@ -43,7 +44,7 @@ class Chunk:
     offset_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SharedChunk:
     """The same chunk of many identically sharded tensors: one box, one file, and an offset per tensor by position."""
 
@@ -98,7 +99,7 @@ class Chunks(Sequence[Chunk]):
         return iter(self.every())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredTensor:
     """A tensor of a source; its chunks cover it exactly once. A plan asks for :meth:`chunks_touching` a box."""
 
@@ -120,7 +121,7 @@ class StoredTensor:
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredFile:
     """A file of a source, or an object of a store: its path and size in bytes."""
 
@@ -169,7 +170,7 @@ class ColumnsRule(OpeningRule, Protocol):
         """Columns that share words of codes and a group; a box should begin and end at a multiple of it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class Coded:
     """A tensor that a source stores in parts: codes, scales, maybe zero points, an index of groups, a code book.
 
@@ -199,7 +200,7 @@ class Coded:
         return sum(part.numel * itemsize(self.parts[role].dtype) for role, part in boxes.items())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Quantization:
     """What a source says of its own quantization, beside the tensors."""
 
@@ -209,7 +210,7 @@ class Quantization:
     """The small tensors that describe others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Catalog:
     """Everything that planning knows of a source.
 

@@ -104,24 +104,33 @@ def _refuse_copies(root: str, weight_map: Mapping[str, str], headers: Mapping[st
 
 
 def _tensors(root: str, headers: dict[str, Header]) -> dict[str, StoredTensor]:
-    chunks: dict[str, list[Chunk]] = {}
-    first: dict[str, tuple[str, Entry]] = {}
+    found: dict[str, StoredTensor] = {}
+    boxes: dict[tuple[int, ...], Box] = {}
+    in_parts: dict[str, list[Chunk]] = {}
     for file_name, header in headers.items():
         path = os.path.join(root, file_name)
         for name, entry in header.entries.items():
-            known_in, known = first.setdefault(name, (path, entry))
+            box = boxes.get(entry.shape) if entry.saved_offsets is None else _box(entry)
+            if box is None:
+                box = boxes[entry.shape] = whole(entry.shape)
+            chunk = Chunk(box, path, entry.offset_bytes)
+            known = found.get(name)
+            if known is None:
+                found[name] = StoredTensor(name, entry.dtype, box.stop, (chunk,))
+                if any(box.start):
+                    in_parts[name] = [chunk]
+                continue
             if known.dtype != entry.dtype or len(known.shape) != len(entry.shape):
                 raise FormatError(
-                    f"tensor {name!r} is {known.dtype} {list(known.shape)} in {known_in} and {entry.dtype} "
+                    f"tensor {name!r} is {known.dtype} {list(known.shape)} in {known.chunks[0].path} and {entry.dtype} "
                     f"{list(entry.shape)} here",
                     path=path,
                 )
-            chunks.setdefault(name, []).append(Chunk(_box(entry), path, entry.offset_bytes))
-    return {name: assemble(name, first[name][1].dtype, found) for name, found in chunks.items()}
+            in_parts.setdefault(name, [known.chunks[0]]).append(chunk)
+    return found | {name: assemble(name, found[name].dtype, chunks) for name, chunks in in_parts.items()}
 
 
 def _box(entry: Entry) -> Box:
-    if entry.saved_offsets is None:
-        return whole(entry.shape)
+    assert entry.saved_offsets is not None
     stop = tuple(o + n for o, n in zip(entry.saved_offsets, entry.shape, strict=True))
     return Box(entry.saved_offsets, stop)

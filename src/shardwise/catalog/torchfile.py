@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ from ..limits import (
     is_count,
     numel_of,
 )
-from ..storage import is_file, is_url
-from .kinds import is_zip
+from ..objects import frozen
+from ..storage import is_url
+from .kinds import FULL_STATE_STEM
 from .pickled_trees import Record
 from .pickles import AnyNames, Name, Names, check_key, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor
@@ -40,7 +41,6 @@ from .weights import Choice, Weights, listed
 __all__ = [
     "ANY_NAMES",
     "DTYPE_NAMES",
-    "FULL_STATE_STEM",
     "TENSOR_NAMES",
     "Archive",
     "Dtype",
@@ -48,7 +48,6 @@ __all__ = [
     "Saved",
     "catalog_of_torch_file",
     "catalog_of_torch_files",
-    "is_torch_file",
     "located",
     "plain_args",
     "read_torch_file",
@@ -90,7 +89,7 @@ _STORAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Dtype:
     """A dtype, or the class of its storage; None for bytes of any dtype."""
 
@@ -112,7 +111,7 @@ def to_dict() -> dict[Any, Any]:
     return {}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Saved:
     """The description of one tensor in ``data.pkl``."""
 
@@ -278,15 +277,6 @@ class Archive:
                 path=self._path,
             )
         return self._zip.offset_of(data) + saved.offset * size
-
-
-def is_torch_file(path: str) -> bool:
-    """Whether a path ends as files of ``torch.save`` do, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``, or a local file begins as they do."""
-    return (path.endswith((".bin", ".pt", ".pth", ".ckpt")) and is_file(path)) or is_zip(path)
-
-
-#: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
-FULL_STATE_STEM = "pytorch_model_fsdp"
 
 
 def catalog_of_torch_files(root: str, weights: Weights, choice: Choice) -> Catalog:

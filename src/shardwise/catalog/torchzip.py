@@ -9,10 +9,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ..errors import FormatError
 from ..limits import MAX_COUNT, MAX_ZIP_DIRECTORY_BYTES, brief
+from ..objects import frozen
 from .small_reads import OpenFile
 
 __all__ = ["Member", "MemberReader", "TorchZip"]
@@ -25,7 +25,7 @@ _LOCAL_BYTES = 30
 _16, _32 = 2**16 - 1, 2**32 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Member:
     """A member: whether it is uncompressed, its size, its CRC, the offset of its own header."""
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ..errors import FormatError, SourceError
 from ..limits import brief, inside, is_inside, read_shallow_json
+from ..objects import frozen
 from ..storage import is_file, names_in
 from .index import read_weight_map
 
@@ -47,7 +48,7 @@ _SLICE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _PAYLOAD = re.compile(r".*\.safetensors|(pytorch|adapter)_model.*\.bin")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Choice:
     """Which of several models in a directory is meant, as by arguments of ``from_pretrained``."""
 
@@ -76,7 +77,7 @@ class Choice:
         return ", ".join(found)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Weights:
     """The file of a model or the index of its files, and the candidates that were not taken."""
 
@@ -96,7 +97,7 @@ class Weights:
         return self.name.endswith(".bin") or self.name.startswith("pytorch_model.bin.index.")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Listed:
     """The files of a model, as names relative to its directory."""
 

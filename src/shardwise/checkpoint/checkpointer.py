@@ -15,6 +15,7 @@ from typing import Literal
 from ..errors import CheckpointError, ShardwiseError
 from ..format.steps import checked_step
 from ..memory.options import InMemoryCheckpoints
+from ..objects import gc_paused
 from ..operations.announced import announced
 from ..planning import IOOptions
 from ..preemption.stops import PreemptionPolicy, Stops
@@ -341,6 +342,7 @@ class Checkpointer(Stopping, Resuming):
         return Lineage(ranks.on_first("run id", _new_run_id), None)
 
     @announced("save", "step")
+    @gc_paused()
     def _save_async(
         self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer, called: float
     ) -> SaveReport:

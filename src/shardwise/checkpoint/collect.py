@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from ..catalog.checkpoint import directory
 from ..errors import StateError
 from ..format.manifest import Manifest
-from ..gc_paused import gc_paused
 from ..limits import MAX_NAME_CHARS, brief
 from ..models.assets import asset_files
+from ..objects import frozen, gc_paused
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..state.optimizer import AgreedForm
@@ -34,7 +34,7 @@ __all__ = ["Collected", "Lineage", "Taken", "collect", "compare", "software_vers
 _OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lineage:
     """The run that writes, and the step that it last saved or resumed from."""
 
@@ -59,7 +59,7 @@ class Lineage:
         self.base.update(found)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Taken:
     """What one rank has at one instant; not yet compared with what the other ranks have.
 
@@ -78,7 +78,7 @@ class Taken:
     """What this rank writes, for each part of the snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Collected(Taken):
     """The same, compared between ranks and ready to be written; holds no other live objects."""
 
@@ -119,10 +119,9 @@ def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | N
         taken = taken_by()
         if taken is None:
             return None
-        with gc_paused():
-            if ranks.world_size > 1:
-                sums = plain_sums(taken.snapshot)
-            return comparable(taken.snapshot, sums, ranks)
+        if ranks.world_size > 1:
+            sums = plain_sums(taken.snapshot)
+        return comparable(taken.snapshot, sums, ranks)
 
     found = ranks.reduce("collect state", told, merged, differing_in)
     if taken is None or found is None:

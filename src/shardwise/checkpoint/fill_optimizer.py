@@ -6,7 +6,7 @@ The caller says where the states are stored (:class:`StoredStates`), and agrees 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from ..catalog import Catalog
 from ..dtypes import code_of
 from ..format.states import by_name
-from ..gc_paused import gc_paused
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..models.host_memory import HostMemory
+from ..objects import frozen
 from ..operations.operation import this_operation
 from ..planning import IOOptions, Plan, build_plan
 from ..recipe.match import Rules, match_rules, renamed
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainedBy:
     """An optimizer of this run, and the model whose parameters it holds."""
 
@@ -86,7 +86,7 @@ def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) 
     return TrainedBy(name, optimizer, model, lives[model])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RestoredOptimizer:
     """The result of restoring an optimizer on this rank."""
 
@@ -99,7 +99,7 @@ class RestoredOptimizer:
     """Gradients whose dtype changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class StoredStates:
     """The stored state of an optimizer. Parameters have their names in this run, except in ``catalog``."""
 
@@ -121,7 +121,7 @@ class StoredStates:
     """Parameter → state → form of each state of few bits, whose parts are spread over ranks like its parameter."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OptimizerFill:
     """An optimizer that has its stored settings and room for its stored states, and the plan to read them."""
 
@@ -187,7 +187,6 @@ def plan_fill(part: TrainedBy, stored: StoredStates, io: IOOptions) -> Optimizer
     return OptimizerFill(part, names, stored, tensors, before, plan, io, memory)
 
 
-@gc_paused()
 def plan_states(
     stored: StoredStates,
     tensors: Mapping[str, Mapping[str, torch.Tensor]],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any
 
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 
 __all__ = ["SAVED", "LastSave", "SaveTimes", "Situation", "Way", "way_of"]
@@ -16,7 +17,7 @@ SAVED = "the step is saved"
 _MARGIN = 1.25
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Situation:
     """What rank 0 plans with. Times are the largest of all ranks."""
 
@@ -37,7 +38,7 @@ class Situation:
         return list(astuple(self))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Way:
     """What to do. A pending save is waited for in any case: it has written a part already, so that no new save is faster."""
 

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import xxhash
@@ -18,6 +18,7 @@ from ..format.places import describe_absent, files_by_place
 from ..limits import read_small
 from ..memory.link import Reader, Server, address_toward_store
 from ..memory.units import Unit
+from ..objects import frozen
 from ..planning import IOOptions
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -32,7 +33,7 @@ __all__ = ["Parts", "find_parts", "opened"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """The parts of a step, by the number of their place in its manifest."""
 
@@ -83,7 +84,7 @@ def find_parts(path: str, step: int | None, at: LocalPlaces, ranks: Ranks) -> Fo
     return Found(complete[0].here, complete[0].sources)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Held:
     """The parts of a step under one manifest."""
 

@@ -30,6 +30,7 @@ from ..memory.options import InMemoryCheckpoints
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
 from ..memory.units import units_of
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from .collect import Collected, Taken, compare
 from .document_files import checked_text, write_documents
@@ -44,7 +45,7 @@ __all__ = ["Host", "MemorySave"]
 _MOST_SENT_BYTES = 1024**3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Host:
     """This rank's host, and how to reach the hosts of the other ranks."""
 

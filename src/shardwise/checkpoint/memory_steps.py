@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from ..memory.record import Record, new_word, read_or_make_record, write_record
 from ..memory.remote import Holdings
 from ..memory.ring import Ring, Slot
 from ..memory.units import are_all, proved_units, runs_of, units_in
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from .collect import Lineage, compare, take
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeldStep:
     """A step that some hosts have a manifest of."""
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..catalog.checkpoint import directory
 from ..dtypes import itemsize
 from ..format.slices import Slice, SliceTensor, file_name, rank_files
 from ..format.spread import file_count
-from ..gc_paused import gc_paused
 from ..layout.boxes import LocalBox
 from ..layout.placements import cut_boxes
+from ..objects import frozen
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot
 
 __all__ = ["OwnFile", "OwnPart", "Piece", "boxes_on", "own_parts"]
@@ -40,7 +39,7 @@ class Piece(NamedTuple):  # as a slice
         return math.prod(self.held.box.sizes) * itemsize(self.live.stored.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OwnFile:
     """A slice file of this rank."""
 
@@ -51,7 +50,7 @@ class OwnFile:
     """The content of each slice, in their order."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OwnPart:
     """What this rank writes of one model or optimizer, and what it only sums: another rank writes it, or none."""
 
@@ -59,7 +58,6 @@ class OwnPart:
     summed: Sequence[Piece]
 
 
-@gc_paused()
 def own_parts(snapshot: Snapshot, rank: int) -> tuple[OwnPart, ...]:
     """The files of a rank, for each of :attr:`Snapshot.parts`. Pure; linear in tensors, whatever the number of ranks."""
     return tuple([_own_part(part, rank) for part in snapshot.parts])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ..catalog import StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
@@ -21,6 +20,7 @@ from ..limits import inside
 from ..memory.copies import copy_units
 from ..memory.link import Reader
 from ..memory.units import Unit, units_of
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..store.marks import mark
@@ -32,7 +32,7 @@ __all__ = ["PartFiles", "bring", "document_units", "make_view", "slice_units"]
 _Held = Mapping[str, tuple[tuple[int, ...], Sequence[Box]]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PartFiles:
     """The files of a step at one place that other hosts may read."""
 

@@ -15,12 +15,12 @@ from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
 from ..format.manifest import CONVERTED, Manifest, TensorEntry
-from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
 from ..loading.load import Filling, FillOptions, fill
 from ..loading.report import LoadReport
+from ..objects import frozen, gc_paused
 from ..operations.operation import this_operation
 from ..operations.recorder import phase
 from ..planning import IOOptions
@@ -54,7 +54,7 @@ from .watch import Watched, changed_anywhere
 __all__ = ["Filled", "Saved", "restore_into"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Saved:
     """The run that saved a checkpoint, as the checkpoint records it. :class:`ResumeReport` has the same facts."""
 

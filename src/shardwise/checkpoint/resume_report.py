@@ -6,10 +6,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..layout.placements import mesh_text
+from ..objects import frozen
 from ..operations.printed import Printed
 from ..operations.records import size
 from ..ranks.ranks import Ranks
@@ -40,7 +41,7 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ResumeReport(Printed):
     """The result of a restore: the step, the restored state, and the state that was skipped and why."""
 

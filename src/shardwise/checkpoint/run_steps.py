@@ -9,11 +9,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
 from ..format.manifest import read_manifest
+from ..objects import frozen
 from ..ranks.patience import patiently
 from ..storage import bytes_below, is_url, join, real
 from ..store.line import Line, line_of
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _MORE_STEPS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Retention:
     """Which steps stay: the newest valid ones, and those that are kept for good. See :class:`.Checkpointer`."""
 
@@ -68,7 +68,7 @@ class Retention:
             _log.warning("no step is deleted: %s", error)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stored:
     """What lies below the URL of a run, and is paid for."""
 
@@ -81,7 +81,7 @@ class Stored:
     """Of all objects, those of steps set aside and of killed saves included; a listing shows no parts of unfinished uploads."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A published step that a resume may take."""
 
@@ -103,7 +103,7 @@ class RunSteps:
         *,
         sweeps: bool = True,
     ) -> None:
-        places = {"run's own place": root, "mirror": mirror, "fallback": fallback}
+        places = {"run's own directory": root, "mirror": mirror, "fallback": fallback}
         found: dict[str, str] = {}
         for name, place in places.items():
             if place is not None and (before := found.setdefault(real(place), name)) != name:

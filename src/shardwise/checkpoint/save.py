@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..format.slices import header_bytes
 from ..format.steps import misnamed
 from ..limits import inside
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..operations.printed import Printed
@@ -44,7 +45,7 @@ from .space import payload_bytes, refuse_low_space
 __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SaveReport(Printed):
     """The result of a save on this rank."""
 
@@ -124,6 +125,7 @@ class SaveReport(Printed):
 
 
 @announced("save", "step")
+@gc_paused()
 def write_checkpoint(
     state: TrainState, target: Target, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
 ) -> SaveReport:

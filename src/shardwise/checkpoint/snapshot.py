@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,13 @@ from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import checked_step
-from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
 from ..layout.placements import replicated
 from ..limits import brief
 from ..names import NamedTensor, canonical_name
+from ..objects import frozen
 from ..recipe.match import Recipe
 from ..rng import capture_rng
 from ..state.beyond import Beyond
@@ -48,7 +48,7 @@ from .low_bit_save import low_bit_document, split_low_bit
 __all__ = ["Live", "MadeOf", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MadeOf:
     """A recipe, and the stored tensors that it names."""
 
@@ -68,7 +68,7 @@ class Live(NamedTuple):  # as a slice
     """Whether the checkpoint holds only its digest."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelPart:
     """One model of a snapshot."""
 
@@ -83,7 +83,7 @@ class ModelPart:
         return "model"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OptimizerPart:
     """One optimizer of a snapshot, and the model that it trains."""
 
@@ -98,7 +98,7 @@ class OptimizerPart:
         return "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Snapshot:
     """One rank's contribution to a checkpoint.
 
@@ -125,7 +125,6 @@ class Snapshot:
         return sum(o.drained.gradients for o in self.optimizers)
 
 
-@gc_paused()
 def take_snapshot(
     state: TrainState, step: int, forms: Mapping[int, Mapping[str, AgreedForm]] = NO_FORMS
 ) -> Snapshot:

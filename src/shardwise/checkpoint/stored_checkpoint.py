@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..format.documents import document_of
 from ..format.manifest import Manifest, TensorEntry
 from ..layout.live import LiveModel
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.documents import check_form
 from ..state.places import Places
@@ -17,7 +18,7 @@ from .stored_documents import decode_documents, read_documents
 __all__ = ["StoredCheckpoint", "read_checkpoint"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredCheckpoint:
     """The manifest and the decoded documents of a checkpoint, for one rank."""
 

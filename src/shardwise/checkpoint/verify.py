@@ -10,7 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -33,6 +33,7 @@ from ..format.places import absent_places, describe_absent, files_by_place
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..operations.printed import Printed
@@ -43,7 +44,7 @@ from .check import read_head
 __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerifyReport(Printed):
     """The result of a verification: what was checked, and every problem that it found."""
 
@@ -162,7 +163,7 @@ def model_of(manifest: Manifest, optimizer: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _File:
     """A file to check, and its consecutive slices; empty for a file without slices, or with unknown ones."""
 

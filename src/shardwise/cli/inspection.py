@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..catalog.checkpoint import catalog_of_manifest
@@ -18,6 +18,7 @@ from ..format.places import absent_places, describe_part, files_by_place
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
+from ..objects import frozen
 from ..quantized.dequantized import Dequantized, dequantized, described
 from ..runs.history import RootContents, StepSummary, is_root, steps_below
 from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of_expected
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class SourceContents:
     """The contents of a source."""
 
@@ -58,7 +59,7 @@ class SourceContents:
     tree: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class GeometryUse:
     """A way of spreading tensors over ranks, and the number of tensors spread in this way."""
 
@@ -69,7 +70,7 @@ class GeometryUse:
     tensors: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class OptimizerState:
     """A kind of optimizer state over all parameters."""
 
@@ -80,7 +81,7 @@ class OptimizerState:
     state_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class PartOfStep:
     """A host's part of a checkpoint that ``Checkpointer(local=True)`` saved."""
 
@@ -93,7 +94,7 @@ class PartOfStep:
     is_here: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class CheckpointContents:
     """The contents of a checkpoint beyond those of every source."""
 

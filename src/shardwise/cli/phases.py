@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..objects import frozen
 from .options import DTYPES, memory_size
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AskedTraining:
     """The run that the options describe, as arguments of ``plan``; without any of them, none."""
 

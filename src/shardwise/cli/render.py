@@ -318,8 +318,8 @@ def _store_facts(store: StoreRequests) -> dict[str, str]:
     counted = "not counted: ranks differ, and not every rank was planned"
     if store.total is not None and store.nbytes is not None:
         counted = (
-            f"{store.total} requests, {size(store.nbytes + store.look_bytes)}, in parts of at most {round(store.part_bytes / 2**20)} MiB; "
-            f"{store.looks} of them before, by rank 0"
+            f"{store.total} requests ({store.looks} by rank 0 to inspect the source), "
+            f"{size(store.nbytes + store.look_bytes)}, in parts of at most {round(store.part_bytes / 2**20)} MiB"
         )
     return {"store": counted, "reads from it": store.strategy}
 

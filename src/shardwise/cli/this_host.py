@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from ..models.host_budget import HostBudget, host_budget
+from ..objects import frozen
 from ..phases.report import PlanReport
 from ..transfer.page_cache import shares_memory
 
 __all__ = ["ThisHost", "nodes_like_this", "this_host"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class ThisHost:
     """The memory of this host, and the need of a load whose ranks run here."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..catalog.records import StoredTensor
+from ..objects import frozen
 
 __all__ = ["Node", "tree_of"]
 
@@ -14,7 +15,7 @@ _MAX_DEPTH = 64
 _MAX_DIGITS = 9
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Node:
     """A module prefix, or a tensor (then with dtype and shape).
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
+from ..objects import frozen
 from .prepare import Prepared
 
 __all__ = ["Course"]
@@ -13,7 +13,7 @@ __all__ = ["Course"]
 _MIN_BATCH = 24
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Course:
     """The length of the run, the step of the kill, and the paths of its files."""
 

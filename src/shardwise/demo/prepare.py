@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..errors import FormatError, ShardwiseError, SourceError
 from ..internals.transformers import build_from_config
 from ..loading.pretrained import build_meta, read_config
 from ..names import named_tensors
+from ..objects import frozen
 from ..recipe.transformers import HubRules, hub_rules
 
 __all__ = ["Prepared", "clear_output", "default_model", "prepare_model"]
@@ -27,7 +27,7 @@ _OURS: tuple[str, ...] = ("checkpoints", "export", "ledger", "run-1", "run-2", "
 _OURS += ("report.json", "report.html", "loss.png")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prepared:
     """A model directory that the demo can use, and the declarations for loading its base model."""
 

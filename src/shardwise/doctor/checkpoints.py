@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..catalog.dcp import METADATA_NAME
+from ..catalog.kinds import METADATA_NAME
 from ..checkpoint.check import check_part
 from ..errors import ShardwiseError
 from ..format.head import HEAD_NAME

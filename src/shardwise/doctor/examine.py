@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
+from ..objects import frozen
 from ..storage import absolute
 from .collect import collect, sizes_of
 from .facts import Facts, Meeting
@@ -18,7 +19,7 @@ from .table import RULES, findings_of
 __all__ = ["Diagnosis", "examine"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Diagnosis:
     """What was seen, and what the rules say of it."""
 

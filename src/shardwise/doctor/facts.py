@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from ..objects import frozen
 
 __all__ = [
     "Bucket",
@@ -26,7 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Memory:
     """The host's memory, as this process may use it."""
 
@@ -41,7 +43,7 @@ class Memory:
     """Size of ``/dev/shm``; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Limits:
     """Soft limits of this process; None is unlimited."""
 
@@ -50,7 +52,7 @@ class Limits:
     file_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Cores:
     """The cores that this process may use."""
 
@@ -61,7 +63,7 @@ class Cores:
     """The file of the quota, if that is what binds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Network:
     """The host's name, and where it leads."""
 
@@ -78,7 +80,7 @@ class Network:
         return bool(self.addresses) and all(a.startswith("127.") or a == "::1" for a in self.addresses)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Machine:
     """This machine, seen by this process."""
 
@@ -97,7 +99,7 @@ class Machine:
     """Whether there is an InfiniBand or RoCE adapter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Mount:
     """The file system that holds a path."""
 
@@ -108,7 +110,7 @@ class Mount:
     options: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Speeds:
     """What the probe measured. Small, short, of one process: a floor, not a benchmark."""
 
@@ -122,7 +124,7 @@ class Speeds:
     """Of 4 KiB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Place:
     """A directory in which files are to be written."""
 
@@ -139,7 +141,7 @@ class Place:
     """The file system's clock minus this machine's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Bucket:
     """A prefix in an object store, after a few small objects were written and deleted below it."""
 
@@ -150,7 +152,7 @@ class Bucket:
     """The store's clock minus this machine's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Settings:
     """A configuration that was given: Accelerate's YAML, or TrainingArguments as JSON."""
 
@@ -165,7 +167,7 @@ class Settings:
         return {str(name).removeprefix("fsdp_"): value for name, value in found.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Model:
     """A directory of weights, from names, sizes and headers."""
 
@@ -203,7 +205,7 @@ class Model:
         return {**found, **self.config} if isinstance(found, Mapping) else self.config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Checkpoint:
     """A checkpoint, or a directory of checkpoints."""
 
@@ -230,7 +232,7 @@ class Checkpoint:
     """Whether its TrainingArguments say ``save_only_model``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Foreign:
     """What another program wrote, of a kind that can't be read."""
 
@@ -241,7 +243,7 @@ class Foreign:
     """The line to write."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Log:
     """A log, by the lines that are known."""
 
@@ -262,7 +264,7 @@ class Log:
     """The lowest loss, over a tenth of the log, and the loss of its last tenth, where that is much higher."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Seen:
     """What one rank tells the other ranks."""
 
@@ -281,7 +283,7 @@ class Seen:
     """What the rules found on this rank, as JSON values; of the first rank of each host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Meeting:
     """All ranks that could be reached."""
 
@@ -294,7 +296,7 @@ class Meeting:
     """Why rank 0 could not let the other ranks in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Facts:
     """All that was seen."""
 

@@ -7,11 +7,11 @@ import os
 import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from ..errors import SourceError
+from ..objects import frozen
 from .facts import Log
 
 __all__ = ["KNOWN", "Known", "log_of_losses", "read_log"]
@@ -45,7 +45,7 @@ _LEAST_BEFORE_SAVE = 10
 _LEAST_TREND, _RISE = 50, 1.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Known:
     """A line that says what happened, and the three sentences for it."""
 

@@ -12,12 +12,13 @@ import socket
 import stat
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
+from ..objects import frozen
 from .facts import Facts, Meeting, Place, Seen
 from .probe import PREFIX
 from .rule import Finding, number
@@ -45,7 +46,7 @@ class _Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Assembly:
     """This rank's seat among the ranks of a launch. ``store`` is None if there is a ``problem``."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any, Literal, TypeVar
 
 from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
 from packaging.version import InvalidVersion, Version
 
+from ..objects import frozen
 from .facts import Facts
 
 __all__ = ["Bite", "Finding", "Kind", "Rule", "count", "each", "gib", "is_on", "is_version", "number"]
@@ -18,7 +19,7 @@ T = TypeVar("T")
 Kind = Literal["bites", "note"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Bite:
     """What a rule says of one place: one sentence each."""
 
@@ -30,7 +31,7 @@ class Bite:
     do: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Finding:
     """A bite, with the rule that says so."""
 
@@ -47,7 +48,7 @@ class Finding:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rule:
     """A row of the table."""
 

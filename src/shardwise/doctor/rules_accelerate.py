@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..gates import GATES
+from ..objects import frozen
 from .facts import Facts, Model, Settings
 from .rule import Bite, Rule, each, is_on, is_version, number
 
 __all__ = ["ACCELERATE"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Fsdp:
     """A configuration that uses FSDP."""
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ..errors import PlanError, UnsupportedConversionError
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
 from ..limits import brief
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..quantized.encoders import NestedFourBitEncoder, encoder_of
 from ..ranks.ranks import Ranks
@@ -35,7 +35,7 @@ from .weights import Weights
 __all__ = ["AsSource", "AsSourceJob", "Requantized"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Requantized:
     """Tensors that were quantized again by one rule."""
 
@@ -44,7 +44,7 @@ class Requantized:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AsSource:
     """Where the tensors of an export with ``quantize="as-source"`` come from."""
 

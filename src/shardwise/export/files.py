@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..catalog import Chunk, StoredTensor
@@ -15,13 +14,14 @@ from ..errors import CheckpointError, SourceError
 from ..format.header import read_headers
 from ..layout.boxes import whole
 from ..layout.spec import TensorSpec
+from ..objects import frozen
 
 __all__ = ["INDEX_NAME", "HubFiles", "check_readable", "header_of", "lay_out", "specs_in"]
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubFiles:
     """The files to write: the place of each hub tensor, headers and sizes by file, the index if there are several."""
 

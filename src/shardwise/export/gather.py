@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from ..layout.boxes import whole
 from ..layout.live import LiveModel
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable
@@ -35,7 +35,7 @@ __all__ = ["Full", "FullTensors", "buckets", "device_of", "gathered", "planned"]
 FullTensors = Generator[tuple[str, torch.Tensor], None, None]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Full:
     """A full tensor, and the elements that this rank contributes."""
 

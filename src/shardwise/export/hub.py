@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from ..layout.live import LiveModel, describe
 from ..layout.spec import TensorSpec
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks, kept_in
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed
@@ -49,7 +50,7 @@ from .weights import LiveWeights, StoredWeights
 __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExportReport(Printed):
     """The result of an export on this rank."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
 from ..layout.boxes import Box
 from ..layout.wanted import Wanted
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.tiles import Tile
@@ -27,7 +27,7 @@ Together = Callable[[Filler], None]
 WINDOW_BYTES = 32 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Window:
     """A byte range of a file, and the boxes of hub tensors that fill it."""
 

@@ -30,6 +30,7 @@ from ..layout.spec import TensorSpec
 from ..models.assets import asset_files
 from ..models.kept import blocks_in
 from ..names import NamedTensor, canonical_name
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..planning.source_box import boxes_of_range
 from ..ranks.hosts import device_where_ranks_sum
@@ -51,7 +52,7 @@ __all__ = ["MergedJob"]
 _PART_BYTES = 8 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Delta:
     """What one adapter adds to a weight: ``(B @ A) * scaling``, or the transpose of it."""
 
@@ -76,7 +77,7 @@ class _Delta:
         return ((made.t() if self.is_transposed else made) * self.scaling).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Made:
     """A weight that is not written as the model holds it."""
 

@@ -6,7 +6,6 @@ A window is brought to its rank by an integer sum of the ranks' elements, as :mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from ..errors import StateError
 from ..layout.boxes import Box, whole
 from ..layout.spec import TensorSpec
 from ..layout.wanted import contiguous_strides
+from ..objects import frozen
 from ..planning.build import transfers_of
 from ..planning.records import Transfer
 from ..quantized.encoders import Encoder, NestedFourBitEncoder
@@ -37,7 +37,7 @@ _WINDOW_BYTES = 8 * 1024**2
 _LABEL = "quantize for the export"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Changed:
     """A tensor that is quantized again."""
 

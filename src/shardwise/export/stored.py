@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.lend import documents_of
 from ..models.unquantized import refuse_source
+from ..objects import frozen
 from ..planning import IOOptions
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
@@ -45,7 +45,7 @@ from .tensors import HubTensors, as_named, inverted, reverted
 __all__ = ["StoredJob"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Names:
     """The names of a stored tensor. Implements :class:`.Named`."""
 

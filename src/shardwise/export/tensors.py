@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
 from ..layout.spec import TensorSpec
+from ..objects import frozen
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile, identity, invert
 from ..recipe.transformers import reverse_tiles
@@ -17,7 +17,7 @@ from ..recipe.transformers import reverse_tiles
 __all__ = ["HubTensors", "as_named", "inverted", "reverted"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubTensors:
     """Hub tensors by name with dtype and shape, and the tiles of them that each module tensor holds.
 

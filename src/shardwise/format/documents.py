@@ -6,11 +6,11 @@ Reading a checkpoint refuses any other name. A name from a file therefore never 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import FormatError, VersionError
 from ..limits import brief, parse_json
+from ..objects import frozen
 from .manifest import Manifest
 
 __all__ = ["Document", "DocumentKind", "document_named", "document_of", "parse_documents", "refuse_unknown"]
@@ -49,7 +49,7 @@ _OF_A_MODEL: tuple[DocumentKind, ...] = ("buffers", "modules", "own")
 _EXTRA = "extra."
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Document:
     """A document's kind and owner (a model, optimizer or extra), parsed from its name. An empty owner means the run itself."""
 

@@ -12,11 +12,12 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from ..errors import FormatError, VersionError
 from ..limits import MAX_NAME_CHARS, brief, parse_json
+from ..objects import frozen
 
 __all__ = [
     "HEAD_NAME",
@@ -50,7 +51,7 @@ def stored_step(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SetAside:
     """A step that a resume set aside: its directory stays, and no resume or retention counts it."""
 
@@ -59,7 +60,7 @@ class SetAside:
     why: Fate
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Head:
     """The steps of a run, by number, and the names of their directories."""
 

@@ -13,22 +13,24 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from operator import attrgetter
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
-from ..limits import MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
+from ..limits import MAX_COUNT, MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
+from ..objects import frozen
 from ..storage import Stat, counted_here, is_url, read_range, stat_of
 
 __all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header", "read_headers"]
 
 #: Of an object of a store, so many first bytes are asked for: a 128th of it, within these bounds. Most headers are shorter.
 _GUESS_PART, _LEAST_GUESS_BYTES, _MOST_GUESS_BYTES = 128, 16 * 1024, 512 * 1024
+_INTEGERS = frozenset((int,))  # and not bool, which is one, too
 #: Headers of objects that are asked for at a time.
 _AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Entry:
     """A tensor in a file. ``offset_bytes`` counts from the start of the file, ``saved_offsets`` is the
     index of its first element in the global tensor (None in files without DCP_SHARDING_INFO)."""
@@ -41,7 +43,7 @@ class Entry:
     saved_offsets: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Header:
     """A file's header: its entries by name, its free-form metadata, where the payload starts, file size."""
 
@@ -103,7 +105,8 @@ def _checked(raw: bytes, file_bytes: int, path: str, version: str | None = None)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError("__metadata__ must map strings to strings", path=path)
     offsets = _saved_offsets(metadata, path)
-    entries = {name: _entry(name, value, start, offsets, path) for name, value in document.items()}
+    kinds: dict[tuple[object, ...], _Kind] = {}
+    entries = {name: _entry(name, value, start, offsets, kinds, path) for name, value in document.items()}
     _check_ranges(entries, start, file_bytes, path)
     return Header(entries, metadata, start, file_bytes, version)
 
@@ -168,40 +171,73 @@ def _saved_offsets(metadata: dict[str, str], path: str) -> dict[str, tuple[int, 
     return found
 
 
+#: A dtype and a shape that many tensors of a file have: with the shape as a tuple, and the bytes.
+_Kind = tuple[str, tuple[int, ...], int]
+
+
 def _entry(
-    name: str, value: object, start: int, offsets: dict[str, tuple[int, ...]] | None, path: str
+    name: str,
+    value: object,
+    start: int,
+    offsets: dict[str, tuple[int, ...]] | None,
+    kinds: dict[tuple[object, ...], _Kind],
+    path: str,
 ) -> Entry:
-    where = f"tensor {check_name(name, 'tensor', path)!r}"
-    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise FormatError(f"{where}: expected dtype, shape and data_offsets", path=path)
-    dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or not isinstance(shape, list):
-        raise FormatError(f"{where}: dtype {brief(dtype)} or shape {brief(shape)} is malformed", path=path)
-    if not isinstance(span, list) or len(span) != 2 or not all(map(is_count, span)) or span[0] > span[1]:
-        raise FormatError(f"{where}: data_offsets {brief(span)} are malformed", path=path)
+    """One entry of a header. What a dtype and a shape take is worked out once for all tensors that have them, in ``kinds``."""
+    check_name(name, "tensor", path)
     try:
-        expected = numel_of(shape, "it") * itemsize(dtype)
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}", path=path) from None
-    if expected != span[1] - span[0]:
+        dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]  # type: ignore[index]
+        begin, end = span
+        is_plain = (
+            type(dtype) is str
+            and type(shape) is list
+            and _INTEGERS.issuperset(map(type, (*shape, begin, end)))
+        )
+    except (TypeError, KeyError, ValueError):
+        is_plain = False
+    if not is_plain or not 0 <= begin <= end <= MAX_COUNT:
+        raise _malformed(name, value, path)
+    kind = kinds.get((dtype, *shape))
+    if kind is None:
+        kind = kinds[(dtype, *shape)] = _kind(name, dtype, shape, path)
+    dtype, sizes, nbytes = kind
+    if nbytes != end - begin:
         raise FormatError(
-            f"{where}: {dtype} of shape {brief(shape)} takes {brief(expected)} bytes, but its range has "
-            f"{span[1] - span[0]}",
+            f"tensor {name!r}: {dtype} of shape {brief(shape)} takes {brief(nbytes)} bytes, but its range has "
+            f"{end - begin}",
             path=path,
         )
     saved = None
     if offsets is not None:
         saved = offsets.get(name)
-        if saved is None or len(saved) != len(shape):
+        if saved is None or len(saved) != len(sizes):
             raise FormatError(
-                f"{where}: expected saved_offsets of {len(shape)} dims, got {brief(saved)}", path=path
+                f"tensor {name!r}: expected saved_offsets of {len(sizes)} dims, got {brief(saved)}", path=path
             )
-    return Entry(name, dtype, tuple(shape), start + span[0], expected, saved)
+    return Entry(name, dtype, sizes, start + begin, nbytes, saved)
+
+
+def _kind(name: str, dtype: str, shape: list[int], path: str) -> _Kind:
+    try:
+        return dtype, tuple(shape), numel_of(shape, "it") * itemsize(dtype)
+    except FormatError as error:
+        raise FormatError(f"tensor {name!r}: {error}", path=path) from None
+
+
+def _malformed(name: str, value: object, path: str) -> FormatError:
+    """What is wrong with the entry of a tensor."""
+    where = f"tensor {name!r}"
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        return FormatError(f"{where}: expected dtype, shape and data_offsets", path=path)
+    dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(span, list) or len(span) != 2 or not all(map(is_count, span)) or span[0] > span[1]:
+        return FormatError(f"{where}: data_offsets {brief(span)} are malformed", path=path)
+    return FormatError(f"{where}: dtype {brief(dtype)} or shape {brief(shape)} is malformed", path=path)
 
 
 def _check_ranges(entries: dict[str, Entry], start: int, file_bytes: int, path: str) -> None:
     end = start
-    for entry in sorted(entries.values(), key=lambda e: (e.offset_bytes, e.nbytes)):
+    for entry in sorted(entries.values(), key=attrgetter("offset_bytes", "nbytes")):
         if entry.offset_bytes != end:
             kind = "overlaps the tensor before it" if entry.offset_bytes < end else "leaves a hole before it"
             raise FormatError(

@@ -9,12 +9,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
-from ..gc_paused import gc_paused
 from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of, one_of_equals
 from ..limits import (
     MAX_BLOCKS,
@@ -32,6 +30,7 @@ from ..limits import (
     parse_json,
     read_small,
 )
+from ..objects import frozen, gc_paused
 from ..storage import exists, is_directory
 from .manifest_records import (
     BLOCK_BYTES,
@@ -290,7 +289,7 @@ def _cut(kind: Any, dim: Any, factor: Any) -> Cut:
     return Cut(kind, _count(dim, 0, MAX_DIMS), _count(factor, 1, MAX_BLOCKS))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Spread:
     """The bounds that a geometry sets to its tensors, and the number of places over which it spreads them."""
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 import xxhash
 
 from ..layout.placements import RULE_VERSION, Geometry
+from ..objects import frozen
 
 __all__ = [
     "BLOCK_BYTES",
@@ -41,7 +42,7 @@ BLOCK_BYTES = 16 * 1024**2
 GRADIENT = "__grad__"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FileEntry:
     """A file of a checkpoint: its size, the checksum of its header (of the whole file if it is small), and the
     checksums of its payload's 16 MiB blocks."""
@@ -52,7 +53,7 @@ class FileEntry:
     blocks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StateEntry:
     """An optimizer state of a parameter: a tensor spread like it, or an element of a packed tensor."""
 
@@ -65,7 +66,7 @@ class StateEntry:
     """Where it is not its parameter's: of scales and packed codes, which are cut as their parameter."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorEntry:
     """A parameter or persistent buffer. ``aliases`` are its tied names; ``stored_aliases`` have bytes of their own.
 
@@ -89,7 +90,7 @@ class TensorEntry:
         return self.shape if state.shape is None else state.shape
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Packed:
     """0-d optimizer states of many parameters, stored as one 1-D tensor."""
 
@@ -99,7 +100,7 @@ class Packed:
     owner: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Place:
     """A directory that holds a part of each step, on the disk of one host: the files of some ranks. See :mod:`.places`."""
 
@@ -110,7 +111,7 @@ class Place:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Manifest:
     """Everything about a checkpoint but its payload."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter, itemgetter
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import itemsize
-from ..gc_paused import gc_paused
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
+from ..objects import frozen
 
 __all__ = [
     "Slice",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SliceTensor:
     """A tensor as it is stored: spread by ``geometry``, written by the ``owner``-th of its replicas."""
 
@@ -90,7 +90,6 @@ def replicas(geometry: Geometry) -> list[list[int]]:
     return [list(found) for found in _replica_ranks(geometry)]
 
 
-@gc_paused()
 def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
     """Give each tensor an owner. Replicas then share the writing, balanced by bytes.
 
@@ -131,7 +130,6 @@ def in_file_order(tensors: Iterable[SliceTensor]) -> list[SliceTensor]:
     return sorted(sorted(tensors, key=attrgetter("name")), key=lambda t: -itemsize(t.dtype))
 
 
-@gc_paused()
 def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
     """The slice files of one rank: the k-th holds the k-th box of every tensor that has one there.
 

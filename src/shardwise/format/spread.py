@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -20,12 +19,13 @@ from numpy.typing import NDArray
 from ..dtypes import itemsize
 from ..layout.boxes import Box
 from ..layout.placements import Geometry, cutting_axes, dim_intervals
+from ..objects import frozen
 from .slices import SliceTensor, boxes_to_write, in_file_order, owner_ranks
 
 __all__ = ["CutKind", "SliceAt", "Spread", "file_count"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SliceAt:
     """A box of a tensor, in the ``file``-th slice file (from 0) of a rank."""
 
@@ -34,7 +34,7 @@ class SliceAt:
     file: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Piece:
     """One interval of a dim. Ranks at ``coordinate`` hold ``count`` of them; this is number ``index``, from 0."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
+from ..objects import frozen
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
 
@@ -40,7 +40,7 @@ _AT_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRando
 _END: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Order:
     """The order of one epoch, to be drawn again."""
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
 import torch
 from packaging.version import Version
 from torch import nn
+
+from ..objects import frozen
 
 __all__ = [
     "Prepared",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prepared:
     """What an accelerator prepared, and what was registered with it, in the order of its calls; the live lists.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeGuard, overload
+from weakref import getweakrefs
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..objects import frozen
 from .torch import original_class
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FsdpGroup:
     """One parameter group of FSDP2: its settings, and what it runs last in every backward.
 
@@ -175,24 +176,25 @@ def lazy_chunks() -> Iterator[None]:
 # Memory for shards on meta
 
 
-def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give the DTensors of a model that are on meta memory: ``empty_like`` of each local tensor. Identity and ties survive.
+def allocate_dtensors(
+    modules: Sequence[nn.Module],
+    waiting: Sequence[DTensor],
+    empty_like: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Give DTensors of a model that are on meta memory: ``empty_like`` of each local tensor. Identity and ties survive.
 
-    FSDP2 re-pads its shards and keeps references to them: ``FSDPParam.reset_sharded_param``, which its own ``_apply`` calls.
-    torch 2.12-2.14. Without it, there is ``to_empty``, which ruins tensors that are real already.
+    ``modules``: all modules of the model, its root first. ``waiting``: the distinct parameters on meta. FSDP2 re-pads its shards and
+    keeps references to them: ``FSDPParam.reset_sharded_param``, which its own ``_apply`` calls. torch 2.9-2.14. Without it, there is
+    ``to_empty``, which ruins tensors that are real already.
 
-    Does what ``model._apply`` does, in two thirds of its time, and calls it for a model with an ``_apply`` of its own, a subclass of DTensor or gradients.
+    Does what ``model._apply`` does, in a third of its time, and calls it for a model with an ``_apply`` of its own, a subclass of
+    DTensor or gradients.
     """
-    modules = [*model.modules()]
-    if not _are_ordinary(modules):
-        model._apply(lambda t: _with_memory(t, empty_like) if _waits(t) else t)
+    if not _are_ordinary(modules, waiting):
+        modules[0]._apply(lambda t: _with_memory(t, empty_like) if _waits(t) else t)
         return
-    for module in modules:
-        for parameter in module._parameters.values():
-            if _waits(parameter):
-                made = _with_memory(parameter, empty_like, parameter.requires_grad)
-                made.__dict__.update(parameter.__dict__)
-                torch.utils.swap_tensors(parameter, made)
+    for parameter in waiting:
+        _exchange(parameter, _with_memory(parameter, empty_like, parameter.requires_grad))
     with torch.no_grad():
         for module in modules:
             if isinstance(module, FSDPModule):
@@ -216,11 +218,24 @@ def _with_memory(
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
-def _are_ordinary(modules: Sequence[nn.Module]) -> bool:
+def _exchange(parameter: DTensor, made: DTensor) -> None:
+    """``torch.utils.swap_tensors``, for two DTensors of one spec, of which ``parameter`` keeps its attributes.
+
+    torch 2.9-2.14: ``torch._C._swap_tensor_impl`` and ``Tensor._use_count``. The public function looks up the slots of both classes and
+    makes an autograd node for each tensor, which costs more than the exchange. Where something else holds the parameter, it decides.
+    """
+    count: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
+    if getweakrefs(parameter) or count() > 1:
+        made.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, made)
+        return
+    parameter._local_tensor, made._local_tensor = made._local_tensor, parameter._local_tensor
+    torch._C._swap_tensor_impl(parameter, made)
+
+
+def _are_ordinary(modules: Sequence[nn.Module], waiting: Sequence[DTensor]) -> bool:
     """Whether ``_apply`` does nothing with the modules beside what :func:`allocate_dtensors` does."""
     by_class = {type(module): module for module in modules}
     return all(original_class(one)._apply is nn.Module._apply for one in by_class.values()) and not any(
-        _waits(p) and (type(p) is not DTensor or p.grad is not None)
-        for module in modules
-        for p in module._parameters.values()
+        type(p) is not DTensor or p.grad is not None for p in waiting
     )

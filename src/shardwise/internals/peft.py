@@ -11,13 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from torch import nn
 
 from ..errors import UnsupportedConversionError
 from ..names import canonical_name, unwrap
+from ..objects import frozen
 from .torch import original_class
 
 __all__ = [
@@ -115,7 +115,7 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 # Paths
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BaseSlot:
     """The path of a module in the base model, with PEFT's parts left out.
 

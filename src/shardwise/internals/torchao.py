@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..objects import frozen
+
 __all__ = ["KINDS", "LowBit", "fresh_book", "low_bit", "low_bit_state", "may_keep_low_bits"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Kind:
     """A class of states: its module, the dtype of its codes, how many elements one code holds, the length of its code book.
 
@@ -38,7 +39,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LowBit:
     """The plain tensors in a state, and its attributes. References, no copies.
 

@@ -6,16 +6,19 @@ Importing this does not import transformers, and asking whether a module is a tr
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..names import without_numbers
+from ..objects import frozen
 from .conversion_table import get_model_conversion_mapping
 from .torch import original_class
 
@@ -276,7 +279,7 @@ def copy_conversions(of: Any, to: Any) -> None:
         to._weight_conversions = copy.copy(of._weight_conversions)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubGroup:
     """Stored tensors that one converter takes together: a layer's experts, the parts of a fused weight.
 
@@ -346,13 +349,22 @@ def hub_groups(
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     prefix = meta_model.base_model_prefix
-    names = set(stored)
-    plain: list[tuple[str, str]] = []
-    parts: dict[str, list[tuple[str, str]]] = {}
-    for name in sorted(names, key=dot_natural_key):
+
+    def rename(name: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
+        return target, pattern
+
+    natural = functools.cache(dot_natural_key)
+    names = [(name, name.split(".")) for name in set(stored)]
+    names.sort(key=lambda pair: [key for part in pair[1] for key in natural(part)])
+    alike = _tell_no_numbers_apart(renamings, converters)
+    renamed = _renamed_by_kind(names, rename, wanted) if alike else {name: rename(name) for name, _ in names}
+    plain: list[tuple[str, str]] = []
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name, _ in names:
+        target, pattern = renamed[name]
         if pattern is None or target not in wanted:
             plain.append((target, name))
         else:
@@ -361,6 +373,68 @@ def hub_groups(
         HubGroup(target, tuple(found), by_pattern[found[0][1]], meta_model) for target, found in parts.items()
     ]
     return plain, groups
+
+
+#: What tells numbers apart in a regular expression: a digit that isn't the end of a word or an escape; ``\d`` that is one digit.
+_OF_ONE_NUMBER = re.compile(r"(?<![A-Za-z0-9_\\])[0-9]|\\d(?![+*])")
+
+
+def _tell_no_numbers_apart(renamings: Sequence[Any], converters: Sequence[Any]) -> bool:
+    """Whether renames treat all numbers in names alike, and one name as if it were the only one.
+
+    transformers 5.6-5.24: ``WeightTransform.rename_source_key``, which ``GroupWeightRename`` and others replace by methods with a
+    state or with arithmetic. Without it, all 20,000 names of a mixture of experts go through the same dozen regular expressions.
+    """
+    from transformers import core_model_loading
+
+    method = getattr(getattr(core_model_loading, "WeightTransform", None), "rename_source_key", None)
+    return method is not None and not any(
+        getattr(type(one), "rename_source_key", None) is not method
+        or any(map(_OF_ONE_NUMBER.search, (*one.source_patterns, *one.target_patterns)))
+        for one in (*renamings, *converters)
+    )
+
+
+def _renamed_by_kind(
+    names: Sequence[tuple[str, list[str]]],
+    rename: Callable[[str], tuple[str, str | None]],
+    wanted: Mapping[str, Any],
+) -> dict[str, tuple[str, str | None]]:
+    """Renames names that differ only in numbers as the first and the last of them.
+
+    A name whose target isn't one of the model's is renamed by itself, and so are names whose first and last contradict each other.
+    """
+    found: dict[str, tuple[str, str | None]] = {}
+    kinds: dict[str, list[tuple[str, list[str]]]] = {}
+    for name, split in names:
+        numbers = [part for part in split if part.isdecimal()]
+        if numbers:
+            kind = without_numbers(name)
+            kinds.setdefault(kind, []).append((name, numbers))
+        else:
+            found[name] = rename(name)
+    for members in kinds.values():
+        form, pattern = _form(members, rename)
+        for name, numbers in members:
+            target = ".".join([p if isinstance(p, str) else numbers[p] for p in form])
+            found[name] = (target, pattern) if target in wanted else rename(name)
+    return found
+
+
+def _form(
+    members: Sequence[tuple[str, list[str]]], rename: Callable[[str], tuple[str, str | None]]
+) -> tuple[list[str | int], str | None]:
+    """The target of names that differ only in numbers, with the places of the numbers, and its pattern. Empty if it isn't known."""
+    distinct = [(n, numbers) for n, numbers in members if len(set(numbers)) == len(numbers)]
+    if len(members) < 3 or len(distinct) < 2:
+        return [], None
+    (first, numbers), (last, others) = distinct[0], distinct[-1]
+    target, pattern = rename(first)
+    place = {number: k for k, number in enumerate(numbers)}
+    form = [place.get(part, part) for part in target.split(".")]
+    predicted = ".".join([p if isinstance(p, str) else others[p] for p in form])
+    is_shown = all(a != b for a, b in zip(numbers, others, strict=True))  # by numbers that all differ
+    return (form, pattern) if is_shown and rename(last) == (predicted, pattern) else ([], None)
 
 
 def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
+from ..objects import frozen
 from .boxes import Box, LocalBox
 from .placements import Cut, Geometry, cut_boxes
 
@@ -20,7 +20,7 @@ __all__ = ["BlockGrid", "fitting_ranks", "grid_of"]
 _MOST_RANKS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BlockGrid:
     """Blocks of a tensor of global ``shape``. A unit is the least number of rows of ``dim`` that whole blocks fill."""
 

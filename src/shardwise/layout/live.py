@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..internals.peft import base_of
 from ..internals.torch import original_class
 from ..names import NamedTensor, modules_by_path, tensors_of, unwrap
+from ..objects import frozen
 from .model import fsdp1_problem, geometries_of, layout_of, local_tensor, reshard
 from .placements import Geometry
 from .wanted import Layout
@@ -19,7 +20,7 @@ from .wanted import Layout
 __all__ = ["LiveModel", "describe"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class LiveModel:
     """A model as :func:`describe` found it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from ..errors import LayoutError
 from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.torch import local_tensor, spec_key
 from ..names import NamedTensor
+from ..objects import frozen
 from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 from .wanted import Layout, TensorKind, Wanted, contiguous_strides
@@ -116,7 +116,7 @@ def _this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _LocalPlace:
     """The boxes and the storage of a tensor on one rank."""
 

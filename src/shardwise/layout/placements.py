@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import LayoutError
 from ..gates import require
+from ..objects import frozen
 from .boxes import Box, LocalBox, whole
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ RULE_VERSION = 1
 Interval = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cut:
     """How one mesh axis cuts a tensor.
 
@@ -60,7 +61,7 @@ class Cut:
     split_factor: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Geometry:
     """How a tensor is spread over a mesh: the axes' sizes and names, a cut per axis, and the ranks in order.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from ..dtypes import itemsize
+from ..objects import frozen
 from .boxes import LocalBox, whole
 
 __all__ = ["Layout", "TensorKind", "Wanted", "contiguous_strides", "whole_tensor"]
@@ -15,7 +15,7 @@ __all__ = ["Layout", "TensorKind", "Wanted", "contiguous_strides", "whole_tensor
 TensorKind = Literal["parameter", "buffer", "state"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wanted:
     """A tensor to be filled on this rank.
 
@@ -43,7 +43,7 @@ class Wanted:
         return sum(b.box.numel for b in self.boxes) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Layout:
     """Every wanted tensor of a model on one rank, in module order."""
 

@@ -10,11 +10,11 @@ import os
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..models.host_budget import memory_cgroups
+from ..objects import frozen
 
 __all__ = ["Look", "Sources"]
 
@@ -41,7 +41,7 @@ _DEVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Look:
     """Host memory of this process, and of its cgroup with all its processes, at one moment. 0 where the system says nothing."""
 

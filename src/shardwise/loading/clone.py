@@ -47,9 +47,10 @@ def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, tim
     with phase("clone"), Ranks.current(timeout_s=timeout_s).agree("clone model"):
         live = describe(model)
         second = build() if build is not None else _built_again(live)
-        pairs = _paired(live, describe(second))
+        copied = describe(second)
+        pairs = _paired(live, copied)
         device = next((local_tensor(t.tensor).device for t, _ in pairs if t.kind == "parameter"), None)
-        materialize(second, device or "cpu")
+        materialize(copied, device or "cpu")
         with torch.no_grad():
             for given, own in pairs:
                 _copy(given, own.refreshed())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from ..dtypes import itemsize
+from ..objects import frozen
 from ..transfer.shared import held_bytes
 from .strategy import Choice, Facts, Planned, bucket_bytes_of, choose, facts_of
 
 __all__ = ["StagingTally"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Staged:
     """What one rank stages beside buckets."""
 

@@ -6,7 +6,6 @@ import hashlib
 import random
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -24,12 +23,13 @@ from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
 from ..models.rules import Rule, Template, build_template, copy_template, rules_of, run_rules
 from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter, patterns_of
+from ..objects import frozen
 from ..rng import preserve_rng
 
 __all__ = ["check_rules", "fill_by_rule", "init_weights"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Job:
     """One module's wanted parameters: their place in the template, and the calls that fill them."""
 
@@ -42,7 +42,7 @@ class _Job:
     rules: tuple[Rule, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Held:
     """A live parameter, and what this rank holds of it."""
 
@@ -93,7 +93,7 @@ def fill_by_rule(
     wanted = _wanted(live, None if names is None else tuple(names))
     jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
-        materialize(live.root, default_device(live.parameters) if device is None else device)
+        materialize(live, default_device(live.parameters) if device is None else device)
         wanted = tuple(t.refreshed() for t in wanted)
     managed = fsdp_parameter_ids(live.fsdp_modules)
     held = {

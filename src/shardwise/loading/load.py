@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..adapters.files import combine, open_adapters
 from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
-from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
 from ..layout.live import LiveModel, describe
@@ -26,6 +24,7 @@ from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, is_unknown
 from ..models.unquantized import forget_quantization
 from ..names import patterns_of
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.recorder import phase
@@ -48,7 +47,6 @@ from ..sharding.replicated import reduced_parameters
 from ..storage import counting
 from .carry_out import carry_out
 from .fingerprint import fingerprint, in_words
-from .initialize import check_rules, fill_by_rule
 from .report import LoadReport, noted
 from .source import open_for_all
 from .strategy import Choice, Planned, choose, facts_of
@@ -63,6 +61,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 
 @announced("load", "source")
+@gc_paused()
 def load(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -141,6 +140,8 @@ def load(
         options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
         if adapter is None:
             return Filling(live, catalog, rules, options)
+        from ..adapters.files import combine, open_adapters
+
         adapters = open_adapters(model, adapter)
         return Filling(live, *combine(live, catalog, rules, adapters, key_mapping=key_mapping), options)
 
@@ -150,7 +151,7 @@ def load(
     return noted(model, filled.report.after(looks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class FillOptions:
     """The options that all loaders share. See :func:`load` for the fields."""
 
@@ -162,7 +163,7 @@ class FillOptions:
     """None lets any parameter be plain."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filling:
     """A model to be filled, and from what."""
 
@@ -172,7 +173,7 @@ class Filling:
     options: FillOptions
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filled:
     """A filled model, and how it was filled."""
 
@@ -201,6 +202,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)
         new.extend(_parameters_of(planned.plan))
         if new:
+            from .initialize import check_rules
+
             check_rules(given.live, new)
         _refuse_too_large(given.live, given.options.device, host)
         recorded = {} if given.options.verify == "cover" else recorded_digests(given.catalog, planned.plan)
@@ -216,7 +219,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     sums = None
     read = time.perf_counter()
     with phase("read"), ranks.agree("read"):
-        memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
+        memory = materialize(live, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
         if recorded and not new:  # before the ranks meet: another rank may still read
@@ -226,6 +229,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
                 sums = own_sums_of_model(live, ranks)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
+        from .initialize import fill_by_rule
+
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
     forget_meta_buffers(live.root)
@@ -243,12 +248,11 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         seconds_read=time.perf_counter() - read,
         digests_compared=len(recorded),
         host=host,
-        is_kept=kept_in_fp32_of_class(live.base),
+        is_kept=kept_in_fp32_of_class(live.base) if plan.rounded else lambda _: False,
     )
     return Filled(live, report)
 
 
-@gc_paused()
 def plan_load(
     live: LiveModel, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
 from ..errors import SourceError
@@ -11,12 +11,13 @@ from ..limits import read_shallow_json
 from ..models.arguments import Arguments, Pretrained
 from ..models.classes import config_and_class, home_of
 from ..models.hub import Found, find_for_all
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 
 __all__ = ["Located", "choice_of", "holds_config", "locate"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Located:
     """The directory of a base model on this rank, and the request for it."""
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -37,6 +37,7 @@ from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
+from ..objects import frozen, gc_paused
 from ..operations.announced import announced
 from ..planning import IOOptions
 from ..quantized.dequantized import dequantized
@@ -149,6 +150,7 @@ def load_pretrained(
 
 
 @announced("load")
+@gc_paused()
 def load_wrapped(
     request: Pretrained, wrap: Callable[[Any], tuple[str, ...]], filling: FillOptions
 ) -> tuple[Any, LoadReport]:
@@ -183,7 +185,7 @@ def load_wrapped(
     return prepared.model, noted(prepared.model, report.after(looks))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prepared:
     """A model on meta, its source, and the rules that turn stored tensors into its own."""
 

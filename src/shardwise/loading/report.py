@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from ..models.host_budget import HostBudget
+from ..objects import frozen
 from ..operations.printed import Printed
 from ..planning import Plan
 from ..planning.casts import Cast, casts_of
@@ -24,7 +25,7 @@ __all__ = ["LoadReport", "ReadCost", "load_report", "noted"]
 _reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class ReadCost:
     """The cost of carrying out a plan on this rank; for the fields see :class:`LoadReport`."""
 
@@ -38,7 +39,7 @@ class ReadCost:
     strategy: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadReport(Printed):
     """The result of a load on this rank."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from ..catalog import Catalog
-from ..catalog.message import packed_catalog, unpacked_catalog
 from ..catalog.open import open_catalog
 from ..catalog.weights import Choice
 from ..ranks.ranks import Ranks
@@ -36,6 +35,8 @@ def open_for_all(source: str | os.PathLike[str] | Catalog, ranks: Ranks, *, choi
             assert not isinstance(source, Catalog)
             opened.append(open_catalog(source, choice=choice))  # raises: the path exists on no rank
     elif not all(seen):
+        from ..catalog.message import packed_catalog, unpacked_catalog
+
         first = seen.index(True)
         content = ranks.combine(
             "send the catalog",

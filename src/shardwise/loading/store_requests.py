@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
+from ..objects import frozen
 from ..planning.buckets import Buckets, Span
 from ..recipe.host_convert import HostConversion
 from ..storage import Requests
@@ -19,7 +20,7 @@ from .strategy import Choice, Planned, buckets_for, choose, facts_of
 __all__ = ["RankRequests", "StoreRequests", "StoreTally"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RankRequests:
     """The requests for payload of one rank."""
 
@@ -29,7 +30,7 @@ class RankRequests:
     """Bytes that it asks for, gaps between ranges included."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class StoreRequests:
     """The requests that a load makes to object stores, if none has to be made again.
 

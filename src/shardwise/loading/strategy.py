@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from ..catalog.records import StoredFile
 from ..dtypes import itemsize
 from ..errors import RankError, SourceError
 from ..layout.live import LiveModel
+from ..objects import frozen
 from ..planning import IOOptions, Plan, Transfer, build_plan
 from ..planning.buckets import Buckets, Span, cut_into_buckets, one_reader_each
 from ..planning.build import with_results
@@ -59,7 +60,7 @@ _NETWORK = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Facts:
     """Facts that one rank sends to rank 0, which chooses the strategy for all ranks."""
 
@@ -80,7 +81,7 @@ class Facts:
     """Files are objects of a store."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choice:
     """A strategy for all ranks."""
 
@@ -163,9 +164,7 @@ def _chosen(
     if asked != "auto":
         return asked, "asked for"
     if any(one.in_store for one in facts):
-        return (
-            "node" if hosts == 1 else "once"
-        ), "a request to a store costs as much as the bytes of many shards"
+        return ("node" if hosts == 1 else "once"), "one request costs as much as transferring many shards"
     if short and len(facts) > hosts:
         return "node", "shards are stored in short runs"
     if not any(one.network for one in facts):
@@ -231,7 +230,7 @@ def on_network(path: str) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Planned:
     """A plan, and what it was made from: enough to make it again for another rank, or for a source in buckets."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from ..objects import frozen
 
 __all__ = ["Peer", "Places"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Peer:
     """A rank's host, and where other ranks reach its server."""
 

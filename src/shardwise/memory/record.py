@@ -16,10 +16,10 @@ import logging
 import os
 import secrets
 import stat
-from dataclasses import dataclass
 
 from ..errors import CheckpointError, FormatError
 from ..limits import is_word, read_json, read_small
+from ..objects import frozen
 from ..ranks.patience import patiently
 from ..store.lock import check_held
 from ..store.write import fsync_directory, write_file
@@ -33,7 +33,7 @@ _FORMAT, _VERSION = "shardwise-memory", 2
 _WORD_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Record:
     """What rank 0 reads and writes."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import xxhash
 
 from ..errors import FormatError
 from ..format.manifest import BLOCK_BYTES, FileEntry
+from ..objects import frozen
 from .below import open_below
 
 __all__ = ["Runs", "Unit", "are_all", "proved_units", "runs_of", "units_in", "units_of"]
@@ -24,7 +24,7 @@ Runs = Sequence[list[int]]
 _PIECE_BYTES = 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unit:
     """Consecutive bytes of a file, and their checksum."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, TypedDict
 
 import torch
 
 from ..names import patterns_of
+from ..objects import frozen
 from .hub import HubOptions
 from .unquantized import refuse_request
 
@@ -87,7 +88,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Arguments:
     """The caller's arguments, checked."""
 
@@ -149,7 +150,7 @@ def _instead(name: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Pretrained:
     """Which model is built, and from what it is filled: what every loader of transformers models takes alike.
 

@@ -74,7 +74,12 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _TEXTS = re.compile(r"text/.*|application/(.*[+.-])?(json|xml|yaml|toml|javascript)")
-_TYPES = mimetypes.MimeTypes()  # Python's own table: that of the machine may differ between ranks
+
+
+@cache
+def _types() -> mimetypes.MimeTypes:
+    """Python's own table of types: that of the machine may differ between ranks."""
+    return mimetypes.MimeTypes()
 
 
 def is_document(name: str) -> bool:
@@ -85,7 +90,7 @@ def is_document(name: str) -> bool:
         return False
     if ".index." in name or name in _OF_OTHERS or _SECRET.fullmatch(name):
         return False
-    kind, packed = _TYPES.guess_type(name)
+    kind, packed = _types().guess_type(name)
     return packed is None and (kind is None or _TEXTS.fullmatch(kind) is not None)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Catalog
 from ..names import unwrap
+from ..objects import frozen
 from ..storage import is_url
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _HOMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _SOURCES: weakref.WeakKeyDictionary[nn.Module, LoadedFrom] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadedFrom:
     """A quantized source, and its files as they were when a model was filled from it."""
 

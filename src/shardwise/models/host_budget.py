@@ -10,15 +10,15 @@ Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst and files
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import PlanError
+from ..objects import frozen
 
 __all__ = ["HostBudget", "host_budget", "memory_cgroups", "refuse_too_large"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class HostBudget:
     """The memory of a host for a process, with all other processes that share it."""
 

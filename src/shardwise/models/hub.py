@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
 from ..catalog.kinds import kind_in
@@ -29,6 +29,7 @@ from ..catalog.weights import (
 )
 from ..errors import SourceError
 from ..limits import inside, read_json, read_small
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..storage import is_url, place_of
 from .classes import same_directory
@@ -50,7 +51,7 @@ _ANY = Choice()
 _ABSENT = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class HubOptions:
     """Options for files of a hub repository, as in ``from_pretrained``."""
 
@@ -99,7 +100,7 @@ def find_model(
     return find_for_all(source, options, ranks, with_code=with_code).directory
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """A model's directory on this rank."""
 

@@ -23,19 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from ..internals.fsdp import allocate_dtensors
 from ..internals.torch import local_tensor, parameter_like, swappable_rnns
-from ..names import NamedTensor, own_tensors
+from ..layout.live import LiveModel
+from ..names import NamedTensor
 from .host_memory import HostMemory, Pages
 
 __all__ = ["default_device", "give_addresses", "materialize"]
 
 
-def materialize(model: nn.Module, device: torch.device | str, pages: Pages = "auto") -> HostMemory:
-    """Allocate memory on ``device`` for all meta tensors of ``model``; other tensors stay unchanged.
+def materialize(live: LiveModel, device: torch.device | str, pages: Pages = "auto") -> HostMemory:
+    """Allocate memory on ``device`` for all meta tensors of a model; other tensors stay unchanged.
 
     Returns the memory of those on the CPU, to be told of the reads that fill it. ``pages``: as ``IOOptions.pages``.
 
     Memory: this rank's shards; one uneven FSDP parameter's shard may briefly exist twice. New values are undefined.
-    Rank-local, idempotent.
+    Rank-local, idempotent. Buffers are replaced: :meth:`.LiveModel.refreshed` describes the model afterwards.
     """
     device, memory = torch.device(device), HostMemory(pages)
 
@@ -44,23 +45,17 @@ def materialize(model: nn.Module, device: torch.device | str, pages: Pages = "au
             return memory.empty(tensor.size(), tensor.stride(), tensor.dtype)
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
-    modules = [*model.modules()]
-    parameters = _parameters_of(modules)  # they keep their identity
-    if any(isinstance(p, DTensor) and p.is_meta for p in parameters):
-        allocate_dtensors(model, empty_like)
-    plain = [p for p in parameters if p.is_meta]
-    with swappable_rnns(modules if plain else ()):
+    parameters = [cast(nn.Parameter, t.tensor) for t in live.parameters]  # they keep their identity
+    waiting = [p for p in parameters if p.is_meta]
+    if sharded := [p for p in waiting if isinstance(p, DTensor)]:
+        allocate_dtensors([module for _, module in live.modules], sharded, empty_like)
+    plain = [p for p in waiting if p.is_meta]
+    with swappable_rnns([module for _, module in live.modules] if plain else ()):
         for parameter in plain:
             torch.utils.swap_tensors(parameter, parameter_like(parameter, empty_like(parameter.data)))
-    _materialize_buffers(modules, device)
+    _materialize_buffers(live.tensors, device)
     give_addresses(parameters)
     return memory
-
-
-def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Every distinct parameter once. Several walks of a large model would take longer than its memory."""
-    found = {id(t): t for m in modules for _, t, kind, _ in own_tensors(m) if kind == "parameter"}
-    return cast(list[nn.Parameter], [*found.values()])
 
 
 def give_addresses(parameters: Iterable[nn.Parameter]) -> None:
@@ -90,13 +85,10 @@ def default_device(parameters: Iterable[NamedTensor]) -> torch.device:
     return torch.device("cpu")
 
 
-def _materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+def _materialize_buffers(tensors: Iterable[NamedTensor], device: torch.device) -> None:
     """Allocate persistent meta buffers; a buffer that several modules register stays one tensor."""
-    real: dict[int, torch.Tensor] = {}
-    for module in modules:
-        for name, buffer, kind, persistent in [*own_tensors(module)]:
-            if kind == "parameter" or not buffer.is_meta or not persistent:
-                continue
-            if id(buffer) not in real:
-                real[id(buffer)] = torch.empty_like(buffer, device=device)
-            setattr(module, name, real[id(buffer)])
+    for found in tensors:
+        if found.kind == "buffer" and found.persistent and found.tensor.is_meta:
+            real = torch.empty_like(found.tensor, device=device)
+            for module, attribute in found.owners:
+                setattr(module, attribute, real)

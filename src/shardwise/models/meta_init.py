@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from ..internals.torch import TorchDispatchMode, parameter_like, tree_leaves, tree_map_only
-from ..names import NamedTensor, canonical_name
+from ..names import NamedTensor, canonical_name, modules_by_path
 from ..rng import preserve_rng
 
 __all__ = ["NotLarger", "at_most", "forget_meta_buffers", "is_unknown", "meta_buffers", "meta_init"]
@@ -76,7 +76,7 @@ def meta_buffers(model: nn.Module) -> list[str]:
     :func:`forget_meta_buffers`.
     """
     names: dict[str, None] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules_by_path(model):
         left = _left_on_meta(module)
         for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_meta or attribute in left:
@@ -96,7 +96,7 @@ def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) ->
     if not _remembered:
         return
     settled = None if names is None else frozenset(names)
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules_by_path(model):
         left = _left_on_meta(module)
         for attribute in tuple(left):
             if settled is None or canonical_name(f"{path}.{attribute}" if path else attribute) in settled:

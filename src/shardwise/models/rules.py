@@ -28,6 +28,7 @@ from ..internals.torch import (
 )
 from ..internals.transformers import initializer_of
 from ..names import exchange_parameter
+from ..objects import frozen
 from .meta_init import meta_init
 
 __all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of", "run_rules"]
@@ -49,7 +50,7 @@ _OVERWRITES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Template:
     """An unsharded meta copy of a model (or of a part of it), on which rules can run."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal
+
+from ..objects import frozen
 
 __all__ = ["OperationName", "Progress", "State", "size"]
 
@@ -13,7 +15,7 @@ State = Literal["running", "done", "failed"]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Progress:
     """How far an operation has come on this rank."""
 

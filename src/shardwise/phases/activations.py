@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from ..objects import frozen
 from ..sharding.groups import ShardPolicy
 from .groups import StepGroup, groups_of
 from .measure import Measured, alike, measure
@@ -26,7 +27,7 @@ Measurements = dict[tuple[object, ...], tuple[Measured, str]]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Step:
     """The groups of a model, and what a step with them takes beside parameters and optimizer state."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..objects import frozen
 from .activations import FORMULA_ERROR, Step
 
 __all__ = ["Exchange", "Sent"]
@@ -21,7 +22,7 @@ __all__ = ["Exchange", "Sent"]
 _Forward = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sent:
     """A collective of a step."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from ..errors import ShardwiseError
+from ..objects import frozen
 from .records import RunPlan
 from .variant import Variant
 
@@ -38,7 +39,7 @@ _LESS = 0.98
 _SAME = ("activations", "context", "buffers")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Limits:
     """The memory there is; None: not asked for."""
 
@@ -48,7 +49,7 @@ class Limits:
     """Of one host."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Need:
     """A phase that needs more than there is."""
 
@@ -61,7 +62,7 @@ class Need:
     """The amount that takes most."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Change:
     """A change with which the run fits: it was planned with it."""
 
@@ -70,7 +71,7 @@ class Change:
     host_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Verdict:
     """Whether a run fits. At the upper ends of error bars, so that "fits" is not too optimistic."""
 
@@ -81,7 +82,7 @@ class Verdict:
     """The cheapest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tried:
     """A number of ranks that was planned."""
 
@@ -92,7 +93,7 @@ class Tried:
     """The phases that do not fit; empty if the run does."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Search:
     """How many ranks a run needs."""
 

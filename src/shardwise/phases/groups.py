@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..objects import frozen
 from ..sharding.groups import ShardPolicy, find_wrapping
 
 __all__ = ["Event", "StepGroup", "groups_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Event:
     """Something that happened in a forward or backward, and the memory of activations around it."""
 
@@ -32,7 +32,7 @@ class Event:
     """Different dense products in two bytes an element that ran until now."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class StepGroup:
     """A group of parameters that FSDP2 gathers together, with the sizes of its buffers."""
 

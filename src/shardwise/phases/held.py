@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
+from ..objects import frozen
 from .training import OPTIMIZERS, TrainingSpec
 
 __all__ = ["Held", "held_by_first"]
@@ -19,7 +19,7 @@ __all__ = ["Held", "held_by_first"]
 _LEAST_8BIT, _BLOCK = 4096, 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Held:
     """Bytes of rank 0, which holds most; and over all ranks with replicas once."""
 

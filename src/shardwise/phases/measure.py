@@ -10,7 +10,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ..internals.torch import (
 )
 from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
+from ..objects import frozen
 from .groups import Event, StepGroup
 from .products import Product, product_of
 from .training import TrainingSpec
@@ -33,7 +33,7 @@ from .training import TrainingSpec
 __all__ = ["LiveBytes", "Measured", "alike", "measure"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Measured:
     """What one forward and backward did."""
 

@@ -7,8 +7,8 @@ does each host that has a part of the ring, for each ring that leaves it. An all
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+from ..objects import frozen
 from .activations import Step
 from .exchange import Sent
 from .groups import StepGroup
@@ -19,7 +19,7 @@ from .variant import Variant
 __all__ = ["flows_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Axis:
     """Groups of ``size`` ranks, ``stride`` ranks apart, on hosts of ``per_host`` ranks."""
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ..dtypes import named_dtype
 from ..errors import ShardError
-from ..gc_paused import gc_paused
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
 from ..loading.foreseen import StagingTally
@@ -22,6 +21,7 @@ from ..loading.load import plan_load
 from ..loading.pretrained import Prepared
 from ..loading.store_requests import StoreTally
 from ..models.arguments import FromPretrained, Pretrained
+from ..objects import gc_paused
 from ..planning import IOOptions, Plan
 from ..sharding.groups import ShardPolicy, describe_groups
 from ..storage import Requests, is_url

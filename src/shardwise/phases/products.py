@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..objects import frozen
 from .groups import StepGroup
 from .training import TrainingSpec
 
@@ -34,7 +34,7 @@ _CACHED = 1024
 COMPILED_BYTES, COMPILED_UPPER_BYTES = int(0.55 * 1024**2), int(0.625 * 1024**2)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Products:
     """The products of a model that run in two bytes an element."""
 
@@ -103,7 +103,7 @@ _OPERATIONS = (
 _LEAST_MULTIPLICATIONS = 16**3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Product:
     """A matrix product: those that are equal share their code. ``rows`` x ``inner`` times ``inner`` x ``columns``."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
+
+from ..objects import frozen
 
 __all__ = ["Amount", "Checkpoint", "Files", "Flow", "Phase", "RunPlan", "Where"]
 
 Where = Literal["device", "host", "page cache"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Amount:
     """One part of the memory of a phase, at its peak."""
 
@@ -23,7 +25,7 @@ class Amount:
     """How the number comes about."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Phase:
     """One phase of a run: what a rank holds at its peak."""
 
@@ -39,7 +41,7 @@ class Phase:
         return sum(a.upper_bytes for a in self.amounts if a.where == where)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Checkpoint:
     """What one save stores."""
 
@@ -52,7 +54,7 @@ class Checkpoint:
     """Writes of parts to an object store: each file's parts, and one that begins and one that ends it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Flow:
     """Bytes over the network in one step, for one purpose."""
 
@@ -64,7 +66,7 @@ class Flow:
     formula: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Files:
     """What a phase reads from the storage of models and checkpoints, or writes to it."""
 
@@ -79,7 +81,7 @@ class Files:
     """Of all ranks together, at the bandwidth of :class:`TrainingSpec`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class RunPlan:
     """What a training run takes on each rank, by phases."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ..loading.store_requests import StoreRequests
+from ..objects import frozen
 from ..operations.printed import Printed
 from ..operations.records import size
 from ..planning import Plan
@@ -21,7 +22,7 @@ from .records import RunPlan
 __all__ = ["PlanReport", "RankCost", "RanksPlanned"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RankCost:
     """The cost of one rank's plan."""
 
@@ -36,7 +37,7 @@ class RankCost:
     """Strided copies in the plan."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class RanksPlanned:
     """The plan of rank 0, and the cost of each rank that was planned; see :class:`PlanReport`."""
 
@@ -54,7 +55,7 @@ class RanksPlanned:
 _NOT_SHOWN = {"per rank", "run", "verdict", "search", "largest group", "store"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class PlanReport(Printed):
     """The cost of loading (and training) a model with ``ranks`` ranks, computed from the plans that a real load would run."""
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..models.arguments import Arguments, Pretrained
 from ..models.classes import config_and_class
 from ..models.meta_init import at_most
 from ..models.unquantized import forget_quantization
+from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..storage import Requests, counting, is_url
 
@@ -38,7 +39,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
 _MOST_PARTS = 50 * MAX_MODULES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """The model of a plan. :meth:`prepared` builds it on meta, each time anew."""
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..objects import frozen
 from .groups import Event, StepGroup
 from .products import COMPILED_BYTES, Products
 
 __all__ = ["StepPeak", "peak_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepPeak:
     """What a step holds beside parameters and optimizer state, at the instant at which that is most."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ..objects import frozen
 from .groups import Event, StepGroup
 
 __all__ = ["whole_step"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Block:
     """What a block that ran did: its events, with memory relative to its beginning."""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from ..objects import frozen
 from ..sharding.groups import ShardPolicy
 from .training import TrainingSpec
 
 __all__ = ["Variant"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Variant:
     """A run that can be planned.
 

@@ -16,6 +16,7 @@ from itertools import groupby, product, zip_longest
 from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import itemsize
 from ..layout.boxes import Box
+from ..objects import frozen
 
 __all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets", "one_reader_each"]
 
@@ -31,7 +32,7 @@ _FILLED = 32 - 1
 Span = tuple[str, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Range:
     """``nbytes`` bytes at ``offset_bytes`` of a file, and their place in the bucket."""
 
@@ -53,7 +54,7 @@ class Bucket:
         return sum(r.nbytes for r in self.ranges)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Buckets:
     """A source in buckets. A chunk of ``tensors`` has the :func:`name <path_of>` of its bucket for a path."""
 
@@ -70,7 +71,7 @@ class Buckets:
         return int(path.removeprefix("bucket "))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Piece:
     """A part of a chunk: a box of the tensor whose elements lie one after the other."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..catalog.records import StoredTensor
 from ..dtypes import is_lossless
 from ..layout.wanted import Wanted
+from ..objects import frozen
 from ..recipe.match import Recipe
 
 __all__ = ["Cast", "casts_of", "rounded_between", "rounded_in"]
@@ -16,7 +16,7 @@ __all__ = ["Cast", "casts_of", "rounded_between", "rounded_in"]
 _SOME = 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cast:
     """Tensors whose stored values the new dtype can't hold exactly."""
 

@@ -21,12 +21,19 @@ __all__ = ["cover_problems", "prove_cover"]
 def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
     """Raise :class:`PlanError` listing every problem, unless recipes cover the wanted tensors exactly once."""
     problems = list(matched.problems)
+    proved: dict[tuple[object, ...], object] = {}
     for wanted in layout.wanted:
         recipe = matched.recipes.get(wanted.name)
-        if recipe is not None:
-            problems += cover_problems(wanted, recipe.tiles, catalog)
-            for copy in recipe.copies:
-                problems += cover_problems(wanted, copy, catalog)
+        for tiles in () if recipe is None else (recipe.tiles, *recipe.copies):
+            # By identity: layers that are made alike share these objects, and hashing them would take longer than the proof.
+            shapes = [catalog.tensors[tile.source].shape for tile in tiles]
+            parts = [(id(t.loops), id(t.source_start), id(t.target_start)) for t in tiles]
+            key = (wanted.shape, *parts, *map(id, shapes))
+            if key not in proved:
+                if found := cover_problems(wanted, tiles, catalog):
+                    problems += found
+                else:
+                    proved[key] = tiles, shapes  # which keeps the objects, and so their ids
     if problems:
         raise PlanError(
             f"{catalog.root} can't fill this model completely: {len(problems)} problems", tuple(problems)

@@ -10,6 +10,7 @@ from typing import Literal
 from ..catalog.records import Coded
 from ..dtypes import itemsize
 from ..layout.wanted import Wanted
+from ..objects import frozen
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe
 from .source_box import SourceBox, along_dims, source_box
@@ -91,7 +92,7 @@ class IOOptions:
             raise ValueError(f"strategy must be 'auto', 'own', 'node' or 'once', got {self.strategy!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StridedLoop:
     """``size`` steps, with strides in elements, through the stored chunk and the local tensor."""
 
@@ -100,7 +101,7 @@ class StridedLoop:
     target_stride: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Transfer:
     """One strided copy from a file into this rank's part of a wanted tensor.
 
@@ -183,7 +184,7 @@ class Transfer:
         return not self.reads_whole_span and inner.size * itemsize(self.source_dtype) >= MIN_RUN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """The reads of one rank, proved to cover everything that it wants.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from ..layout.boxes import Box
 from ..layout.wanted import contiguous_strides
+from ..objects import frozen
 
 __all__ = ["SourceBox", "along_dims", "boxes_of_range", "source_box"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceBox:
     """The smallest box that holds the elements of a loop nest, and where they lie in it.
 
@@ -25,7 +25,7 @@ class SourceBox:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Steps:
     """``size`` steps along one dim."""
 

@@ -7,7 +7,7 @@ by one. Tensors stored in other ways have single transfers from the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -19,7 +19,7 @@ from ..dtypes import itemsize
 from ..layout.wanted import Wanted
 from ..recipe.tiles import Tile, is_identity
 from .cuts import common_part, transfers_of
-from .records import Transfer
+from .records import StridedLoop, Transfer
 
 __all__ = ["Collector", "Transfers"]
 
@@ -90,6 +90,10 @@ class _Alike:
     positions: list[int] = field(default_factory=list)
 
 
+#: A transfer without names: its offset in the chunk, its offset in the local tensor, its loops.
+_Cut = tuple[int, int, tuple[StridedLoop, ...]]
+
+
 class Collector:
     """Collects this rank's transfers of tiles."""
 
@@ -98,6 +102,7 @@ class Collector:
         self._single: list[Transfer] = []
         self._alike: dict[tuple[object, ...], _Alike] = {}
         self._names: list[tuple[str, str]] = []
+        self._cuts: dict[tuple[object, ...], tuple[list[_Cut], object]] = {}
 
     def add(self, tile: Tile, wanted: Wanted) -> None:
         """Add the part of a tile that lies on this rank."""
@@ -106,7 +111,7 @@ class Collector:
         if not (
             isinstance(chunks, Chunks) and source.shape == wanted.shape and is_identity(tile, wanted.shape)
         ):
-            self._single += transfers_of(tile, wanted, self._stored)
+            self._single += self._cut(tile, wanted, source)
             return
         # By identity: tensors that are spread alike share one object for equal boxes and strides, and hashing those
         # would take longer than the rest of this function. The group keeps them alive.
@@ -117,6 +122,32 @@ class Collector:
         group.names.append(len(self._names))
         group.positions.append(chunks.position)
         self._names.append((wanted.name, source.name))
+
+    def _cut(self, tile: Tile, wanted: Wanted, source: StoredTensor) -> Iterable[Transfer]:
+        """The transfers of one tile. Tiles that are cut alike, as those of all layers are, are cut once."""
+        if len(source.chunks) != 1:
+            return transfers_of(tile, wanted, self._stored)
+        (chunk,) = source.chunks
+        # By identity, as above: these objects are shared, and hashing them would take longer than cutting the tile.
+        key = (
+            *(id(tile.loops), id(tile.source_start), id(tile.target_start), id(source.shape), id(chunk.box)),
+            *(id(wanted.boxes), id(wanted.local_strides), source.dtype, wanted.dtype, wanted.shape),
+        )
+        found = self._cuts.get(key)
+        if found is None:
+            transfers = list(transfers_of(tile, wanted, self._stored))
+            parts = [(t.offset_bytes - chunk.offset_bytes, t.target_offset, t.loops) for t in transfers]
+            self._cuts[key] = (
+                parts,
+                (tile, source, chunk, wanted),
+            )  # which keeps the objects, and so their ids
+            return transfers
+        name, stored, path, start = wanted.name, source.name, chunk.path, chunk.offset_bytes
+        dtypes = source.dtype, wanted.dtype
+        return [
+            Transfer(name, stored, path, start + begin, *dtypes, target, loops)
+            for begin, target, loops in found[0]
+        ]
 
     def in_order(self) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
         """All transfers by path and offset, and one of each kind."""

@@ -12,10 +12,10 @@ program turns from calls with new steps to calls with the same step again (an ev
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import RankError
+from ..objects import frozen
 from ..ranks.beats import Watch
 
 __all__ = ["Lease", "Lender", "Store", "StopPoint"]
@@ -34,7 +34,7 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lease:
     """No rank stops before this place: ``calls``, counted from 1, or the first call after ``turns`` changes of kind."""
 

@@ -11,9 +11,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from ..objects import frozen
 
 __all__ = ["Received", "StopSignals", "numbers_of"]
 
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 _SAME_SIGNAL_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Received:
     """The first signal that asked this process to stop."""
 

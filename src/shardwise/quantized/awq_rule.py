@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 from .groups import scaled
 from .scales import finite
 from .words import covering, transposed_halves
@@ -22,7 +22,7 @@ _FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 _LIFT, _LIFT_BITS = 1024, 0x6400
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Awq:
     """``(code − zero) × scale`` of the input's group, in F16. Implements :class:`.ColumnsRule`.
 

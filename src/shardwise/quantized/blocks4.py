@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Coded, StoredTensor
 from ..dtypes import torch_dtype
 from ..internals.bitsandbytes import dequantize_4bit, quantize_4bit
 from ..layout.boxes import Box
+from ..objects import frozen
 from .coded import coded
 from .fourbit import FourBit
 from .scales import finite
@@ -30,7 +31,7 @@ __all__ = ["SCALE_BYTES", "Blocks", "Joined", "encoded", "joined"]
 SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Blocks:
     """How a weight lies in blocks."""
 
@@ -91,7 +92,7 @@ class Blocks:
         return box.start[0] * self.block, min(box.stop[0] * self.block, math.prod(self.shape))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Joined:
     """Blocks of codes and scales that bitsandbytes stored. Implements :class:`.Rule`; parts as :class:`.FourBit`'s.
 
@@ -122,7 +123,7 @@ class Joined:
         return self.blocks.joined(parts["codes"], scales)[:, box.start[1] : box.stop[1]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Encoded:
     """Blocks quantized from a plain weight, by bitsandbytes. Implements :class:`.Rule`; part: ``weight``."""
 

@@ -5,11 +5,11 @@ What is stored one element each is here; :mod:`.packed` has integers packed into
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from ..layout.boxes import Box
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class Codes(Protocol):
         """The numbers of ``box`` in fp32, in memory of their own, from the elements of :meth:`box`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OneEach:
     """One stored element for each element: int8, FP8. Implements :class:`Codes`."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..catalog.records import StoredTensor
+from ..objects import frozen
 from .coded import Coded, coded
 from .codes import Codes, OneEach
 from .compressed_settings import FP4, ONE_EACH, PACKED, Scheme
@@ -30,7 +30,7 @@ _INTEGERS = {"I32": "<i4", "I64": "<i8"}
 _Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredModule:
     """A module's stored tensors, taken for those of one scheme."""
 

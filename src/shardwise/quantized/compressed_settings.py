@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..limits import brief
+from ..objects import frozen
 
 __all__ = ["FP4", "ONE_EACH", "PACKED", "Scheme", "Settings", "read_settings"]
 
@@ -23,7 +23,7 @@ _IS_EXPRESSION = "re:"
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scheme:
     """How the modules of one group store their weights."""
 
@@ -58,7 +58,7 @@ class Scheme:
         return f"{kind}{self.num_bits} {scope}{'' if self.symmetric else ', with zero points'}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Settings:
     """All groups that quantize weights, and what is wrong with the settings.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
@@ -12,6 +12,7 @@ from ..catalog.quantized import Quantized, method_of_config, quantized, stands_b
 from ..catalog.records import Coded, Quantization
 from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionError
 from ..names import Named
+from ..objects import frozen
 from .families import Family, Found, Source
 
 __all__ = ["Dequantized", "dequantized", "described", "has_family"]
@@ -35,7 +36,7 @@ _LOOKS_LIKE: Mapping[str, Collection[str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Dequantized:
     """The tensors that a source stores in one format, for reports."""
 

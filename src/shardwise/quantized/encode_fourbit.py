@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 from .fourbit import FourBit, book_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def fourbit_encoder(rule: FourBit) -> FourBitEncoder | NestedFourBitEncoder | st
     return FourBitEncoder(rule) if rule.nested is None else NestedFourBitEncoder(rule)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FourBitEncoder:
     """The code nearest to ``element ÷ absolute maximum of the block``. Implements :class:`.Encoder`.
 
@@ -65,7 +65,7 @@ class FourBitEncoder:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NestedFourBitEncoder:
     """As :class:`FourBitEncoder`; the scales, less their mean, are codes of the source's book. Implements :class:`.Encoder`.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box
+from ..objects import frozen
 from .encode_scaled import blockwise
 from .fp4 import Fp4Pairs
 from .grouped import Grouped
@@ -28,7 +28,7 @@ _LEAST_E4M3 = 0.125
 _MX_GROUP = 32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GroupedEncoder:
     """Scales and zero points from the least and largest element of each block. Implements :class:`.Encoder`.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 from .awq_rule import Awq, outputs_of
 from .gptq_rule import Gptq
 from .groups import pieces
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["AwqEncoder", "GptqEncoder", "RowInt8Encoder"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RowInt8Encoder:
     """``round(element × 127 ÷ absolute maximum of the row)``, of elements in F16. Implements :class:`.Encoder`.
 
@@ -50,7 +50,7 @@ class RowInt8Encoder:
         return {"codes": torch.round(scaled).nan_to_num_(0).to(torch.int8), "scales": largest}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GptqEncoder:
     """Codes rounded again, with the source's scales, zero points and groups. Implements :class:`.Encoder`.
 
@@ -84,7 +84,7 @@ class GptqEncoder:
         return {"codes": field_words(codes, rule.bits).t().contiguous()}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AwqEncoder:
     """Codes rounded again, with the source's scales and zero points. Implements :class:`.Encoder`.
 

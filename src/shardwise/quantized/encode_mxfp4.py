@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 from .encode_grouped import mx_exponents
 from .packing import fp4_bytes
 
@@ -18,7 +18,7 @@ __all__ = ["Mxfp4Encoder"]
 _BLOCK = 32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mxfp4Encoder:
     """Exponents by :func:`.mx_exponents`, codes rounded to the nearest, ties to even. Implements :class:`.Encoder`.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box
+from ..objects import frozen
 from .scaled import Scaled
 from .scales import in_step
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ScaledEncoder", "blockwise"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ScaledEncoder:
     """``scale = absolute maximum of the block ÷ largest number of the codes``. Implements :class:`.Encoder`.
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..catalog.records import Coded, StoredTensor
+from ..objects import frozen
 
 __all__ = ["Family", "Found", "Source"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """A source, as a family looks at it."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
+from ..objects import frozen
 from .groups import pieces
 from .scales import finite
 from .words import covering, looked_up
@@ -32,7 +32,7 @@ _BOOKS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Nested:
     """Scales that are codes, too (double quantization): ``book[code] × scale of the block + offset``."""
 
@@ -40,7 +40,7 @@ class Nested:
     offset: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FourBit:
     """``book[code] × scale`` of the block. Implements :class:`.Rule`; parts: ``codes``, ``scales``, maybe ``nested``, ``book``.
 

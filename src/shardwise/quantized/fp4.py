@@ -6,10 +6,10 @@ of fp16 at 15. Zeros and subnormals come out right, too. A shift and a mask for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ FP4_LIFT = 14
 _MASK = 0x8E00 - 0x10000
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fp4Pairs:
     """Pairs along the last of two dims. Implements :class:`.Codes`."""
 

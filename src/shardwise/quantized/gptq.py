@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
 from ..limits import brief
+from ..objects import frozen
 from .coded import Coded, coded
 from .families import Found, Source
 from .gptq_rule import Gptq
@@ -22,7 +22,7 @@ _BITS = (2, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Settings:
     bits: int
     group_size: int

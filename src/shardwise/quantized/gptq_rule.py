@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
 from ..layout.boxes import Box
+from ..objects import frozen
 from .groups import scaled
 from .scales import finite, groups_within
 from .words import covering, fields
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Gptq"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gptq:
     """``(code − zero) × scale`` of the input's group, in F16. Implements :class:`.ColumnsRule`.
 

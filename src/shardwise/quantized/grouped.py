@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
+from ..objects import frozen
 from .codes import Codes
 from .scales import blocks_of, factors, groups_within, in_step, slabs, widened
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Grouped"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Grouped:
     """``(codes − zeros) × scale`` of the block, for two dims. Implements :class:`.Rule`.
 

@@ -6,11 +6,11 @@ Source: ``convert_moe_packed_tensors`` in transformers' ``integrations/mxfp4.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
 from ..layout.boxes import Box
+from ..objects import frozen
 from .coded import coded
 from .families import Found, Source
 from .fp4 import FP4_LIFT, numbers_of_halves
@@ -84,7 +84,7 @@ def _wrong_dtype(part: StoredTensor) -> list[str]:
     return [] if part.dtype == "U8" else [f"{part.name} has dtype {part.dtype}; expected U8"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mxfp4Experts:
     """Implements :class:`.Rule`. Codes are transposed four at a time: numbers would be four times as many bytes."""
 

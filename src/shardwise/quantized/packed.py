@@ -5,10 +5,10 @@ Source: ``pack_to_int32`` of compressed-tensors. Codes are unsigned; half their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ def packed_size(size: int, bits: int) -> int:
     return -(-size * bits // _WORD_BITS)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PackedIntegers:
     """Integers packed along one of two dims. Implements :class:`.Codes`."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
+from ..objects import frozen
 from .scales import finite
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["RowInt8"]
 _STEP = 7.874015718698502e-3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RowInt8:
     """``code × absolute maximum of the row ÷ 127`` in F32. Implements :class:`.Rule`; parts: ``codes``, ``scales``.
 

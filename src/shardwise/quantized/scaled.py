@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box
+from ..objects import frozen
 from .codes import lowered
 from .scales import blocks_of, factors, in_step
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Scaled"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scaled:
     """``codes × scale`` of the block. Implements :class:`.Rule`; parts: ``codes`` and ``scales``.
 

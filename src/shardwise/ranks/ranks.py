@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -21,6 +21,8 @@ from shardwise.ranks.patience import LIMIT, Watch, watched
 from shardwise.ranks.protocol import Agreement, agreement_of
 from shardwise.ranks.verdicts import Request, cause_of, shorten, text_of
 
+from ..objects import frozen
+
 __all__ = ["Claim", "Ranks", "different"]
 
 _DESCRIPTION_CHARS = 1_000
@@ -28,7 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Ranks:
     """The ranks that load or save together.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 
 from shardwise.errors import RankError
+
+from ..objects import frozen
 
 __all__ = [
     "Request",
@@ -31,7 +33,7 @@ _CAUSE_CHARS = 4_000
 _ALL_CAUSES_CHARS = 256_000  # per verdict: the causes of 1,000 failing ranks fit into one value
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Request:
     """The agreement that a rank is in."""
 
@@ -40,7 +42,7 @@ class Request:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Status:
     """How a rank arrived at a round. Failures of the same type and full text have the same ``fingerprint``."""
 
@@ -52,7 +54,7 @@ class Status:
     parts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Verdict:
     """The outcome of a round for all ranks: go on with the reply, or raise."""
 

@@ -39,8 +39,6 @@ def unmatched(
     Each line advises a declaration, unless the call takes none (``restore``, ``convert``). A tensor that a file must store
     (``expected_in``) can't be new, so the advice for it is a rename.
     """
-    if not missing and not spare:
-        return []
     lines = []
     change = _prefix_change(catalog, missing, spare)
     if change:

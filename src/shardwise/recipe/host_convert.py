@@ -6,10 +6,11 @@ Plain records, no torch; :mod:`.whole` makes them, ``transfer.converted`` runs t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
+from ..objects import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Converted", "HostConversion"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Converted:
     """A conversion that runs whole, for reports: its name, tensors, reason and cost."""
 
@@ -30,7 +31,7 @@ class Converted:
     """Host memory that it takes while it runs: sources, results and intermediate tensors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class HostConversion:
     """A conversion from a few stored tensors to a few results that runs on real data.
 

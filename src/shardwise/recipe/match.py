@@ -12,7 +12,7 @@ from ..catalog.quantized import is_part
 from ..catalog.records import Catalog, StoredTensor
 from ..layout.wanted import Wanted
 from ..names import canonical_name
-from .explain import unmatched
+from ..objects import frozen
 from .host_convert import HostConversion
 from .tiles import Tile, identity
 
@@ -38,7 +38,7 @@ __all__ = [
 Rename = Callable[[Sequence[str]], Mapping[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Recipe:
     """How one wanted tensor is made: tiles that cover it, and the tiles of each copy stored under another name."""
 
@@ -49,7 +49,7 @@ class Recipe:
     """The stored names of a tensor without elements, which has no tiles to name them."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Declaration:
     """A tensor that a load skips by declaration, and the author of the declaration."""
 
@@ -74,7 +74,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) for p in patterns)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Made:
     """A tensor under a module name, made from stored tensors: unchanged, renamed, or converted by tiles."""
 
@@ -132,7 +132,7 @@ def undeclared(*_: str) -> None:
     """No declaration."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rules:
     """How stored tensors become wanted ones, and which tensors may be left over or initialized.
 
@@ -200,9 +200,12 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)
-    result.problems += unmatched(
-        catalog, missing, spare, caller_declares=rules.caller_declares, expected_in=rules.expected_in
-    )
+    if missing or spare:
+        from .explain import unmatched
+
+        result.problems += unmatched(
+            catalog, missing, spare, caller_declares=rules.caller_declares, expected_in=rules.expected_in
+        )
     return result
 
 
@@ -259,9 +262,9 @@ def _other_vocabulary(w: Wanted, made: Made, rules: Rules) -> str:
         return ""
     rows, stored = w.shape[0], made.shape[0]
     if stored > rows:
-        return f"; it has {stored} tokens, and the model {rows}: give config= with vocab_size={stored}"
+        return f"; it has {stored} tokens, but the model has {rows}: pass config= with vocab_size={stored}"
     return (
-        f"; it has {stored} tokens, and the model {rows}: to add tokens, load the stored model on one process, call "
+        f"; it has {stored} tokens, but the model has {rows}: to add tokens, load the stored model in one process, call "
         f"model.resize_token_embeddings({rows}) and model.save_pretrained(…), and load that"
     )
 

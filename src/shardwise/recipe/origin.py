@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
 from ..models.homes import inherit_home
 from ..names import unwrap
+from ..objects import frozen
 from .match import Recipe
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Origin", "inherit", "recall", "remember"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Origin:
     """The recipes of a load by wanted name, and the shapes of the stored tensors that they read."""
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
 from ..layout.boxes import Box
+from ..objects import frozen
 
 __all__ = [
     "Loop",
@@ -39,7 +40,7 @@ __all__ = [
 Side = Literal["source", "target"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Loop:
     """One loop of a tile: ``size`` steps along a dim of the source and a dim of the target. Steps are ≥ 1."""
 
@@ -56,7 +57,7 @@ class Loop:
         return self.target_dim, self.target_step
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tile:
     """Elements of a target tensor that are elements of the source tensor named ``source``."""
 

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,11 +33,11 @@ from ..internals.transformers import (
     without_initialization,
 )
 from ..layout.spec import TensorSpec
-from ..names import canonical_name, modules_once, own_tensors, unwrap
+from ..names import canonical_name, modules_once, own_tensors, unwrap, without_numbers
+from ..objects import frozen
 from .match import Made, Resolve, as_stored
-from .tiles import identity
+from .tiles import Tile, identity
 from .trace import Traced, is_untraceable, stored_tensor
-from .whole import host_conversion
 
 __all__ = [
     "HubRules",
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HubRules:
     """The rules of a model's class for stored tensors."""
 
@@ -115,10 +114,10 @@ def _resolver(meta_model: Any, wanted: dict[str, torch.Tensor], conversions: lis
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
         plain, groups = hub_groups(stored, conversions, meta_model, wanted)
         made = [as_stored(stored[name], target) for target, name in plain]
-        problems = []
+        problems, forms = [], _Forms(stored, wanted)
         for group in groups:
             try:
-                made += _convert(group, stored, wanted)
+                made += forms.made(group) or _convert(group, stored, wanted, forms)
             except Exception as error:  # an operation may raise anything
                 names = group.sources
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -135,8 +134,75 @@ def _resolver(meta_model: Any, wanted: dict[str, torch.Tensor], conversions: lis
     return resolve
 
 
+class _Forms:
+    """What converters make of stored tensors, whatever the names: layers of one kind are traced twice, not one by one.
+
+    A conversion may look at its patterns, at dtypes and shapes of stored tensors and of the model's own: groups that are equal in
+    these are made alike. The second group is traced, too, and compared with the first.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        self._stored, self._wanted = stored, wanted
+        self._known: dict[tuple[object, ...], tuple[_Form | None, bool]] = {}
+        """The form, and whether a second group has confirmed it; None: groups of this key differ."""
+
+    def _key(self, group: HubGroup) -> tuple[object, ...]:
+        own = [self._wanted[t] for t in group.targets if t in self._wanted]
+        parts = [(pattern, (t := self._stored[name]).dtype, t.shape) for name, pattern in group.parts]
+        return (
+            id(group.converter),
+            without_numbers(group.target),
+            *((t.dtype, t.shape) for t in own),
+            *parts,
+        )
+
+    def made(self, group: HubGroup) -> list[Made] | None:
+        """The results for a group like others that were traced; None if it has to be traced."""
+        form, is_confirmed = self._known.get(self._key(group), (None, False))
+        return form.of(group) if form is not None and is_confirmed else None
+
+    def note(self, group: HubGroup, made: list[Made]) -> None:
+        """Remember what was traced."""
+        key = self._key(group)
+        if key not in self._known:
+            self._known[key] = _form_of(group, made), False
+        elif (form := self._known[key][0]) is not None:
+            self._known[key] = (form, True) if form.of(group) == made else (None, False)
+
+
+@frozen
+class _Form:
+    """Results of a conversion: dtype, shape, and tiles by the position of their source among the group's."""
+
+    results: tuple[tuple[str, tuple[int, ...], tuple[tuple[int, Tile], ...]], ...]
+
+    def of(self, group: HubGroup) -> list[Made]:
+        """The same results, of the tensors of another group."""
+        names = group.sources
+        return [
+            Made(
+                target,
+                dtype,
+                shape,
+                tuple([Tile(names[k], t.loops, t.source_start, t.target_start) for k, t in tiles]),
+                names,
+            )
+            for target, (dtype, shape, tiles) in zip(group.targets, self.results, strict=True)
+        ]
+
+
+def _form_of(group: HubGroup, made: list[Made]) -> _Form | None:
+    """The form of what was traced; None for results that are made whole, or have other names than the converter says."""
+    place = {name: k for k, name in enumerate(group.sources)}
+    by_target = {one.target: one for one in made if one.host is None}
+    if by_target.keys() != set(group.targets) or len(made) != len(group.targets):
+        return None
+    ordered = [by_target[target] for target in group.targets]
+    return _Form(tuple([(m.dtype, m.shape, tuple([(place[t.source], t) for t in m.tiles])) for m in ordered]))
+
+
 def _convert(
-    group: HubGroup, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]
+    group: HubGroup, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor], forms: _Forms
 ) -> list[Made]:
     """The results of a converter: by tiles if its operations have a map, otherwise by running it whole."""
     try:
@@ -145,7 +211,9 @@ def _convert(
         if not is_untraceable(error):
             raise
         return _convert_whole(group, stored, wanted, str(error))
-    return [_made(target, value, group.sources) for target, value in values.items()]
+    made = [_made(target, value, group.sources) for target, value in values.items()]
+    forms.note(group, made)
+    return made
 
 
 def _convert_whole(
@@ -156,6 +224,8 @@ def _convert_whole(
     def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # As from_pretrained: cast stored tensors before converting them.
         return group.run({name: t.to(dtype) for name, t in tensors.items()})
+
+    from .whole import host_conversion
 
     names = group.sources
     host = host_conversion(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
+from ..objects import frozen
 from ..operations.records import OperationName
 from .ledger_files import Phase, Process, Start
 from .plots import Planned, draw_plan
@@ -33,7 +34,7 @@ _PLACES = ("host", "device")
 _BEFORE = ("process", "context")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Peak:
     """The highest that a rank held in a phase, at one place."""
 

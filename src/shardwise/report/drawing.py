@@ -10,10 +10,10 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ShardwiseError
+from ..objects import frozen
 
 __all__ = [
     "AREA_ALPHA",
@@ -58,7 +58,7 @@ WIDTHS = {"wide": 8.6, "narrow": 4.1}
 SMALLEST_TEXT = 10
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drawn:
     """A plot for the page."""
 

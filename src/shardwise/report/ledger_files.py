@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..limits import MAX_CONFIG_DEPTH
+from ..objects import frozen
 
 __all__ = [
     "Note",
@@ -44,7 +45,7 @@ _VALUES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sample:
     """What a process used at one moment, ``t`` seconds after its ledger began; names as in the file."""
 
@@ -56,7 +57,7 @@ class Sample:
         return self.values.get(name, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Phase:
     """A phase of a process."""
 
@@ -70,7 +71,7 @@ class Phase:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Note:
     """An outcome: the report of a load, a save, a resume, an export."""
 
@@ -117,7 +118,7 @@ class Process:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Start:
     """The processes of one start of the program, by rank."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import FormatError, SourceError
 from ..limits import MAX_VALUE_BYTES, read_small
+from ..objects import frozen
 from ..runs.history import RootContents, is_root, losses_of_trainer, steps_below
 from ..storage import absolute, is_url
 from .ledger_files import Start, json_lines, json_object, read_process, starts_of
@@ -18,7 +19,7 @@ from .ledger_files import Start, json_lines, json_object, read_process, starts_o
 __all__ = ["LossLog", "Material", "find_material"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LossLog:
     """Losses by step, from one file."""
 

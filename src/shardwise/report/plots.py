@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ..objects import frozen
 from .drawing import (
     AREA_ALPHA,
     BAD,
@@ -47,7 +47,7 @@ _MOST_POINTS = 400
 _MOST_BARS = 400
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mark:
     """Something that happened at a step."""
 
@@ -56,7 +56,7 @@ class Mark:
     """``save``, ``crash`` or ``resume``."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Planned:
     """What a plan says that a rank holds in a phase, at one place."""
 

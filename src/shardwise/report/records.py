@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from ..objects import frozen
 from .drawing import Drawn
 from .text import size
 
 __all__ = ["Cell", "Page", "Part", "Section", "Table", "bytes_cell", "cells", "facts"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cell:
     """A value of a table."""
 
@@ -21,7 +21,7 @@ class Cell:
     """``good`` or ``bad``."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Table:
     """A table; without ``head``, one of facts: a name and a value in each row."""
 
@@ -30,7 +30,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Part:
     """A piece of a section: what is given of these, in this order."""
 
@@ -42,7 +42,7 @@ class Part:
     table: Table | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Section:
     """A section with its heading."""
 
@@ -52,7 +52,7 @@ class Section:
     parts: Sequence[Part]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Page:
     """The whole report."""
 

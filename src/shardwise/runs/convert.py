@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..format.steps import STEP_NAME
 from ..layout.placements import Cut, Geometry, replicated
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed
@@ -54,7 +55,7 @@ __all__ = ["ConvertReport", "convert"]
 _PIECE_BYTES = 8 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ConvertReport(Printed):
     """The result of a conversion on this rank."""
 

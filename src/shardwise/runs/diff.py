@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..operations.printed import Printed
@@ -33,7 +34,7 @@ __all__ = ["Change", "DiffReport", "diff"]
 _PIECE_BYTES = 16 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Change:
     """A tensor that differs between the two sources."""
 
@@ -48,7 +49,7 @@ class Change:
     """Norm of the difference over the norm of the first side."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DiffReport(Printed):
     """The differences between two sources, from the first to the second."""
 

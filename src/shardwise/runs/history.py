@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from ..checkpoint.check import check_part
@@ -14,6 +13,7 @@ from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..format.steps import OTHERS_NAME, TRAINER_FILE
 from ..limits import MAX_COUNT, MAX_VALUE_BYTES, read_json
+from ..objects import frozen
 from ..storage import is_file, is_url, join, stat_of_expected
 from ..store.line import line_of
 from ..store.publish import was_ever_published
@@ -45,7 +45,7 @@ _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 _KEPT_ELSEWHERE = re.compile(r"global_step\d+|custom_checkpoint_\d+\.pkl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class StepSummary:
     """A step of a checkpoints directory, from its manifest, its headers and the sizes of its files."""
 
@@ -66,7 +66,7 @@ class StepSummary:
     file_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class RootContents:
     """The steps of a checkpoints directory, newest first, and leftovers of stopped saves."""
 

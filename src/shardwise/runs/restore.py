@@ -25,6 +25,7 @@ from ..errors import SourceError, StateError
 from ..format.states import StateKey, by_name
 from ..layout.live import describe
 from ..limits import brief
+from ..objects import gc_paused
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..planning import IOOptions
@@ -42,6 +43,7 @@ __all__ = ["restore"]
 
 @logged
 @announced("restore", "path")
+@gc_paused()
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor against its digest.
 

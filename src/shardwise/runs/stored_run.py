@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ..models.assets import read_assets
 from ..models.documents import left_out_of
 from ..models.lend import documents_of
 from ..names import named_tensors
+from ..objects import frozen
 from ..planning import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe, Rules, match_rules, same_names
@@ -59,7 +60,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredModel:
     """A model's tensors under module names, and how each is made of stored ones."""
 
@@ -82,7 +83,7 @@ class StoredModel:
         return next((n for n, others in self.aliases.items() if alias in others), alias)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredOptimizerState:
     """An optimizer's tensors: spread like their parameter, or of one element."""
 
@@ -92,7 +93,7 @@ class StoredOptimizerState:
     scalars: Mapping[str, Mapping[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class StoredRun:
     """A run: its models and optimizers by name, and its documents in the form of our checkpoints."""
 

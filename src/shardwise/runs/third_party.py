@@ -11,27 +11,35 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 
 from ..catalog import Catalog, StoredTensor
 from ..catalog.dcp import (
-    METADATA_NAME,
     DcpCheckpoint,
     entries_left_out,
     model_in,
     optimizers_in,
     read_dcp,
 )
-from ..catalog.kinds import Kind, kind_below, kind_of, refuse_below, refuse_foreign
+from ..catalog.kinds import (
+    FULL_STATE_STEM,
+    METADATA_NAME,
+    Kind,
+    kind_below,
+    kind_of,
+    refuse_below,
+    refuse_foreign,
+)
 from ..catalog.open import holds_model, open_catalog
-from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
+from ..catalog.torchfile import read_torch_file
 from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
 from ..format.steps import TRAINER_FILE, describe_steps
 from ..limits import brief, read_json
+from ..objects import frozen
 from ..storage import is_directory, is_file, looking_once, names_in
 from .pickled_values import (
     Objects,
@@ -61,7 +69,7 @@ _DOCUMENT_FILES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredOptimizer:
     """A stored optimizer: tensors named ``<parameter>.<state>``, other values, settings."""
 
@@ -247,7 +255,7 @@ def _listed(root: str) -> list[str]:
         raise SourceError(f"can't be read: {error.strerror}", path=root) from error
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ThirdPartyRun:
     """Locates the parts of a run. Reads a part when it is asked for, and each DCP directory once.
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
 from ..names import NamedTensor, canonical_name, children, named_tensors, patterns_of
+from ..objects import frozen
 from .split_points import Candidate, GroupKind, SplitPoints, find_candidates
 
 __all__ = [
@@ -54,7 +55,7 @@ class ShardPolicy:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Group:
     """The parameters that FSDP2 gathers together: a module's, without those of groups inside it."""
 
@@ -73,7 +74,7 @@ class Group:
     """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole beside the group."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wrapping:
     """Assigns every parameter to one group, or leaves it plain."""
 

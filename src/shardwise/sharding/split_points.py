@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -14,6 +13,7 @@ from ..internals.peft import adapted_modules, is_adapted
 from ..internals.torch import original_class
 from ..internals.transformers import blocks_not_to_split
 from ..names import NamedTensor, children
+from ..objects import frozen
 
 __all__ = ["Candidate", "GroupKind", "SplitPoints", "can_be_group", "find_candidates"]
 
@@ -23,7 +23,7 @@ _EXPERTS_CLASS = re.compile(r"Experts$")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A module that could be a group, its path in the model, and the reason."""
 

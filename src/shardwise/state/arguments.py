@@ -15,7 +15,6 @@ import inspect
 import math
 import os
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +47,6 @@ _MAX_FILES, _BEGINNING = 256, 4096
 _MAX_ROWS = 64
 #: Functions that are searched for the attributes that they read of one object.
 _MAX_FUNCTIONS = 256
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
     *(Enum, PurePath, np.generic, np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -65,10 +63,8 @@ _COUNTERS = (*_OF_STATE, "step", "global_step")
 _OF_SPEED = ("pin_memory", "pin_memory_device", "prefetch_factor", "timeout")
 _CODE = (types.FunctionType, types.MethodType, partial)
 #: Objects that are described whole, whatever code reads of them.
-_WHOLE = (*_CODE, *_GENERATORS, torch.Tensor, np.ndarray, nn.Module)
+_WHOLE = (*_CODE, torch.Generator, torch.Tensor, np.ndarray, nn.Module)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-#: Folders of installed code: what is in them doesn't change from one run to the next with an argument.
-_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
 
 
@@ -126,7 +122,7 @@ class Described:
             self._add_function(path, value, depth)
         elif isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
             self.lines[path] = getattr(value, "__qualname__", value.__name__)
-        elif isinstance(value, _GENERATORS):  # their states are stored and compared as states
+        elif _is_generator(value):  # their states are stored and compared as states
             self.lines[path] = type(value).__qualname__
         else:
             kind: Any = original_class(value) if isinstance(value, nn.Module) else type(value)
@@ -177,7 +173,12 @@ class Described:
         if depth > _MAX_DEPTH or is_plain(value) or isinstance(value, _CONTAINERS):
             self.add(path, value, depth)
             return
-        is_whole = self._met.get(id(value)) or isinstance(value, _WHOLE) or _is_of_libraries(value)
+        is_whole = (
+            self._met.get(id(value))
+            or isinstance(value, _WHOLE)
+            or _is_generator(value)
+            or _is_of_libraries(value)
+        )
         found = {} if is_whole else _attributes(value, names)
         if (id(value), names) not in self._used:
             self._used.add((id(value), names))
@@ -458,11 +459,27 @@ def _is_module_installed(module: types.ModuleType) -> bool:
 
 
 @cache
+def _standard_folders() -> tuple[str, ...]:
+    """Folders of Python's own code: what is in them doesn't change from one run to the next with an argument."""
+    import sysconfig  # which reads a file of its own
+
+    return tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
+
+
+def _is_generator(value: object) -> bool:
+    """Whether a value is a generator of torch or numpy. Doesn't import ``numpy.random``, which numpy itself imports on its first use."""
+    if isinstance(value, torch.Generator):
+        return True
+    random = sys.modules.get("numpy.random")
+    return random is not None and isinstance(value, (random.Generator, random.RandomState))
+
+
+@cache
 def _is_installed(file: str) -> bool:
     """Whether code is part of Python or of an installed package."""
-    return file.startswith(
-        ("<frozen", *(f"{folder}/" for folder in _STANDARD))
-    ) or not _INSTALLED_PARTS.isdisjoint(PurePath(file).parts)
+    return file.startswith(("<frozen", *_standard_folders())) or not _INSTALLED_PARTS.isdisjoint(
+        PurePath(file).parts
+    )
 
 
 @cache

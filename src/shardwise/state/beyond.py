@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import nn
 from ..errors import ShardwiseError
 from ..internals.torch import keep_metadata
 from ..layout.model import local_tensor
+from ..objects import frozen
 from .encoding import quantized_parts
 from .places import Places
 from .typed_json import encode
@@ -48,7 +49,7 @@ MAX_BEYOND_BYTES = 64 * 1024**2
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Beyond:
     """State of one object that only its own saving would store."""
 
@@ -58,7 +59,7 @@ class Beyond:
     """Values that can't be stored: one line each, by :func:`path_key`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredOwn:
     """The own state of one object as a checkpoint holds it."""
 

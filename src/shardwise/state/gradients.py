@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..internals.fsdp import fsdp_unreduced_ids
 from ..internals.torch import version_of
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor
+from ..objects import frozen
 
 __all__ = [
     "GRADIENT",
@@ -40,7 +40,7 @@ __all__ = [
 UNSEEN_GRADIENTS = "gradients from before the first TrainState (it is not known whether a step has used them)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Mark:
     """A gradient after the step that used it, or one from before the hook was set."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def own_states(loader: Any) -> dict[str, Any]:
     """
     parts = all_parts(loader)
     return {
-        "generators": {path: _KINDS[type(g)][0](g) for path, g in _generators(parts)},
+        "generators": {path: _kinds()[type(g)][0](g) for path, g in _generators(parts)},
         "epochs": {path: epoch for path, part in parts.items() if (epoch := _epoch_of(part)) is not None},
         "seeds": {path: part.initial_seed for path, part in parts.items() if hasattr(part, "initial_seed")},
     }
@@ -87,7 +88,7 @@ def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
     live = dict(_generators(parts))
     for path, state in states["generators"].items():
         if path in live and takes(live[path], state):
-            _KINDS[type(live[path])][1](live[path], state)
+            _kinds()[type(live[path])][1](live[path], state)
     for path, epoch in states["epochs"].items():
         if path in parts and _epoch_of(parts[path]) not in (None, epoch):
             parts[path].set_epoch(epoch)
@@ -105,7 +106,7 @@ def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
 def item_generators(loader: Any) -> dict[str, Any]:
     """States of the generators of dataset and collator, which draw items."""
     held = _generators(all_parts(loader))
-    return {p: _KINDS[type(g)][0](g) for p, g in held if p.startswith(("dataset", "collate_fn"))}
+    return {p: _kinds()[type(g)][0](g) for p, g in held if p.startswith(("dataset", "collate_fn"))}
 
 
 def attributes(loader: Any) -> dict[str, str]:
@@ -137,7 +138,7 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         held = {"generator": getattr(part, "generator", None), **getattr(part, "__dict__", {})}
         for name, value in held.items():
-            if type(value) in _KINDS and not any(value is one for one in seen):
+            if type(value) in _kinds() and not any(value is one for one in seen):
                 seen.append(value)
                 yield f"{path}.{name}", value
 
@@ -189,19 +190,21 @@ def takes(generator: Any, state: Any) -> bool:
             trial = np.random.Generator(type(generator.bit_generator)())
         else:
             trial = type(generator)()
-        _KINDS[type(generator)][1](trial, state)
+        _kinds()[type(generator)][1](trial, state)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError, AttributeError):
         return False
     return True
 
 
-#: Functions that get and set the state of a generator.
-_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
-    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    np.random.Generator: (lambda g: g.bit_generator.state, _put_numpy),
-    np.random.RandomState: (lambda g: g.get_state(legacy=False), _put_numpy),
-    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
-}
+@cache
+def _kinds() -> dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]:
+    """Functions that get and set the state of a generator. ``numpy.random`` is imported on the first use of a loader."""
+    return {
+        torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+        np.random.Generator: (lambda g: g.bit_generator.state, _put_numpy),
+        np.random.RandomState: (lambda g: g.get_state(legacy=False), _put_numpy),
+        random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+    }
 
 
 def _epoch_of(part: Any) -> int | None:

@@ -7,7 +7,7 @@ of the whole parameter (:mod:`..layout.blocks`): plans, digests and resharding t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..internals.torchao import KINDS, LowBit, fresh_book, low_bit, low_bit_stat
 from ..layout.blocks import BlockGrid, grid_of
 from ..limits import MAX_COUNT, brief, cause
 from ..models.host_memory import HostMemory
+from ..objects import frozen
 
 __all__ = [
     "PARTS",
@@ -41,7 +42,7 @@ PARTS = ("codes", "scale")
 PLAIN = "plain"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Form:
     """What the codes and scales of a state stand for; equal on every rank that holds elements of it."""
 
@@ -71,13 +72,14 @@ class Form:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {k: getattr(self, k) for k in self.__slots__}
+        return asdict(self)
 
     @classmethod
     def of_json(cls, value: Any, where: str) -> Form:
         """The form that plain values say. Raises :class:`FormatError` if they say none."""
-        if not isinstance(value, dict) or value.keys() != set(cls.__slots__):
-            raise FormatError(f"{where}: expected {', '.join(cls.__slots__)}, got {brief(value)}")
+        expected = [f.name for f in fields(cls)]
+        if not isinstance(value, dict) or value.keys() != set(expected):
+            raise FormatError(f"{where}: expected {', '.join(expected)}, got {brief(value)}")
         found = cls(**value)
         if not isinstance(found.kind, str) or found.kind not in KINDS:
             raise FormatError(
@@ -106,7 +108,7 @@ class Form:
         return self.scale if part == "scale" else code_of(KINDS[self.kind].codes)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredForm:
     """A stored state of few bits."""
 

@@ -24,6 +24,7 @@ from ..layout.model import local_tensor
 from ..limits import brief
 from ..models.host_memory import HostMemory
 from ..names import NamedTensor
+from ..objects import frozen
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
 from .low_bit import Form, StoredForm, form_of, part_name, room_for
 from .storable import why_unstorable
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AgreedForm:
     """The form in which ranks hold a state in few bits."""
 
@@ -60,7 +61,7 @@ NO_FORMS: Mapping[int, Mapping[str, AgreedForm]] = {}
 NO_LOW_BIT: Mapping[str, Mapping[str, StoredForm]] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LowBitState:
     """A state of few bits, spread like its parameter."""
 

@@ -12,11 +12,11 @@ no pickle. It uses an enum class only if the class is imported already.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..objects import frozen
 from .decoding import LEFT_OUT, Decoder
 from .encoding import Encoder
 from .places import Places
@@ -24,7 +24,7 @@ from .places import Places
 __all__ = ["Encoded", "decode", "encode"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Encoded:
     """The result of :func:`encode`."""
 

@@ -29,9 +29,8 @@ from .records import Cut, Held, Listing, Stat
 from .requests import LISTED_AT_ONCE, Requests, note
 from .tries import Tries, again
 
-__all__ = ["ObstoreStore", "is_known"]
+__all__ = ["ObstoreStore"]
 
-_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")
 #: Some objects of a listing, as obstore gives them.
 _Objects = list[Any]
 #: Bytes that come from a body at a time.
@@ -55,11 +54,6 @@ _RETRY = {
 #: Hosts that give AWS's credentials.
 _OF_AWS = ("169.254.0.0/16", "fd00:ec2::/32", "amazonaws.com", "amazonaws.com.cn")
 _CLIENT = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
-
-
-def is_known(root: str) -> bool:
-    """Whether obstore has a store for URLs of this root."""
-    return root.partition("://")[0] in _SCHEMES
 
 
 class ObstoreStore:

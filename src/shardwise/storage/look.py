@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ..errors import FormatError, SourceError
+from ..objects import frozen
 from .records import Listing, Stat
 from .stores import fetch, store_of
 from .urls import is_url, join, place_of
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Seen:
     base: str
     listings: dict[str, Listing] = field(default_factory=dict)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from ..errors import IntegrityError
+from ..objects import frozen
 
 __all__ = ["Cut", "Held", "Listing", "Moved", "ObjectFile", "Stat", "Store"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stat:
     """A file or an object."""
 
@@ -22,7 +23,7 @@ class Stat:
     """When it was last written, by the store's clock, in seconds since 1970. None where the store does not say, and for local files."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Held:
     """A small object, whole, as :meth:`Store.get` found it."""
 
@@ -31,7 +32,7 @@ class Held:
     """What :meth:`Store.replace` compares."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Listing:
     """The names directly below a prefix."""
 

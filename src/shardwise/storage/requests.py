@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from threading import Lock
 from typing import ParamSpec, TypeVar
 
+from ..objects import frozen
+
 __all__ = ["LISTED_AT_ONCE", "Requests", "counted_here", "counting", "note"]
 
 P = ParamSpec("P")
@@ -47,7 +49,7 @@ class Requests:
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Counter:
     found: Requests
     around: _Counter | None

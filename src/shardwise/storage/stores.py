@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
+from typing import Any
 
 from ..errors import IntegrityError, SourceError
-from .by_fsspec import FsspecStore
-from .by_obstore import ObstoreStore, is_known
 from .options import options_of
 from .records import Cut, Moved, Stat, Store
 from .tries import Tries
@@ -17,6 +16,9 @@ __all__ = ["fetch", "store_of"]
 
 #: After so many bytes, a read may be cut as often again, and take as long.
 _PROGRESS_BYTES = 64 * 1024
+
+#: URLs of these schemes are read by obstore, all others by fsspec.
+OBSTORE_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")
 
 _lock = Lock()
 _stores: dict[tuple[str, str], Store] = {}
@@ -31,9 +33,19 @@ def store_of(root: str) -> Store:
     key = root, repr(sorted(options.items(), key=lambda item: item[0]))
     with _lock:
         if key not in _stores:
-            kind = ObstoreStore if is_known(root) else FsspecStore
-            _stores[key] = kind(root, options)
+            _stores[key] = _opened(root, options)
         return _stores[key]
+
+
+def _opened(root: str, options: Mapping[str, Any]) -> Store:
+    """A store, by the client that knows its scheme; only that client is imported."""
+    if root.partition("://")[0] in OBSTORE_SCHEMES:
+        from .by_obstore import ObstoreStore
+
+        return ObstoreStore(root, options)
+    from .by_fsspec import FsspecStore
+
+    return FsspecStore(root, options)
 
 
 def fetch(

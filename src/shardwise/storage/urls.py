@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 
 from ..errors import SourceError
+from ..objects import frozen
 
 __all__ = ["Place", "is_url", "join", "place_of", "without_queries"]
 
@@ -21,7 +21,7 @@ _BY_OBSTORE = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http",
 _SIGNED = re.compile(r"[?&](sig|se|sv|token|X-Amz-\w+|X-Goog-\w+|AWSAccessKeyId|Signature)=", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Place:
     """A URL in two parts."""
 

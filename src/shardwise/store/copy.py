@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -25,6 +25,7 @@ from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..format.places import refuse_part
 from ..limits import inside, read_small, refuse_link_out
+from ..objects import frozen
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..operations.printed import Printed
@@ -59,7 +60,7 @@ _UNFINISHED = ".copying-"
 _MOST_NAME_BYTES = 200
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CopyReport(Printed):
     """The result of a copy."""
 
@@ -131,7 +132,7 @@ def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str])
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _File:
     """A file that is copied."""
 

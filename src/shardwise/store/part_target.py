@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import xxhash
 
@@ -14,6 +13,7 @@ from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, parse_manifest
 from ..format.places import files_by_place
 from ..limits import read_small
+from ..objects import frozen
 from ..ranks.patience import patiently
 from .complete import readable_text
 from .marks import mark, remove_ours
@@ -111,7 +111,7 @@ class PartTarget:
             _delete(self._temporary)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SealedPart:
     """A part that a killed or failed save left complete, but for its name."""
 

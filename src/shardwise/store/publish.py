@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from ..catalog.dcp import METADATA_NAME
+from ..catalog.kinds import METADATA_NAME
 from ..errors import CheckpointError, SourceError
 from ..format.head import Fate, SetAside
 from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest

@@ -16,7 +16,6 @@ from ..planning.buckets import Span
 from ..planning.build import transfers_of
 from ..planning.records import IOOptions, Transfer
 from ..planning.source_box import boxes_of_range
-from ..quantized.finite_scales import check_scales, scales_in
 from ..recipe.tiles import identity
 from .box import read_box, wanted_box
 from .checked import ROWS, CheckedScales, elements_at_a_time, inside
@@ -71,6 +70,8 @@ class DecodingReader:
         Raises :class:`IntegrityError` for scales that are NaN or infinite. Those that are too many to be kept are checked when their
         codes are read.
         """
+        from ..quantized.finite_scales import check_scales, scales_in
+
         for one, box in boxes:
             asked = scales_in(one, box)
             if not asked or (is_kept := self._checked.has_room(one, asked)) is None:

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, islice
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..dtypes import itemsize, torch_dtype
 from ..errors import RankError, SourceError
 from ..layout.wanted import contiguous_strides
+from ..objects import frozen
 from ..planning.buckets import Bucket, Buckets, Span
 from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
@@ -324,7 +325,7 @@ class OnceReader(SharedReader):
             raise RankError("read", {self._ranks.rank: f"a collective failed: {error}"}) from error
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Part:
     """Elements of a bucket that a rank asks for."""
 
