@@ -166,7 +166,7 @@ def test_a_model_that_is_whole_on_every_rank_is_a_warning(ranks: RankPool, hub: 
 
 def test_why_a_whole_model_can_not_be_sharded(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     for text in ranks.run_ranks(2, fns.one_rank_reads, str(hub), str(tmp_path), timeout_s=100):
-        assert text.startswith("ShardError: the model was loaded whole"), text
+        assert text.startswith("ShardError: the model was loaded unsharded"), text
         assert "trainer.load_pretrained(args" in text
 
 

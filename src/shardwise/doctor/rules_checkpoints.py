@@ -88,7 +88,7 @@ CHECKPOINTS = (
     Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
     each(
         _checkpoints,
-        ("checkpoint.set-aside", "steps that a resume renamed", "docs/format.md"),
+        ("checkpoint.set-aside", "steps that a resume quarantined", "docs/format.md"),
         kind="note",
         when=lambda c: c.set_aside,
         bites=_aside,

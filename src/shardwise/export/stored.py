@@ -126,7 +126,7 @@ class StoredJob:
         if os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
             return error
         return CheckpointError(
-            f"{self._path}: was deleted while it was read; a running Checkpointer deletes old steps. Take a newer step, or "
+            f"{self._path}: was deleted while it was being read; a running Checkpointer deletes old steps. Take a newer step, or "
             f"let the run keep this one (keep_last, keep_every)"
         )
 

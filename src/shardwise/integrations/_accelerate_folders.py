@@ -75,7 +75,7 @@ def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
         hosts.on_own(root, "rename an incomplete checkpoint", lambda: _set_aside(folder))
     elif any(found):
         raise CheckpointError(
-            f"{folder}: holds something already, and a published checkpoint is never overwritten; "
+            f"{folder}: already contains something, and a published checkpoint is never overwritten; "
             + (
                 "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
                 if automatic

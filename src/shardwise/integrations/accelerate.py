@@ -220,7 +220,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._hosts = hosts_of(local=local, fallback=self._failures.fallback)
         super().__init__(*args, **kwargs)
         if (fallback := self._failures.fallback) is not None:
-            Ranks.current().on_first("look at the fallback", lambda: refuse_unfit(fallback))
+            Ranks.current().on_first("checking the fallback", lambda: refuse_unfit(fallback))
         self._stops, self._last_save = Stops(preemption, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 

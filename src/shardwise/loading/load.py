@@ -111,7 +111,7 @@ def load(
     :class:`PlanError` before payload is read (also for adapters without a sharded form: a method other than LoRA, an
     initialization that needs weights or data, a quantized base, or settings that differ from the model's),
     :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that aren't in ``allow_plain``), or
-    :class:`RankError` on every living rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
+    :class:`RankError` on every surviving rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)

@@ -53,7 +53,7 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     ``path`` can be a URL in an object store, and a directory may have any name; the report's ``step`` comes from the manifest. Works with any
     mesh and world size. Every rank of the default process group must call it. Random states are restored last. Memory: staging only, in
     addition to the state itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
-    :class:`RankError` on every living rank. After an error, the state is undefined until a restore succeeds.
+    :class:`RankError` on every surviving rank. After an error, the state is undefined until a restore succeeds.
     """
     return restore_unlogged(state, path, io=io)
 
