@@ -951,6 +951,6 @@ def test_plan_says_how_many_gpus(model: Path) -> None:
     none = run("plan", model, "--fit", "64MiB", "--batch-size", 512, "--sequence-length", 512)
     assert none.exit_code == 1, none.output
     assert none.stdout.startswith("no number of GPUs of 64.0 MiB is enough: "), none.stderr
-    assert "most of it" in none.stdout.splitlines()[0]
+    assert "mostly for" in none.stdout.splitlines()[0]
     for words in (("plan", model), ("plan", model, "--fit", "80GiB", "--nodes", 2)):
         assert run(*words).exit_code == 2

@@ -63,7 +63,7 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
         "that the plan allows for, later imports included. A point above the bar means that the plan was wrong, a point below it that "
         "the run took less."
     )
-    return Section("plan", "Plan against measured", about, parts)
+    return Section("plan", "Planned vs. measured", about, parts)
 
 
 # ----------------------------------------------------------------------------------------------------
