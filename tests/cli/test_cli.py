@@ -377,7 +377,7 @@ def test_plan_says_what_the_host_has(model: Path) -> None:
     assert "this host" not in run("plan", model, "--ranks", 4).stdout, "it is about the hosts of the run"
     shown = run("plan", model, "--ranks", 4, "--device", "cpu")
     assert f"({host['budget']['limit_from']})" in shown.stdout
-    assert f"{size(host['needed_bytes'])} of it for 4 ranks on cpu" in shown.stdout
+    assert f"needs {size(host['needed_bytes'])} for 4 ranks on cpu" in shown.stdout
     assert "warning" not in shown.stdout
 
 

@@ -138,7 +138,7 @@ def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
         f"{stored.requests} requests in an object store"
     ]
     lines += [
-        f"{one.phase}: each rank {one.verb} {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all ranks together "
+        f"{one.phase}: each rank {one.verb} up to {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all ranks together "
         f"{size(one.total_bytes)}; {one.seconds:.0f} s"
         for one in run.files
     ]
