@@ -68,7 +68,7 @@ KNOWN = (
         lines=("'Tensor' object has no attribute 'device_mesh'",),
         source="case 1; accelerate#3898",
         bites="Accelerate's RAM-efficient loader found a tensor that isn't sharded.",
-        why="It assumes that every entry of the state dict is a DTensor; persistent buffers and ignored parameters aren't.",
+        why="It assumes that every entry in the state dict is a DTensor; persistent buffers and ignored parameters aren't.",
         do="Load with ShardwiseAccelerator (docs/cases/1-device-mesh.md), or set fsdp_cpu_ram_efficient_loading: false.",
     ),
     Known(

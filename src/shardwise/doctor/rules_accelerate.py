@@ -232,7 +232,7 @@ ACCELERATE = (
         when=lambda one: one.says("cpu_ram_efficient_loading"),
         bites="prepare() fails with \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
         "persistent buffer or an unsharded parameter.",
-        why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry of the state dict is a DTensor.",
+        why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry in the state dict is a DTensor.",
         do="Keep the YAML and load with ShardwiseAccelerator.load_model or load_pretrained "
         "(docs/cases/1-device-mesh.md), or turn the option off if every rank has room for the whole model.",
     ),
