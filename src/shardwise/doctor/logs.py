@@ -160,7 +160,7 @@ KNOWN = (
         lines=("| MISSING",),
         also=(r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.",),
         source="case 10; case 12",
-        bites="from_pretrained found no weights for part of the model, which stayed random.",
+        bites="from_pretrained found no weights for part of the model, which kept its random values.",
         why="The names do not fit: the base of an adapter was renamed by PEFT, or a file is not the model's.",
         do="Load with sw.load_pretrained, which raises before it reads, and lists each tensor with its nearest name.",
     ),
