@@ -95,9 +95,9 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "report.html").read_text()
     for said in (
-        "Rank 1 died while saving step 6. The run resumed from step 5 on 3 ranks instead of 2; no saved step was lost. The last start finished.",
+        "Rank 1 died while saving step 6. The run resumed from step 5 on 3 ranks instead of 2; no saved step was lost. The last launch finished.",
         "died while saving step 6",
-        "Start 2: resume from step 5",
+        "Launch 2: resume from step 5",
         "Plan of BertModel on 2 ranks",
         "Plan of BertModel on 3 ranks",
         "within the plan",

@@ -62,13 +62,13 @@ def _crashes(starts: Sequence[Start]) -> Iterator[str]:
         if start is not starts[-1]:
             yield _resumed(starts[starts.index(start) + 1])
     if starts and starts[-1].is_whole:
-        yield "The last start finished." if len(starts) > 1 else "The run finished."
+        yield "The last launch finished." if len(starts) > 1 else "The run finished."
 
 
 def _resumed(start: Start) -> str:
     notes: list[tuple[Process, Note]] = [one for name in ("resume", "restore") for one in start.notes(name)]
     if not notes:
-        return f"Start {start.number} resumed from no checkpoint."
+        return f"Launch {start.number} didn't resume from a checkpoint."
     report = notes[0][1].report
     saved, now = report.get("saved_world_size"), report.get("world_size")
     ranks = f"on {counted(now, 'rank')}" + (

@@ -58,25 +58,25 @@ def starts_section(starts: Sequence[Start]) -> Section:
         for start in starts
         for p in start.processes
     ]  # fmt: skip
-    head = cells(">start", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
+    head = cells(">launch", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
     about = (
-        "A start is one launch of the program. A process that died left no error: it was killed, or was still running when this "
+        'A process that "died" left no error message: it was killed, or was still running when this '
         "report was made. When one rank dies, the launcher stops the others."
     )
-    parts = [*_tables("Processes, by start and rank", head, rows)]
+    parts = [*_tables("Processes, by launch and rank", head, rows)]
     parts += [
         Part(text=_who_was_first(start))
         for start in starts
         if start.culprit is not None and start.culprit.error is None and len(start.processes) > 1
     ]
-    return Section("starts", "Starts", about, parts)
+    return Section("starts", "Launches", about, parts)
 
 
 def _who_was_first(start: Start) -> str:
     """How far the records of the rank that died first end before those of the others."""
     first, second, *_ = sorted((p for p in start.processes), key=lambda p: (p.began_s + p.last_t, p.rank))
     ahead = second.began_s + second.last_t - first.began_s - first.last_t
-    return f"Start {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
+    return f"Launch {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
 
 
 def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Iterator[Part]:
@@ -183,7 +183,7 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
         ("run", plain(str(r.get("run_id", "")), 64)),
         ("read by rank 0", f"{bytes_cell(r.get('bytes_read')).text} in {_seconds(r.get('seconds'))}"),
     ]  # fmt: skip
-    heading = f"Start {start.number}: {plain(note.name, 20)} from step {step}"
+    heading = f"Launch {start.number}: {plain(note.name, 20)} from step {step}"
     return Part(heading=heading, table=facts(f"Report of rank {process.rank}", rows))
 
 
@@ -204,10 +204,10 @@ def load_section(starts: Sequence[Start]) -> Section | None:
     parts: list[Part] = []
     if rows:
         head = cells(
-            ">start", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
+            ">launch", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
             ">read in", ">rate", "strategy",
         )  # fmt: skip
-        parts += _tables("Loads, by start and rank", head, rows)
+        parts += _tables("Loads, by launch and rank", head, rows)
         parts += _totals(starts)
     if not parts:
         return None
@@ -252,7 +252,7 @@ def _totals(starts: Iterable[Start]) -> Iterator[Part]:
         model = notes[0].get("model_bytes") if notes else None
         if read and is_count(model) and model and len(read) == len(start.processes):
             yield Part(
-                text=f"Start {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
+                text=f"Launch {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
             )
 
 
@@ -267,7 +267,7 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
     for start in starts[-_DRAWN_STARTS:]:
         parts.append(
             Part(
-                heading=f"Start {start.number}: {counted(len(start.processes), 'rank')}, {seconds_text(start.seconds)}"
+                heading=f"Launch {start.number}: {counted(len(start.processes), 'rank')}, {seconds_text(start.seconds)}"
             )
         )
         by_peak = sorted(start.processes[1:], key=lambda p: (-p.peak("resident"), p.rank))
@@ -288,7 +288,7 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
         "the kernel can take back. Below it the phases, on two rows: outer ones, and those directly within."
     )
     if len(starts) > _DRAWN_STARTS:
-        about += f" The last {_DRAWN_STARTS} of {len(starts)} starts are shown."
+        about += f" The last {_DRAWN_STARTS} of {len(starts)} launches are shown."
     return Section("memory", "Memory over time", about, parts)
 
 
@@ -330,7 +330,7 @@ def _phase_table(start: Start) -> Table:
         ">written",
     )  # fmt: skip
     return Table(
-        f"Phases of start {start.number}: the highest of any rank; bytes of all ranks, page cache included",
+        f"Phases of launch {start.number}: the highest of any rank; bytes of all ranks, page cache included",
         head,
         rows,
     )
