@@ -10,11 +10,11 @@ Kill a worker, or a whole agent, with ``kill -9``. torchrun waits until it consi
 group with the remaining ranks. Each rank then finds the newest published step. The output looks like this:
 
     running on 2 ranks from the start
-    step 1 loss 1.0384 on 2 ranks
+    step 1 loss 0.1727 on 2 ranks
     ...
-    step 12 loss 0.5391 on 2 ranks
+    step 12 loss 0.3457 on 2 ranks
     running on 1 ranks from step 10 (saved on 2 ranks)
-    step 11 loss 0.5640 on 1 ranks
+    step 11 loss 0.3472 on 1 ranks
 
 Steps 11 and 12 are repeated with the same samples as before, because the order of samples doesn't depend on the number of
 ranks. The losses are those of an uninterrupted run, up to the order in which floats are added. An agent that you launch

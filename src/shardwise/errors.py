@@ -16,7 +16,7 @@
     │   ├── NoCheckpointError  there are steps, but none is valid
     │   ├── LowSpaceError      the file system has less space than the save needs
     │   └── LockedError        another run is using the directory
-    └── RankError              a rank failed; raised on every living rank
+    └── RankError              a rank failed; raised on every surviving rank
 
 docs/errors.md has a section for each type, with causes and fixes. ``shardwise explain TYPE`` prints it, as the note below each error's
 text says.
@@ -140,7 +140,7 @@ class LowSpaceError(CheckpointError):
 
 
 class RankError(ShardwiseError):
-    """Work failed on at least one rank. Raised with the same message on every living rank.
+    """Work failed on at least one rank. Raised with the same message on every surviving rank.
 
     ``causes`` maps each failed rank to a one-paragraph cause. ``missing`` lists ranks that made no progress within the timeout.
     """

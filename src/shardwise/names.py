@@ -174,7 +174,7 @@ def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> tuple[NamedTensor, .
             if name not in entry.names:
                 entry.names.append(name)
             # A module may stand at two places; its class may say itself which others are equal.
-            if not any(m is module and a == attribute for m, a in entry.owners):
+            if not entry.owners or not any(m is module and a == attribute for m, a in entry.owners):
                 entry.owners.append((module, attribute))
             entry.persistent |= persistent
     if clashes:
@@ -251,8 +251,8 @@ def _refuse_collisions(names: Set[str], modules: Sequence[tuple[str, nn.Module]]
                 held.setdefault(name, []).append(full_path)
     lines = [f"  - {name}: held at {', '.join(paths)}" for name, paths in held.items()]
     raise LayoutError(
-        "different tensors of the model have one name once wrapper parts "
-        f"({', '.join(sorted(_WRAPPER_PARTS))}) are left out:\n"
+        "several tensors in the model have the same name once wrapper parts "
+        f"({', '.join(sorted(_WRAPPER_PARTS))}) are removed:\n"
         + "\n".join(lines)
         + "\nRename one of the attributes, or unwrap the model before passing it on."
     )

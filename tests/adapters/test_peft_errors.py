@@ -62,7 +62,10 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
         (f"mis-shaped: '{HELD}' expects shape [4, 24], but 'default:{A}'", "[2, 24]"),
     ),
     "missing": ("PlanError", ("1 problems", f"missing: parameter '{HELD}'", "give key_mapping=")),
-    "foreign": ("PlanError", ("1 problems", f"unused: stored tensor 'default:{A}x' [3]", "is not wanted")),
+    "foreign": (
+        "PlanError",
+        ("1 problems", f"unused: stored tensor 'default:{A}x' [3]", "isn't used by the model"),
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from tests.harness.pool import RankPool
     ("how", "parts"),
     [
         ("truncated", ["IntegrityError", "model.safetensors", "truncated"]),
-        ("unlinked", ["does not see the files of the source", "strategy='own'"]),
+        ("unlinked", ["can't see the source's files", "strategy='own'"]),
         ("unreadable", ["SourceError", "model.safetensors", "Input/output error"]),
     ],
 )

@@ -245,7 +245,7 @@ def test_what_is_recognized_and_not_ours_can_not_be_verified(tmp_path: Path) -> 
         with pytest.raises(SourceError, match=r"is a directory of weights.*shardwise convert"):
             CALLS[call](tmp_path, tmp_path / "out")
     (tmp_path / "trainer_state.json").write_text("{}")
-    with pytest.raises(SourceError, match="is a checkpoint of the HF Trainer, not a checkpoint of shardwise"):
+    with pytest.raises(SourceError, match="is a checkpoint of the HF Trainer, not a shardwise checkpoint"):
         sw.verify(tmp_path)
 
 

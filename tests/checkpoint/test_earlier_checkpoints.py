@@ -11,6 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.format.manifest_records import VERSION, VERSION_OF_PLACES
 from tests.checkpoint.earlier import runs
 from tests.harness.command import runner
 from tests.harness.pool import RankPool
@@ -30,7 +31,7 @@ every_checkpoint = pytest.mark.parametrize(
     ("writer", "kind"),
     [
         w
-        if w in (("cc33283", "experts"), ("5b8d5e7", "dense"))
+        if w in (("cc33283", "experts"), ("5b8d5e7", "dense"), ("6a88a42", "parts"))
         else pytest.param(*w, marks=pytest.mark.nightly)
         for w in WRITTEN
     ],
@@ -78,6 +79,18 @@ def _resume(root: str, kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[
         checkpoints.resume(again.state)
         assert runs.content(again) == saved
     return report.to_json(), content, to_come
+
+
+def test_every_version_of_the_format_is_here() -> None:
+    """docs/format.md promises to read them all."""
+    found = set()
+    for writer, kind in WRITTEN:
+        with tarfile.open(EARLIER / writer / f"{kind}.tar.gz") as tar:
+            (name,) = (name for name in tar.getnames() if name.endswith("/manifest.json"))
+            file = tar.extractfile(name)
+            assert file is not None
+            found.add(json.loads(file.read())["version"])
+    assert found == {VERSION, VERSION_OF_PLACES}
 
 
 @every_checkpoint

@@ -226,7 +226,7 @@ def test_what_each_rank_saved_by_itself_is_named_at_another_world_size(tmp_path:
     own.give_to_models({name: describe(model) for name, model in state.models.items()}, Ranks())
     assert own.differences == (), "it is not said that the checkpoint lacks it"
     _, left = restore_documents([], state, {}, manifest)
-    assert left == ("own: stored per rank, and this run has another number of ranks",)
+    assert left == ("own: stored per rank, but this run has a different number of ranks",)
 
 
 def function() -> None:

@@ -39,7 +39,7 @@ def run(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **extra: Any) -> s
 def test_another_optimizer_class_is_refused(tmp_path: Path) -> None:
     sw.save(run(torch.optim.Adam), tmp_path / "c")
     for other in (torch.optim.AdamW, torch.optim.SGD):
-        with pytest.raises(StateError, match=f"Adam, the optimizer is {other.__name__}"):
+        with pytest.raises(StateError, match=f"Adam, but the optimizer is {other.__name__}"):
             sw.restore(run(other), tmp_path / "c")
 
 
@@ -180,7 +180,7 @@ def test_runs_do_not_mix_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_one_holder_in_a_process(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path), pytest.raises(LockedError, match="of this process holds it already"):
+    with sw.Checkpointer(tmp_path), pytest.raises(LockedError, match="in this process already holds it"):
         sw.Checkpointer(tmp_path)
     sw.Checkpointer(tmp_path).close()
 

@@ -45,7 +45,7 @@ def test_another_scheduler_is_refused(tmp_path: Path) -> None:
     assert sw.restore(scheduled(StepLR, 5), tmp_path / "step").exact
     other = scheduled(CosineAnnealingLR, 5)
     before = sw.digest(other.model)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match=r"scheduler: .*a StepLR, this run has a CosineAnnealingLR"):
+    with pytest.raises(StateError, match=r"scheduler: .*a StepLR, but this run has a CosineAnnealingLR"):
         sw.restore(other, tmp_path / "step")
     assert sw.digest(other.model) == before, "refused before anything is changed"  # type: ignore[arg-type]
 
@@ -71,7 +71,9 @@ def test_a_scaler_that_is_disabled_now_is_reported(tmp_path: Path) -> None:
     assert report.skipped == ("scaler: it is disabled in this run",)
     sw.save(scaled(enabled=False), tmp_path / "off")
     assert sw.restore(scaled(enabled=False), tmp_path / "off").exact
-    with pytest.raises(StateError, match=r"scaler: the checkpoint holds the state of a disabled GradScaler"):
+    with pytest.raises(
+        StateError, match=r"scaler: the checkpoint contains the state of a disabled GradScaler"
+    ):
         sw.restore(scaled(), tmp_path / "off")
 
 

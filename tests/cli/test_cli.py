@@ -391,7 +391,7 @@ def test_plan_says_what_all_checkpoints_of_a_run_take(model: Path) -> None:
     asked = ("plan", model, "--ranks", 4, "--keep-last", 5)
     run_plan = run_json(*asked)["run"]
     assert run_plan["run_storage_bytes"] == 6 * run_plan["checkpoint"]["nbytes"]
-    line = f"all checkpoints: {size(run_plan['run_storage_bytes'])} with keep_last=5: one more is written before the oldest is deleted"
+    line = f"all checkpoints: {size(run_plan['run_storage_bytes'])} with keep_last=5, including the one being written"
     assert line in run(*asked).stdout.splitlines()
 
 
@@ -415,7 +415,7 @@ def test_plan_says_what_the_host_has(model: Path) -> None:
     assert "this host" not in run("plan", model, "--ranks", 4).stdout, "it is about the hosts of the run"
     shown = run("plan", model, "--ranks", 4, "--device", "cpu")
     assert f"({host['budget']['limit_from']})" in shown.stdout
-    assert f"{size(host['needed_bytes'])} of it for 4 ranks on cpu" in shown.stdout
+    assert f"needs {size(host['needed_bytes'])} for 4 ranks on cpu" in shown.stdout
     assert "warning" not in shown.stdout
 
 
@@ -1012,6 +1012,6 @@ def test_plan_says_how_many_gpus(model: Path) -> None:
     none = run("plan", model, "--fit", "64MiB", "--batch-size", 512, "--sequence-length", 512)
     assert none.exit_code == 1, none.output
     assert none.stdout.startswith("no number of GPUs of 64.0 MiB is enough: "), none.stderr
-    assert "most of it" in none.stdout.splitlines()[0]
+    assert "mostly for" in none.stdout.splitlines()[0]
     for words in (("plan", model), ("plan", model, "--fit", "80GiB", "--nodes", 2)):
         assert run(*words).exit_code == 2

@@ -115,9 +115,9 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path, capfd: pytest.Captur
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "report.html").read_text()
     for said in (
-        "Rank 1 died while saving step 6. The run resumed from step 5 on 3 ranks instead of 2; no saved step was lost. The last start finished.",
+        "Rank 1 died while saving step 6. The run resumed from step 5 on 3 ranks instead of 2; no saved step was lost. The last launch finished.",
         "died while saving step 6",
-        "Start 2: resume from step 5",
+        "Launch 2: resume from step 5",
         "Plan of BertModel on 2 ranks",
         "Plan of BertModel on 3 ranks",
         "within the plan",
@@ -153,7 +153,7 @@ def test_the_demo_with_its_checkpoints_in_a_store(
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         use_store(environment["AWS_ENDPOINT_URL"])  # other tests of this process have set another
-        with pytest.raises(ShardwiseError, match="holds something already"):
+        with pytest.raises(ShardwiseError, match="already contains something"):
             run_demo(url, model=masked_model)
     assert (report["crash"]["signal"], report["crash"]["step"]) == ("SIGKILL", 24)
     assert [name[:13] for name in report["crash"]["published"]] == [f"step-000000{k}" for k in (12, 16, 20)]

@@ -40,14 +40,16 @@ INSTEAD = {
 
 def write_quantized() -> None:
     """The directories of the page of sources, by transformers and bitsandbytes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.quantized._made import bitsandbytes_directory, fp8_directory
 
     shutil.copytree("base", "llama-fp32")
-    AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16).save_pretrained("plain")
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # several blocks each
+    config = AutoConfig.from_pretrained("base", **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained("plain")
     for name in ("deepseek-v3-fp8", "qwen3-fp8"):
-        fp8_directory(Path("plain"), Path(name), (8, 8))
+        fp8_directory(Path("plain"), Path(name))
     bitsandbytes_directory(Path("plain"), Path("nf4"), load_in_4bit=True)
 
 

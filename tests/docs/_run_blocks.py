@@ -6,10 +6,8 @@ A page's blocks share their names, as they do for its reader, but where each sta
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +28,7 @@ import shardwise as sw
 from tests.docs import _readers
 from tests.docs.blocks import ROOT, Block, after_diff, blocks
 from tests.docs.every_block import INTEGRATED, can_run, runner
+from tests.docs.shown import run_and_check
 
 INSTEAD = {
     '"cuda:nccl,cpu:gloo"': '"gloo"',
@@ -152,22 +151,10 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
     print(block, flush=True)
     exit_code = 0
     try:
-        exec(compile("\n" * (block.line - 1) + text, block.page, "exec"), namespace)
+        run_and_check(block, text, namespace, block.page, block.line)
     except SystemExit as end:
         exit_code = int(end.code or 0)
     assert exit_code == 0, f"{block} exits with {exit_code}"
-    compare(block, text, namespace)
-
-
-def compare(block: Block, text: str, namespace: dict[str, Any]) -> None:
-    """Where a block ends in an expression and a comment that shows its value: the value, but for its numbers."""
-    last = ast.parse(text).body[-1]
-    shown = re.search(r"  # (\(?[A-Z]\w+\(.*)$", text.rstrip())
-    if shown is None or not isinstance(last, ast.Expr):
-        return
-    pattern = re.sub(r"\d+", r"\\d+", re.escape(shown[1])).replace("…", ".*")
-    value = repr(eval(ast.unparse(last), namespace))
-    assert re.fullmatch(pattern, value), f"{block} shows {shown[1]}\nand it is {value}"
 
 
 def run_page(page: str, test: str, store: _readers.Store | None) -> None:

@@ -1,17 +1,45 @@
-"""Which test runs a block of the site. A page's blocks are run by the page's test, but for those that the other two tables name by words in them."""
+"""Which test runs a block of the site, and which compares what it shows. Prints how many blocks there are of each kind:
+
+    python -m tests.docs.every_block
+
+A page's blocks are run by the page's test, but for those that the other tables name by words in their title or text.
+"""
 
 from __future__ import annotations
 
-from tests.docs.blocks import Block
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.docs.blocks import ROOT, Block, after_diff, blocks, pages
+from tests.docs.shown import paths, values
 from tests.harness.versions import lacking
 
-__all__ = ["ALONE", "CONSOLE", "ELSEWHERE", "INTEGRATED", "NOT_RUN", "RUN_BY", "can_run", "is_code", "runner"]
+__all__ = [
+    "ALONE",
+    "CONSOLE",
+    "DRAWN",
+    "ELSEWHERE",
+    "EXAMPLES",
+    "INTEGRATED",
+    "NOT_RUN",
+    "OUTPUTS",
+    "RUN_BY",
+    "SHOWN",
+    "Row",
+]
+__all__ += ["can_run", "examples", "is_code", "is_named", "output_of", "rows", "runner", "site"]
 
 ALONE = "test_pages.py::test_blocks_run"
 INTEGRATED = "test_pages.py::test_blocks_of_integrations_run"
 CONSOLE = "test_console.py::test_commands_run"
+SHOWN = "test_console.py::test_the_page_shows_what_is_printed"
 PROGRAMS = "test_programs.py::test_run_again_and_after_a_kill"
 TUTORIAL = "test_tutorial.py::test_the_page_shows_what_is_printed"
+LIGHTNING = "test_migrate.py::test_lightning"
+ACCELERATE = "test_migrate.py::test_accelerate"
+UNSEEN = "test_on_ranks.py::test_files_that_one_rank_does_not_see"
+UNREAD = "test_on_ranks.py::test_files_that_are_not_in_memory"
 
 
 def _pages(test: str, folder: str, *names: str) -> dict[str, str]:
@@ -22,7 +50,7 @@ def _pages(test: str, folder: str, *names: str) -> dict[str, str]:
 RUN_BY = {
     "README.md": ALONE,
     **_pages(ALONE, "docs/", "index", "install", "state", "troubleshooting", "reference/api/index"),
-    **_pages(ALONE, "docs/concepts/", "digests", "exactness", "proof", "strategies"),
+    **_pages(ALONE, "docs/concepts/", "digests", "exactness", "proof"),
     **_pages(ALONE, "docs/cases/", "3-rl-engines", "4-unified-memory"),
     **_pages(ALONE, "docs/howto/", "does-it-fit", "from-pretrained", "logging", "memory-tier", "own-loop"),
     **_pages(ALONE, "docs/howto/", "peft", "qlora", "report", "rl", "sources", "tensor-parallel"),
@@ -31,8 +59,8 @@ RUN_BY = {
     **_pages(INTEGRATED, "docs/cases/", "1-device-mesh", "2-host-memory", "5-loss-spike"),
     **_pages(INTEGRATED, "docs/howto/", "accelerate", "object-stores", "preemption", "runs-in-a-store"),
     **_pages(INTEGRATED, "docs/howto/", "several-hosts", "trainer"),
-    "docs/migrate/accelerate.md": "test_migrate.py::test_accelerate",
-    "docs/migrate/lightning.md": "test_migrate.py::test_lightning",
+    "docs/migrate/accelerate.md": ACCELERATE,
+    "docs/migrate/lightning.md": LIGHTNING,
     "docs/tutorial.md": TUTORIAL,
 }
 #: Blocks that another test runs, by page and words in them.
@@ -47,35 +75,84 @@ ELSEWHERE = {
     ("docs/howto/metrics.md", "import mlflow"): "test_metrics.py::test_mlflow",
     ("docs/howto/metrics.md", "trainer.train()"): INTEGRATED,
     ("docs/tutorial.md", "$ "): TUTORIAL,
-}
-#: Blocks that no test runs, and why.
-NOT_RUN = {
-    (
-        "README.md",
-        "shardwise explain ERROR ",
-    ): "a list of commands; test_commands_and_options_exist checks each",
-    ("docs/index.md", "pip install shardwise"): "installs from PyPI",
-    ("docs/install.md", "pip install shardwise\n"): "installs from PyPI",
-    ("docs/install.md", "git clone"): "clones a repository; make dist builds and installs the wheel",
-    ("docs/howto/object-stores.md", "pip install"): "installs from PyPI",
-    ("docs/howto/runs-in-a-store.md", "pip install"): "installs from PyPI",
-    ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
-    ("docs/howto/stores/s3.md", "aws s3api"): "needs an AWS account",
-    ("docs/howto/launchers.md", "sbatch"): "needs SLURM; tests/launchers runs examples/slurm.sbatch",
+    ("CONTRIBUTING.md", "@on_ranks"): "test_contributing.py::test_these_are_tests",
+    ("CONTRIBUTING.md", "ranks.run_ranks"): "test_contributing.py::test_these_are_tests",
+    ("CONTRIBUTING.md", "with Launch("): "test_contributing.py::test_killing_ranks",
+    ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "test_deepspeed.py::test_weights_are_merged_and_loaded",
+    ("docs/state.md", "EMAModel"): "test_ema.py::test_tensors_and_counters_are_restored",
+    ("docs/concepts/strategies.md", "do not see the files"): UNSEEN,
+    ("docs/concepts/strategies.md", "print(report.reads)"): UNREAD,
+    ("docs/howto/tensor-parallel.md", "titan_loop.py"): "test_on_ranks.py::test_tensor_parallel_loop",
+    ("docs/howto/several-hosts.md", "rsync"): "test_on_ranks.py::test_parts_of_hosts_are_merged",
+    ("docs/howto/launchers.md", "sbatch"): "test_shell.py::test_a_job_of_slurm",
     (
         "docs/howto/preemption.md",
         "scontrol requeue",
-    ): "needs SLURM; tests/launchers requeues jobs of examples/slurm.sbatch",
-    ("docs/howto/several-hosts.md", "rsync"): "needs two hosts; tests/hosts merges and verifies such steps",
-    ("docs/howto/tensor-parallel.md", "titan_loop.py"): "needs 4 ranks; tests/examples runs the script",
-    ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "needs DeepSpeed, whose script it is",
+    ): "test_shell.py::test_which_status_asks_slurm_for_the_job_again",
+    ("docs/install.md", "git clone"): "test_shell.py::test_install_from_a_clone",
+    ("docs/howto/stores/s3.md", "aws s3api"): "test_shell.py::test_the_lifecycle_rule",
+}
+#: The tests that compare the values in comments of Python blocks, by the tests that run the blocks.
+VALUES = {
+    **{test: test for test in (ALONE, INTEGRATED, LIGHTNING, ACCELERATE, UNSEEN, UNREAD)},
+    PROGRAMS: "test_programs.py::test_values_in_comments",
+}
+#: Outputs that aren't those of the console block before them, by page and words, and what prints them: a command, or a test's own way.
+OUTPUTS = {
+    ("docs/howto/does-it-fit.md", "for a small model"): "shardwise plan small --ranks 2 --device cpu",
+    ("docs/howto/doctor.md", "accelerate.device-mesh"): "shardwise doctor examples/accelerate_fsdp.yaml",
+    ("docs/howto/logging.md", "INFO:shardwise.progress"): "test_listings.py::test_log_lines",
+    ("docs/howto/runs-in-a-store.md", "head.json"): "test_console.py::test_objects_of_a_run",
+    ("docs/format.md", "manifest.json"): "test_listings.py::test_files_of_a_checkpoint",
+    ("docs/errors.md", "ShardwiseError"): "test_listings.py::test_tree_of_errors",
+}
+#: What runs each example, below tests/.
+EXAMPLES = {
+    "accelerate_fsdp.py": "examples/test_accelerate_launch.py",
+    "accelerate_fsdp.yaml": "examples/test_accelerate_launch.py",
+    "elastic.py": "checkpoint/test_elastic.py",
+    "fabric_loop.py": "examples/_loops_fns.py",
+    "jobset.yaml": "launchers/test_jobset.py",
+    "own_loop.py": "examples/_rl_engine_fns.py",
+    "preemptible.py": "preemption/test_torchrun.py",
+    "ray_train.py": "launchers/ray_train.py",
+    "rl_engine.py": "examples/_rl_engine_fns.py",
+    "titan_loop.py": "examples/_loops_fns.py",
+    "trainer_sft.py": "examples/test_trainer_example.py",
+}
+#: Blocks that are neither code nor output.
+DRAWN = {
+    ("docs/concepts/index.md", "catalog"): "a drawing",
+    ("docs/howto/stores/gcs.md", '"rule"'): "a file for gcloud",
+    ("docs/howto/stores/s3.md", '"Version"'): "a policy for AWS",
+    (
+        "docs/howto/stores/s3.md",
+        '"Rules"',
+    ): "a file for aws, which the test of the command below it hands over",
+}
+#: Blocks that no test runs, and why.
+NOT_RUN = {
+    ("docs/index.md", "pip install shardwise"): "installs from PyPI",
+    ("docs/install.md", "pip install shardwise\n"): "installs from PyPI",
+    ("docs/howto/object-stores.md", "pip install"): "installs from PyPI",
+    ("docs/howto/runs-in-a-store.md", "pip install"): "installs from PyPI",
+    ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
-    ("docs/state.md", "EMAModel"): "needs diffusers, which the development environment lacks",
-    ("docs/figures.md", "make bench"): "half an hour",
-    ("docs/figures.md", "make phases"): "45 minutes",
-    ("docs/figures.md", "benchmarks.host_memory\n"): "minutes, for a measurement",
-    ("docs/figures.md", "benchmarks.crash_curves"): "minutes, for a measurement",
-    ("README.md", "make demo"): "minutes; these are what CI and tests/demo run",
+    (
+        "docs/figures.md",
+        "make bench",
+    ): "half an hour; tests/meta/test_benchmarks.py runs its scripts, shortened",
+    ("docs/figures.md", "make phases"): "45 minutes; tests/phases runs its cases, smaller",
+    (
+        "docs/figures.md",
+        "benchmarks.host_memory\n",
+    ): "minutes; tests/meta/test_benchmarks.py runs it, shortened",
+    (
+        "docs/figures.md",
+        "benchmarks.crash_curves",
+    ): "minutes; test_site.py draws the charts from what they wrote",
+    ("README.md", "make demo"): "minutes; tests/demo runs the demo, CI the tests and the site",
+    ("CONTRIBUTING.md", "make install"): "the development environment and its tests, which CI makes and runs",
 }
 #: Blocks that need more than the oldest packages, by page and words in them, and the gate.
 GATED = {
@@ -95,12 +172,25 @@ def is_code(block: Block) -> bool:
     return block.language == "" and first in ("pip", "shardwise", "make", "aws", "gcloud")
 
 
+def is_named(block: Block, row: tuple[str, str]) -> bool:
+    return block.page == row[0] and row[1] in f"{block.title}\n{block.text}"
+
+
+def _found(block: Block, table: dict[tuple[str, str], str]) -> str | None:
+    return next((value for row, value in table.items() if is_named(block, row)), None)
+
+
+def output_of(block: Block) -> str | None:
+    """The command, or the test, that prints what a block shows, where it isn't the command before it."""
+    return _found(block, OUTPUTS)
+
+
 def runner(block: Block) -> str | None:
     """The test that runs a block; None where none does."""
-    for table in (ELSEWHERE, NOT_RUN):
-        for (page, words), test in table.items():
-            if block.page == page and words in block.text:
-                return test if table is ELSEWHERE else None
+    if _found(block, NOT_RUN):
+        return None
+    if test := _found(block, ELSEWHERE):
+        return test
     if block.language in ("python", "diff"):
         return RUN_BY.get(block.page)
     return CONSOLE
@@ -110,3 +200,97 @@ def can_run(block: Block) -> bool:
     """Whether the packages installed here are new enough for a block."""
     gates = {gate for (page, words), gate in GATED.items() if page in block.page and words in block.text}
     return all(lacking(gate) is None for gate in gates)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What each block shows
+
+
+@dataclass(frozen=True)
+class Row:
+    """A block, and what becomes of it."""
+
+    block: Block
+    kind: str
+    """``compared``, ``no output shown`` (and run), ``not run``, ``drawn``, or ``unknown``, which is an error."""
+    why: str
+    """The test, or the reason."""
+
+
+def site() -> Iterator[tuple[Block, Block | None]]:
+    """Every block of the site; with a block that shows an output, the one of the command before it."""
+    for page in (*pages(), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"):
+        command = None
+        for block in blocks(page):
+            if block.language != "text":
+                command = block if block.language == "console" else None
+            yield block, None if block is command else command
+
+
+def examples() -> list[Path]:
+    """The programs that the site shows whole."""
+    return [file for file in sorted((ROOT / "examples").iterdir()) if file.suffix in (".py", ".yaml")]
+
+
+def rows() -> list[Row]:
+    """All blocks of the site. A command is compared if it shows its output, or the block below it does."""
+    found = list(site())
+    shown = {command for block, command in found if command is not None and not _found(block, OUTPUTS)}
+    return [
+        _code(block, is_shown_below=block in shown) if is_code(block) else _shown(block, command)
+        for block, command in found
+    ]
+
+
+def shows(block: Block) -> bool:
+    """Whether a block of code shows what it prints, or a value."""
+    if block.language == "console":
+        return any(line and not line.startswith("$ ") for line in block.text.splitlines())
+    if block.language not in ("python", "diff"):
+        return False
+    code = after_diff(block).text if block.language == "diff" else block.text
+    return bool(values(code) or paths(code))
+
+
+def _code(block: Block, *, is_shown_below: bool) -> Row:
+    if reason := _found(block, NOT_RUN):
+        return Row(block, "unknown" if shows(block) else "not run", reason)
+    test = runner(block)
+    if test is None:
+        return Row(
+            block, "unknown", "no test runs it: add its page to RUN_BY, or the block to NOT_RUN with a reason"
+        )
+    if is_shown_below:
+        return Row(block, "compared", TUTORIAL if test == TUTORIAL else SHOWN)
+    if not shows(block):
+        return Row(block, "no output shown", test)
+    if block.language == "console":
+        return Row(block, "compared" if test in (CONSOLE, TUTORIAL) else "unknown", test)
+    return Row(
+        block, "compared" if test in VALUES else "unknown", VALUES.get(test, f"{test} compares nothing")
+    )
+
+
+def _shown(block: Block, command: Block | None) -> Row:
+    if block.language == "mermaid":
+        return Row(block, "drawn", "a drawing")
+    if reason := _found(block, DRAWN):
+        return Row(block, "drawn", reason)
+    if source := _found(block, OUTPUTS):
+        return Row(block, "compared", source if "::" in source else SHOWN)
+    if command is not None:
+        return Row(block, "compared", TUTORIAL if block.page == "docs/tutorial.md" else SHOWN)
+    return Row(block, "unknown", "what prints it? Add it to OUTPUTS or DRAWN")
+
+
+def main() -> None:
+    found = rows()
+    for kind in ("compared", "no output shown", "not run", "drawn", "unknown"):
+        print(f"{kind:16} {sum(row.kind == kind for row in found)}")
+    for row in found:
+        if row.kind in ("not run", "unknown"):
+            print(f"{row.block}  {row.kind}: {row.why}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Commands of the pages run as they stand there, on files as the pages describe them; outputs that the pages show are compared."""
+"""Commands of the pages run as they are written, on files as the pages describe them; outputs that the pages show are compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ import shardwise as sw
 from shardwise.cli import main
 from tests.docs import _readers
 from tests.docs._run_blocks import write_base
-from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
-from tests.docs.every_block import CONSOLE, is_code, runner
-from tests.docs.test_tutorial import plain
+from tests.docs.blocks import DOCS, ROOT, Block, blocks
+from tests.docs.every_block import CONSOLE, SHOWN, is_code, output_of, rows, runner, site
+from tests.docs.shown import check
 from tests.harness import command, models
 
 pytestmark = [
@@ -26,18 +27,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # PEFT's call
 ]
 
-BLOCKS = [
-    block
-    for page in pages()
-    if "notes" not in page.parts
-    for block in blocks(page)
-    if is_code(block) and runner(block) == CONSOLE
-]
+BLOCKS = [block for block, _ in site() if is_code(block) and runner(block) == CONSOLE]
+COMMANDS = {block: command for block, command in site() if command is not None}
 CONFIGS = ROOT / "tests/phases/configs"
 LLAVA = "PATH --ranks 8 --auto-class"
 LORA = "PATH --ranks 8 --adapter"
 #: What stands for a reader's path.
 INSTEAD = {
+    "plan PATH --fit": f"plan {CONFIGS}/llama-3-8b.json --fit",
+    "inspect PATH": "inspect runs/a",
+    "verify PATH": "verify runs/a/step-00000100",
+    "diff A B": "diff base plain",
+    "export CHECKPOINT OUT": "export runs/a/step-00000100 trained",
+    "convert PATH OUT --to checkpoint|hf": "convert old/step-1200 converted --to hf --config path/to/base",
+    "copy PATH OUT": "copy base copied",
+    "report RUN": "report runs/a --out report.html",
+    "doctor PATH…": "doctor base",
+    "explain ERROR": "explain PlanError",
     "Qwen/Qwen3-0.6B": "base",
     "/scratch/": "scratch/",
     "PATH_OR_HUB_ID": "base",
@@ -49,15 +55,25 @@ INSTEAD = {
     "PATH --ranks 16": f"{CONFIGS}/qwen3-30b-a3b.json --ranks 16",
 }
 #: What the commands write.
-WRITTEN = ("trained ", "trained-fp8", "report.html", "runs/a/step-00001200", "scratch/qwen3-8b")
+WRITTEN = (
+    "trained ",
+    "converted ",
+    "copied ",
+    "trained-fp8",
+    "report.html",
+    "runs/a/step-00001200",
+    "scratch/qwen3-8b",
+)
 #: Not run here: pip needs PyPI, and the demo has tests of its own.
-LEFT_OUT = ("pip install ", "shardwise demo ")
-#: Outputs that the pages show, by page and title, and what prints them.
-SHOWN = {
-    ("does-it-fit.md", "Output for a small model on 2 ranks"): "plan small --ranks 2 --device cpu",
-    ("doctor.md", "For examples/accelerate_fsdp.yaml"): "doctor examples/accelerate_fsdp.yaml",
-    ("object-stores.md", "From the output"): "plan s3://models/small --ranks 2",
-}
+LEFT_OUT = ("pip install ", "shardwise demo")
+
+
+def write_stored() -> None:
+    """The model of the page about requests to a store."""
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=192, n_layer=3, n_head=4, vocab_size=20_000, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained("stored")
 
 
 def write_log() -> None:
@@ -94,8 +110,8 @@ def write_checkpoints() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The reader's directory, and a store."""
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_readers.Store]:
+    """A store, in the reader's directory."""
     made = tmp_path_factory.mktemp("console")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
@@ -113,19 +129,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Path("examples").mkdir()
         for name in ("config.yaml", "examples/accelerate_fsdp.yaml"):
             shutil.copy(ROOT / "examples/accelerate_fsdp.yaml", name)
+        write_stored()
         with _readers.store() as store:
             store.fill()
-            yield made
+            for file in Path("stored").iterdir():
+                store.server.call("PUT", f"/models/small/{file.name}", file.read_bytes())
+            yield store
 
 
-def same(line: str) -> str:
-    """A line without its numbers, and without the file that told the host's memory."""
-    return re.sub(r"^(this host .*) \(.*", r"\1", plain(line))
+@pytest.fixture(scope="module")
+def folder(stored: _readers.Store) -> Path:
+    """The reader's directory."""
+    return Path.cwd()
 
 
 def commands(block: Block) -> list[str]:
-    """The block's lines that are run, with paths that exist."""
-    lines = [line.removeprefix("$ ") for line in block.text.splitlines()]
+    """The block's lines that are run, with paths that exist. In lists of commands a remark stands three spaces after each."""
+    lines = [re.split(" {3,}", line)[0] for line in block.text.splitlines()]
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     kept = [line for line in lines if line and not line.startswith(LEFT_OUT)]
     for before, after in INSTEAD.items():
         kept = [line.replace(before, after) for line in kept]
@@ -137,38 +159,67 @@ def run(line: str) -> str:
     words = shlex.split(re.sub(r"^torchrun \S+ -m ", "", line), comments=True)
     assert words[0] == "shardwise", f"how is this run? {line}"
     done = command.runner().invoke(main, words[1:], prog_name="shardwise", env={"COLUMNS": "400"})
-    refuses = words[1] == "doctor" or done.output.startswith("Does not fit")
+    refuses = words[1] in ("doctor", "diff") or done.output.startswith("Does not fit")
     assert done.exit_code in ((0, 1) if refuses else (0,)), f"{line}\n{done.output}"
     assert "error: " not in done.output[:20], done.output
-    return done.output
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> Callable[[Block], str]:
+    """What the commands of a block print, which are run once."""
+
+    @cache
+    def of(block: Block) -> str:
+        lines = commands(block)
+        assert lines, "nothing of it is run"
+        outputs = [run(line).replace(f"{folder}/", "") for line in lines]
+        for line, output in zip(lines, outputs, strict=True):
+            if "run.log" in line:
+                assert "The loss jumped at a resume" in output
+        for name in WRITTEN:
+            if any(f" {name}" in f"{line} " for line in lines):
+                path = Path(name.strip())
+                assert path.exists(), name
+                (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+        return "".join(outputs)
+
+    return of
+
+
+def marks(block: Block) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.needs("plans")] if "--ep " in block.text else []
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=str(b), marks=marks(b)) for b in BLOCKS])
+def test_commands_run(block: Block, printed: Callable[[Block], str]) -> None:
+    output = printed(block)
+    if block.language == "console":
+        shown = [line for line in block.text.splitlines() if not line.startswith("$ ")]
+        if shown:
+            check(block, "\n".join(shown), output)
 
 
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(b, id=str(b), marks=[pytest.mark.needs("plans")] if "--ep " in b.text else [])
-        for b in BLOCKS
+        pytest.param(row.block, id=str(row.block), marks=marks(COMMANDS.get(row.block, row.block)))
+        for row in rows()
+        if row.why == SHOWN and not is_code(row.block)
     ],
 )
-def test_commands_run(block: Block, folder: Path) -> None:
-    lines = commands(block)
-    assert lines, "nothing of it is run"
-    for line in lines:
-        printed = run(line)
-        if "run.log" in line:
-            assert "The loss jumped at a resume" in printed
-    for name in WRITTEN:
-        if any(f" {name}" in f"{line} " for line in lines):
-            path = Path(name.strip())
-            assert path.exists(), name
-            (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+def test_the_page_shows_what_is_printed(block: Block, printed: Callable[[Block], str], folder: Path) -> None:
+    own = output_of(block)
+    output = run(own).replace(f"{folder}/", "") if own else printed(COMMANDS[block])
+    check(block, block.text, output.replace(f"{CONFIGS}/", ""))
 
 
-@pytest.mark.parametrize(("where", "line"), SHOWN.items(), ids=lambda x: x[0] if isinstance(x, tuple) else "")
-def test_the_page_shows_what_is_printed(where: tuple[str, str], line: str, folder: Path) -> None:
-    (shown,) = (b for b in blocks(DOCS / "howto" / where[0]) if b.title.startswith(where[1]))
-    printed = run(f"shardwise {line}").replace(f"{folder}/", "")
-    got = [same(text) for text in printed.splitlines()]
-    for expected in shown.text.splitlines():
-        begin, dots, _ = same(expected).partition("…")
-        assert any(text.startswith(begin) if dots else text == begin for text in got), f"{expected}\n{got}"
+def test_objects_of_a_run(stored: _readers.Store) -> None:
+    (block,) = (b for b in blocks(DOCS / "howto/runs-in-a-store.md") if "head.json" in b.text)
+    with sw.Checkpointer("s3://runs/b") as checkpoints:
+        checkpoints.save(sw.TrainState(torch.nn.Linear(2, 2)), 1000)
+    listed = stored.server.call("GET", "/runs?list-type=2&prefix=b/").decode()
+    keys = re.findall("<Key>b/([^<]*)</Key>", listed)
+    places = sorted({re.sub(r"^([^/]*/).*", r"\1", key) for key in keys})
+    shown = [line.split()[0] for line in block.text.splitlines()]
+    check(block, "\n".join(shown), "\n".join(f"s3://runs/a/{place}" for place in places))

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.docs.blocks import ROOT, after_diff, blocks
+from tests.docs.shown import run_and_check
 
 LIGHTNING = "test_migrate.py::test_lightning"
 
@@ -35,7 +36,7 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks(ROOT / "docs/migrate/accelerate.md"):
         block = after_diff(block) if block.language == "diff" else block
         if block.language == "python":
-            exec(block.text, names)
+            run_and_check(block, block.text, names, block.page, block.line)
     assert names["report"].step == 5
     assert torch.equal(names["model"].lm_head.weight, model.lm_head.weight), "of the old folder"
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from shardwise.cli import main
 from tests.docs.blocks import ROOT, blocks
+from tests.docs.shown import run_and_check, values
 from tests.harness.command import runner
 
 pytestmark = pytest.mark.slow
@@ -35,7 +39,7 @@ def train_one_step(model, optimizer, batch):
     global steps_taken
     steps_taken += 1
     if steps_taken == int(os.environ.get("KILL_IN_STEP", 0)):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(os.environ.get("SIGNAL", signal.SIGKILL)))
     assert model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model(input_ids=batch, labels=batch).loss.backward()
@@ -136,6 +140,27 @@ def tree(folder: Path) -> dict[str, int]:
     return {
         str(path.relative_to(folder)): path.stat().st_mtime_ns for path in (folder / "runs").rglob("step-*")
     }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/howto/preemption.md"])
+def test_values_in_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    """Of the exit status, by a signal in the second step: on one rank, in this process."""
+    base(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in (given | {"KILL_IN_STEP": 2, "SIGNAL": int(signal.SIGTERM)}).items():
+        monkeypatch.setenv(name, str(value))
+    code = program(page)
+    assert values(code), "what is compared"
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_and_check(page, code, {"__name__": "__main__"})
+    finally:
+        dist.destroy_process_group()
+    assert end.value.code == 75
 
 
 @pytest.mark.parametrize("page", ["README.md", *LOOPS])

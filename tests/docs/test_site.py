@@ -39,8 +39,8 @@ def test_the_first_page_says_what_the_charts_measured() -> None:
     ours, plain = (8 * peaks[way]["8"] / 1024 for way in ("shardwise", "from_pretrained"))
     for page in (DOCS / "index.md", ROOT / "README.md"):
         text = " ".join(page.read_text().split())
-        assert f"8 ranks need {ours:.1f} GiB in total instead of {plain:.1f} GiB" in text
-    assert f"all {len(again)} steps after it have bit-identical losses" in " ".join(
+        assert f"8 ranks need {ours:.1f} GiB in total, vs. {plain:.1f} GiB with `from_pretrained`" in text
+    assert f"The losses of all {len(again)} steps after that are bit-identical" in " ".join(
         (DOCS / "index.md").read_text().split()
     )
 

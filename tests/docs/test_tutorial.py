@@ -15,17 +15,12 @@ import pytest
 
 from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks
+from tests.docs.shown import check
 from tests.harness.command import runner
 
 pytestmark = pytest.mark.slow
 
 TUTORIAL = list(blocks(DOCS / "tutorial.md"))
-
-
-def plain(line: str) -> str:
-    """A line without what differs from machine to machine: numbers, units of size, rules, spaces."""
-    line = re.sub(r"\d[\d,.]*", "#", line)
-    return " ".join(re.sub(r"[─━]+", "", re.sub(r"# ([KMG]iB|B)\b", "# B", line)).split())
 
 
 def commands_of(block: Block) -> list[list[str]]:
@@ -88,8 +83,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
                     text = run_python(Path(command[1]))
                 else:
                     assert command[0] == "shardwise", f"{block}: how is this run? {command}"
-                    done = runner().invoke(main, command[1:], prog_name="shardwise")
-                    text = done.output
+                    done = runner().invoke(main, command[1:], prog_name="shardwise", env={"COLUMNS": "400"})
+                    text = done.stdout
                     assert done.exit_code == 0, f"{block}: {command}\n{text}"
                 printed[place] = printed.get(place, "") + text
     return printed
@@ -116,9 +111,7 @@ def test_every_block_is_run() -> None:
     "place", [i for i, b in enumerate(TUTORIAL) if b.language == "text"], ids=lambda i: str(TUTORIAL[i])
 )
 def test_the_page_shows_what_is_printed(place: int, outputs: dict[int, str]) -> None:
-    got = {plain(line) for line in outputs[place - 1].splitlines()}
-    missing = [line for line in TUTORIAL[place].text.splitlines() if plain(line) not in got]
-    assert not missing, f"{TUTORIAL[place]}: not printed: {missing}\ngot:\n{outputs[place - 1]}"
+    check(TUTORIAL[place], TUTORIAL[place].text, outputs[place - 1])
 
 
 def test_training_learns(outputs: dict[int, str]) -> None:

@@ -213,7 +213,7 @@ def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path
             sw.export_hf(model, out, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of a stored model needs source="):
         sw.export_hf(source, out, quantize="as-source")
-    with pytest.raises(UnsupportedConversionError, match=r"quantized .*which can't be taken here"):
+    with pytest.raises(UnsupportedConversionError, match=r"quantized .*which isn't accepted here"):
         sw.export_hf(source, out, quantize="as-source", source=source)
     assert not out.exists()
 
@@ -231,7 +231,7 @@ def test_a_source_that_is_gone_or_another(fp8: Path, tmp_path: Path) -> None:
     file = fp8 / "model.safetensors"
     os.utime(file, ns=(0, 0))
     with pytest.raises(
-        CheckpointError, match=r"was changed since the model was loaded from it.*Give source="
+        CheckpointError, match=r"has changed since the model was loaded from it.*Give source="
     ):
         sw.export_hf(model, out, quantize="as-source")
     sw.export_hf(model, out, quantize="as-source", source=fp8)
@@ -243,7 +243,7 @@ def test_a_source_that_is_gone_or_another(fp8: Path, tmp_path: Path) -> None:
     sw.export_hf(model, tmp_path / "again", quantize="as-source", source=tmp_path / "moved")
     assert _different(plain_tensors(tmp_path / "again"), plain_tensors(out)) == []
     bare = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"not known which quantized source.*give source="):
+    with pytest.raises(CheckpointError, match=r"can't tell which quantized source.*give source="):
         sw.export_hf(bare, tmp_path / "bare", quantize="as-source")
 
 
@@ -251,7 +251,7 @@ def test_codes_that_may_be_the_model_s_under_another_name(fp8: Path, tmp_path: P
     """Neither is the model's weight written beside old codes, nor are these copied as if they were it."""
     model = sw.load_pretrained(fp8)
     bare = torch.nn.ModuleDict({"other": model.model})
-    with pytest.raises(PlanError, match="can't be exported in its quantized format") as caught:
+    with pytest.raises(PlanError, match="can't be re-quantized in the source's format") as caught:
         sw.export_hf(bare, tmp_path / "out", quantize="as-source", source=fp8)
     assert "it is not known whether the ones are the others" in caught.value.problems[0]
     small = torch.nn.Module()
@@ -276,7 +276,7 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
     touch(model)
     with pytest.raises(
         UnsupportedConversionError,
-        match=rf"^{stem}: was changed, and can't be quantized again as .*weight_g_idx",
+        match=rf"^{stem}: was changed, and can't be re-quantized as .*weight_g_idx",
     ):
         sw.export_hf(model, tmp_path / "out", quantize="as-source")
     assert not (tmp_path / "out").exists()
@@ -334,7 +334,7 @@ def test_the_command(fp8: Path, tmp_path: Path) -> None:
     given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
     failed = runner().invoke(main, given)
     assert failed.exit_code == 2
-    assert "--quantize as-source and --source go together" in " ".join(failed.stderr.split())
+    assert "--quantize as-source and --source need each other" in " ".join(failed.stderr.split())
     done = runner().invoke(main, [*given, "--source", str(fp8)])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())

@@ -287,7 +287,7 @@ def test_more_files_than_may_be_open(
     monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))
     monkeypatch.setattr("shardwise.transfer.files._MOST_OPEN", 1)
     _at_first_write(monkeypatch, lambda: discard(str(step)))
-    with pytest.raises(CheckpointError, match="step-00000001: was deleted while it was read"):
+    with pytest.raises(CheckpointError, match="step-00000001: was deleted while it was being read"):
         sw.export_hf(step, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

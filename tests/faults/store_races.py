@@ -38,7 +38,7 @@ _BATCH = 4
 _PAUSE_S, _AMONG = 0.25, 90
 #: What the loser may be told.
 _TEXTS = (
-    "another run has taken these steps",
+    "another run has taken over these steps",
     "that this run did not resume from",
     "another save has claimed it",
     "exists already",

@@ -55,7 +55,9 @@ def folders(root: str) -> dict[str, Any]:
         found["path"] = swa.save_state(accelerator, f"{root}/ignored").path
         accelerator.project_configuration.iteration = 0
         found["counted anew"] = _error_of(lambda: swa.save_state(accelerator))
-        found["exact"] = swa.load_state(accelerator).exact
+        accelerator._optimizers[0].param_groups[0]["lr"] = 0.5
+        report = swa.load_state(accelerator)
+        found["exact"], found["replaced"] = report.exact, report.replaced
         found["next"] = swa.save_state(accelerator).path
     return found
 
@@ -69,8 +71,11 @@ def of_accelerate(root: str) -> dict[str, Any]:
         accelerator.backward(model(torch.ones(2, 4)).square().mean())
         accelerator._optimizers[0].step()
         changed = whole(model)
+        accelerator._optimizers[0].param_groups[0]["lr"] = 0.5
         report = swa.load_state(accelerator, root)
         return {
+            "replaced": report.replaced,
+            "saved by": report.saved_world_size,
             "changed": any(not torch.equal(saved[name], t) for name, t in changed.items()),
             "same": all(torch.equal(saved[name], t) for name, t in whole(model).items()),
             "exact": report.exact,

@@ -95,7 +95,7 @@ def trainer(path: str, root: str) -> dict[str, Any]:
 
 def trainer_with_fallback(path: str, disk: str, elsewhere: str) -> dict[str, Any]:
     """The disk is full at steps 8 and 10, and at the end of the run: the fall-back has the newest then."""
-    options: dict[str, Any] = {"disk": disk, "fallback": elsewhere}
+    options: dict[str, Any] = {"disk": disk, "failures": sw.FailurePolicy(fallback=elsewhere)}
     metric = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
     found = {"whole": trainer_life(path, f"{elsewhere}-whole", set(), arguments=metric)}
     found["first"] = trainer_life(path, f"{disk}/run", {8, 10}, stop=10, arguments=metric, **options)

@@ -62,16 +62,18 @@ def fall_back_to_plain(path: str, root: str) -> dict[str, Any]:
     with arguments(root, fsdp=False) as args:
         model = AutoModelForCausalLM.from_pretrained(path)
         Trainer(model, args, train_dataset=Rows(), callbacks=[stop_at(3)]).train()
-    for name in ("first", "second"):
-        with arguments(root, fsdp=False) as args, warnings_logged() as found[f"{name} warned"]:
+    for name, changed in {"first": {}, "second": {"learning_rate": 0.5}}.items():
+        with arguments(root, fsdp=False, **changed) as args, warnings_logged() as found[f"{name} warned"]:
             trainer, found[name] = life(path, args, resume=True, stop=6, dropout=0.0)
         found[f"{name} reported"] = trainer.resume_report
         if name == "first":
             _flip(f"{root}/checkpoint-6", 1)
+            found["parameters"] = len(list(trainer.model.parameters()))
     found["left"] = checkpoints(root)
     os.remove(f"{root}/checkpoint-3/optimizer.pt")
     with arguments(root, fsdp=False) as args, warnings_logged() as found["lost warned"]:
-        life(path, args, resume=f"{root}/checkpoint-3", stop=4)
+        trainer, _ = life(path, args, resume=f"{root}/checkpoint-3", stop=4)
+    found["lost reported"] = trainer.resume_report
     return found
 
 

@@ -88,10 +88,12 @@ def resume(path: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
         os.mkdir(f"{root}/run/checkpoint-11")  # what a killed save of another program leaves
         os.mkdir(f"{root}/run/.tmp-checkpoint-12-{'ab' * 8}")  # or ours
     dist.barrier()
-    with arguments(f"{root}/run", seed=7, data_seed=42, **options) as args:
+    changed = {"seed": 7, "data_seed": 42, "learning_rate": 0.5}
+    with arguments(f"{root}/run", **changed, **options) as args, warnings_logged() as found["warned"]:
         trainer, found["resumed"] = life(path, args, resume=True)
         report = trainer.resume_report
         found["exact"], found["differences"] = report.exact, report.differences
+        found["replaced"], found["not given"] = report.replaced, report.not_given
         found["resumed after"] = whole(trainer.model)
         found["at the end"] = checkpoints(f"{root}/run")
         trainer.save_model()
@@ -191,6 +193,7 @@ def plain(path: str, root: str) -> dict[str, Any]:
     with arguments(root) as args:
         trainer, found["taken up"] = life(path, args, resume=True)
         found["reported"] = trainer.resume_report
+        found["tensors"] = len(dict(trainer.model.named_parameters()))
         found["names"] = checkpoints(root)
     return found
 

@@ -97,7 +97,7 @@ def test_accelerate_alone(ranks: RankPool) -> None:
 
 def test_prepare_says_why_a_whole_model_fails(ranks: RankPool) -> None:
     for text in ranks.run_ranks(2, fns.loaded_whole, True, timeout_s=120):
-        assert text.startswith("ShardError: the model was loaded whole"), text
+        assert text.startswith("ShardError: the model was loaded unsharded"), text
         for words in ("device_mesh", "load_pretrained", "cpu_ram_efficient_loading to false"):
             assert words in text
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from tests.harness.pool import RankPool
 from tests.integrations import _accelerate_folders_fns as fns
 
+REPLACED = "optimizer.lr: this program's 0.5 was replaced by the checkpoint's 0.001"
+
 
 def test_a_checkpoint_is_never_overwritten(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.folders, str(tmp_path), timeout_s=100):
@@ -18,6 +20,7 @@ def test_a_checkpoint_is_never_overwritten(ranks: RankPool, tmp_path: Path) -> N
         assert found["path"] == str(tmp_path / "checkpoints/checkpoint_0"), "as Accelerate does"
         assert "resume with load_state(accelerator) first" in found["counted anew"]
         assert found["exact"]
+        assert found["replaced"] == (REPLACED,)
         assert found["next"] == str(tmp_path / "checkpoints/checkpoint_1")
     assert not (tmp_path / "ignored").exists()
 
@@ -28,3 +31,5 @@ def test_what_accelerate_wrote_is_taken_up(ranks: RankPool, tmp_path: Path) -> N
         assert found["same"]
         assert not found["exact"]
         assert any("data position" in line for line in found["skipped"])
+        assert found["replaced"] == (REPLACED,)
+        assert found["saved by"] == 2

@@ -38,11 +38,19 @@ def test_resume_rotation_export(ranks: RankPool, hub: Path, tmp_path: Path) -> N
         assert rank["stopped"] == ["checkpoint-6", "checkpoint-9"]
         assert rank["exact"], rank["differences"]
         assert rank["resumed"] == rank["whole"], "a resume goes on bitwise"
+        assert rank["not given"] == (), "Trainer finds its place in the data"
+        assert rank["replaced"] == tuple(
+            f"optimizer.param_groups[{k}].initial_lr: this program's 0.5 was replaced by the checkpoint's 0.01"
+            for k in (0, 1)
+        )
         for name, tensor in rank["after"].items():
             assert torch.equal(rank["resumed after"][name], tensor), name
         left = rank["at the end"]
         assert left[0].startswith("_damaged-checkpoint-11-")
         assert left[1:] == ["checkpoint-12", "checkpoint-9"], "a leftover of a killed save is gone"
+    assert any(
+        "exact: yes; optimizer.param_groups[0].initial_lr: this" in line for line in found[0]["warned"]
+    )
     for folder in (tmp_path / "export", tmp_path / "run"):
         assert not list(folder.glob(".tmp-*"))
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -134,7 +142,10 @@ def test_plain_trainers_run_is_the_same_and_taken_up(ranks: RankPool, hub: Path,
         assert len(rank["plain"]) == 10
         assert rank["taken up"][:10] == rank["plain"]
         assert len(rank["taken up"]) == 12
-        assert rank["reported"] is None
+        report = rank["reported"]
+        assert (report.step, report.saved_world_size, report.exact) == (9, 2, False)
+        assert (report.tensors, report.optimizer_tensors > 0) == (rank["tensors"], True)
+        assert report.rng == "those of the save, by Trainer"
         assert rank["names"] == ["checkpoint-12", "checkpoint-9"]
 
 
@@ -155,7 +166,7 @@ def test_a_model_that_is_whole_on_every_rank_is_a_warning(ranks: RankPool, hub: 
 
 def test_why_a_whole_model_can_not_be_sharded(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     for text in ranks.run_ranks(2, fns.one_rank_reads, str(hub), str(tmp_path), timeout_s=100):
-        assert text.startswith("ShardError: the model was loaded whole"), text
+        assert text.startswith("ShardError: the model was loaded unsharded"), text
         assert "trainer.load_pretrained(args" in text
 
 

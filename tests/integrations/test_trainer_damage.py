@@ -49,11 +49,23 @@ def test_falls_back_to_plain_trainers(ranks: RankPool, hub: Path, tmp_path: Path
     found = ranks.run_ranks(1, fns.fall_back_to_plain, str(hub), str(tmp_path), timeout_s=100)[0]
     assert len(found["first"]) == 6
     assert found["second"] == found["first"], "weights, too, are those of step 3"
-    assert found["first reported"] is None
-    assert found["second reported"] is None
+    first, second, lost = (found[f"{name} reported"] for name in ("first", "second", "lost"))
+    for report in (first, second, lost):
+        assert (report.step, report.saved_world_size, report.exact, report.digest) == (3, 1, False, "")
+        assert report.tensors == found["parameters"]
+        assert any("plain Trainer, which records no digests" in line for line in report.differences)
+    assert (first.optimizer_tensors, first.documents) == (3 * first.tensors, ("scheduler",))
+    assert (lost.optimizer_tensors, lost.documents) == (0, ())
+    assert first.damaged == {}
+    assert "content differs from what was saved" in second.damaged[6]
+    assert first.replaced == ()
+    assert len(second.replaced) == 2
+    for line in second.replaced:
+        assert line.endswith("initial_lr: this program's 0.5 was replaced by the checkpoint's 0.01")
+        assert any(line in warned for warned in found["second warned"])
     assert found["left"][0].startswith("_damaged-checkpoint-6-")
     assert found["left"][1:] == ["checkpoint-3", "checkpoint-6"]
-    says = "checkpoint-3 is a checkpoint of the plain Trainer, which records no digests; it has no optimizer"
+    says = "it has no optimizer"
     told = {
         name: sum(says in line for line in found[f"{name} warned"]) for name in ("first", "second", "lost")
     }

@@ -237,7 +237,7 @@ def test_a_source_that_only_one_rank_sees_loads_on_all(tmp_path: Path) -> None:
         sw.shard(model, mesh, policy)
         with unseen(tmp_path / "seen", rank != 2):
             report = sw.load(model, tmp_path / "seen", io=options(chosen))
-        assert report.strategy == "once: 2 of 3 ranks do not see the files"
+        assert report.strategy == "once: 2 of 3 ranks can't see the files"
         assert (report.bytes_read > 0) is (rank == 2) is (report.bytes_sent > 0)
         full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
         expected = reference.state_dict()
@@ -265,7 +265,7 @@ def test_a_model_whose_directory_only_one_rank_has(hub: Path, tmp_path: Path) ->
             found, report = sw.load_pretrained(path, mesh, io=options("auto"), return_report=True)
             if dist.get_rank() == 1:
                 assert not os.path.lexists(path)
-        assert report.strategy == "once: 1 of 2 ranks do not see the files"
+        assert report.strategy == "once: 1 of 2 ranks can't see the files"
         assert found.config.to_dict() == expected.config.to_dict()
         assert found.generation_config.to_dict() == expected.generation_config.to_dict()
         assert_same(found, expected)
@@ -382,7 +382,7 @@ def test_files_that_differ_between_ranks_are_refused(ranks: RankPool, tmp_path: 
     with open(tmp_path / "b" / "model.safetensors", "ab") as file:
         file.write(b"more")
     for found in ranks.run_ranks(2, load_of_rank, [str(tmp_path / "a"), str(tmp_path / "b")]):
-        assert "other names or sizes than those of rank 0" in found
+        assert "different names or sizes than rank 0's" in found
 
 
 def load_of_rank(paths: list[str]) -> str:
@@ -426,7 +426,7 @@ def facts(**changed: Any) -> dict[str, Any]:
         ([facts(short_bytes=9 * MIB)] * 2, "node: shards are stored in short runs"),
         ([facts(short_bytes=9 * MIB, host=host) for host in "ab"], "own: the files are on local disks"),
         ([facts(short_bytes=7 * MIB)] * 2, "own: the files are on local disks"),
-        ([facts(), facts(files=None)], "once: 1 of 2 ranks do not see the files"),
+        ([facts(), facts(files=None)], "once: 1 of 2 ranks can't see the files"),
         ([facts(files=None), facts(files=None)], "own: the files are on local disks"),
     ],
 )

@@ -71,7 +71,9 @@ ORDER = (
         "__main__",
     ),
 )
-MOST_LOOSE = 10
+
+#: Fewer rooms than that keep a module in one of them.
+FEW = 5
 
 #: Directories of tests that have another subject than one room.
 BESIDE_ROOMS = {
@@ -233,9 +235,21 @@ def test_a_save_imports_nothing_that_loads_or_exports(tmp_path: Path) -> None:
     assert [name for name in imported if name.startswith(NOT_FOR_A_SAVE)] == []
 
 
-def test_few_modules_lie_beside_the_rooms() -> None:
-    loose = [name for name, path in FILES.items() if "." not in name and path.name != "__init__.py"]
-    assert len(set(loose) - {"__main__"}) <= MOST_LOOSE, loose
+#: Modules for users of the package: their names, and those of its reports.
+OF_USERS = {"__main__", "api", "reports"}
+
+
+def test_a_module_beside_the_rooms_is_for_users_or_for_many_rooms() -> None:
+    """One that few rooms import belongs into one of them."""
+    loose = {name for name, path in FILES.items() if "." not in name and path.name != "__init__.py"}
+    users: dict[str, set[str]] = {name: set() for name in loose - OF_USERS}
+    assert users.keys() >= {"errors", "limits"}
+    for module in FILES:
+        for item in _imports(module):
+            target = _within_package(item.name)
+            if target in users and "." in module:
+                users[target].add(module.partition(".")[0])
+    assert {name: rooms for name, rooms in users.items() if len(rooms) < FEW} == {}
 
 
 def test_every_room_is_in_the_map() -> None:

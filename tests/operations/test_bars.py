@@ -234,7 +234,7 @@ def test_each_operation_in_a_log(tmp_path: Path) -> None:
     for (begin, end), (name, (mib, _)) in zip(
         zip(lines[::2], lines[1::2], strict=True), OPERATIONS.items(), strict=True
     ):
-        assert re.fullmatch(rf"{name} of /.*: {mib} MiB to do", begin), begin
+        assert re.fullmatch(rf"{name} of /.*: starting, {mib} MiB", begin), begin
         assert re.fullmatch(rf"{name} of /.*: done, {mib} MiB in [\d.]+ s, [\d.]+ [MG]iB/s", end), end
 
 
@@ -269,6 +269,6 @@ def test_long_commands_say_so_in_logs(step: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(program, "LINES_AFTER_S", 0.0)
     result = runner().invoke(main, ["verify", str(step)])
     begin, end = result.stderr.splitlines()
-    assert begin == f"INFO: verify of {step}: 38.2 MiB to do"
+    assert begin == f"INFO: verify of {step}: starting, 38.2 MiB"
     assert end.startswith(f"INFO: verify of {step}: done, 38.2 MiB in ")
     assert runner().invoke(main, ["verify", str(step), "--json"]).stderr == ""

@@ -56,5 +56,43 @@ def test_a_resume_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture
     sw.restore(state(), tmp_path / "step")  # without "extra"
     found = [(r.levelname, r.getMessage()) for r in caplog.records if r.getMessage().startswith("restored")]
     assert [level for level, _ in found] == ["INFO", "WARNING"]
-    assert found[0][1] == "restored step 7, saved by 1 rank, now 1; exact: yes"
+    says = "restored step 7, saved by 1 rank, now 1; exact: yes, for the state that was given (no dataloader)"
+    assert found[0][1] == says
     assert "exact: no: extra" in found[1][1]
+
+
+def test_what_a_report_says_of_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shardwise")
+    loader = sw.ResumableLoader(torch.utils.data.DataLoader([1, 2, 3]))
+    sw.save(state(dataloader=loader), tmp_path / "step", step=7)
+    given = state(dataloader=loader)
+    assert given.optimizer is not None
+    assert (sw.restore(given, tmp_path / "step").not_given, caplog.records[-1].levelname) == ((), "INFO")
+    assert caplog.messages[-1].endswith("; exact: yes")
+    given.optimizer.param_groups[0]["lr"] = 0.5  # type: ignore[attr-defined]
+    report = sw.restore(given, tmp_path / "step")
+    assert caplog.records[-1].levelname == "WARNING"
+    assert caplog.messages[-1].endswith(
+        "; exact: yes; optimizer.lr: this program's 0.5 was replaced by the checkpoint's 0.001"
+    )
+    assert report.rows()["settings replaced"] == report.replaced[0]
+    given.optimizer.param_groups[0].update(lr=1, eps=1, weight_decay=1, maximize=True)  # type: ignore[attr-defined]
+    sw.restore(given, tmp_path / "step")
+    assert caplog.messages[-1].endswith("; and 1 more")
+    sw.save(sw.TrainState(given.model), tmp_path / "model", step=7)
+    report = sw.restore(sw.TrainState(given.model), tmp_path / "model")
+    assert report.exact
+    assert report.rows()["exact"] == "yes, for the state that was given (no optimizer, no dataloader)"
+
+
+def test_what_a_report_says_of_a_checkpoint_without_digests(tmp_path: Path) -> None:
+    given = state()
+    torch.save(given.model.state_dict(), tmp_path / "pytorch_model.bin")  # type: ignore[union-attr]
+    torch.save(given.optimizer.state_dict(), tmp_path / "optimizer.bin")  # type: ignore[union-attr]
+    given.optimizer.param_groups[0]["lr"] = 0.5  # type: ignore[union-attr]
+    report = sw.restore(given, tmp_path)
+    rows = report.rows()
+    assert rows["digests compared"] == "none: the checkpoint has no digests"
+    assert rows["restored unchecked"] == "2 tensors of the model, 0 of the optimizer"
+    assert rows["resumed from"] == "step 0, saved by an unknown number of ranks, now 1"
+    assert report.replaced == ("optimizer.lr: this program's 0.5 was replaced by the checkpoint's 0.001",)

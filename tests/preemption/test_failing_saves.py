@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.checkpoint.failures import may_pass
+from shardwise.checkpoint.failures import Failures, may_pass
 from shardwise.checkpoint.save import SaveReport
 from tests.checkpoint.test_checkpointer import tiny_disk as tiny_disk
 from tests.harness.pool import RankPool
 from tests.preemption import _failing_fns as fns
+
+
+def test_where_a_policy_saves() -> None:
+    assert Failures.under(None).roots("/runs/a") == ["/runs/a"]
+    elsewhere = os.path.expanduser("~/elsewhere")
+    assert Failures.under(sw.FailurePolicy(fallback="~/elsewhere")).roots("/runs/a") == ["/runs/a", elsewhere]
+    assert Failures.under(sw.FailurePolicy(fallback="s3://b/a/")).fallback == "s3://b/a"
 
 
 def test_training_goes_on(ranks: RankPool, tiny_disk: Path) -> None:

@@ -89,6 +89,12 @@ def test_stops_and_restarts(tmp_path: Path) -> None:
             assert status == case.status, said
             resumed, stopped = job.found("resumed"), job.found("stopped")
             assert (len(resumed), len(stopped)) == (case.lives, case.stopped), said
+            if case.who == "torchrun":
+                log = job.log.read_text()
+                line = f"the newest saved step is {stopped[0]}\n"
+                assert 0 < log.find(line) < log.find("SignalException: Process"), (
+                    "as docs/howto/preemption.md says"
+                )
             if case.lives == 2:  # it comes to its end; from the step of the stop, or from the last save
                 last = max(line["step"] for line in job.lines() if line.get("life") == 0 and "step" in line)
                 saved = {last // 10 * 10, (last - 1) // 10 * 10}  # killed in a save, too

@@ -119,13 +119,13 @@ def page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_it_tells_the_story_of_a_run(finished: Path, page: str) -> None:
     text = Page(page).text
     for said in (
-        "Run my-run Rank 0 died while saving step 3. The run resumed from step 2 on 1 rank; no saved step was lost. The last start "
+        "Run my-run Rank 0 died while saving step 3. The run resumed from step 2 on 1 rank; no saved step was lost. The last launch "
         "finished. Step 3 was trained twice; the losses agree to 0. The newest valid checkpoint is step 4.",
-        "newest valid step 4", "starts 2", "crashed 1", "resumes 1 (exact)",
+        "newest valid step 4", "launches 2", "crashed 1", "resumes 1 (exact)",
         "died while saving step 3", "finished", "1 step was trained twice; the losses differ by at most 0.",
-        "Start 2: resume from step 2", "bit-exact resume yes", "2 tensors of the model, ",
+        "Launch 2: resume from step 2", "bit-exact resume yes, for the state that was given (no dataloader)", "2 tensors of the model, ",
         "the same on every rank that reports it (1)", "Load efficiency", "all ranks together read 16.2 KiB = 1.000 × the model",
-        "Memory of rank 0 in start 1", "Saved steps: 1, 2, 3, 4. Crashed at step: 3. Resumed from step: 2",
+        "Memory of rank 0 in launch 1", "Saved steps: 1, 2, 3, 4. Crashed at step: 3. Resumed from step: 2",
         "Size of each stored checkpoint", "warm-up",
     ):  # fmt: skip
         assert said in text, said
@@ -135,6 +135,22 @@ def test_it_tells_the_story_of_a_run(finished: Path, page: str) -> None:
     ]  # fmt: skip
     rows = re.findall(r'<tr><th scope="row" class="n">(\d+)</th><td>published</td>', page)
     assert rows == ["1", "2", "3", "4"]
+
+
+def test_a_checkpoint_without_hashes(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    (tmp_path / "theirs").mkdir()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.save(model.state_dict(), tmp_path / "theirs/pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "theirs/optimizer.bin")
+    with sw.memory_ledger(tmp_path / "ledger"):
+        sw.restore(sw.TrainState(model, optimizer), tmp_path / "theirs")
+    text = Page(write_report([tmp_path], tmp_path / "report.html").read_text()).text
+    assert "saved by an unknown number of ranks (not recorded)" in text
+    assert (
+        "hashes compared none: the checkpoint has none; restored unchecked: 2 tensors of the model, 0" in text
+    )
+    assert "hash of everything –" in text
 
 
 def test_the_same_input_gives_the_same_file(finished: Path, page: str, tmp_path: Path) -> None:

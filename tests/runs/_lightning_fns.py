@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.model_parallel import _save_checkpoint
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
@@ -24,7 +25,7 @@ class Lit(nn.Module):
         self.model = model
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     def full(t: Any) -> Any:
         return getattr(t, "full_tensor", lambda: t)().detach().clone()
 
@@ -59,7 +60,7 @@ def lightning_saves(folder: str, program: str) -> tuple[dict[str, torch.Tensor],
         }
     _save_checkpoint(Path(folder), content, full_state_dict=False, rank=dist.get_rank())
     dist.barrier()
-    return _moments(model, optimizer), train(state, 3, 4)
+    return moments(model, optimizer), train(state, 3, 4)
 
 
 def goes_on(folder: str, program: str) -> dict[str, Any]:
@@ -68,8 +69,29 @@ def goes_on(folder: str, program: str) -> dict[str, Any]:
     wrapped: nn.Module = model if program == "fabric" else Lit(model)
     scheduler = {} if program == "fabric" else {"scheduler": state.scheduler}
     report = sw.restore(sw.TrainState(model=wrapped, optimizer=optimizer, **scheduler), folder)
-    found = {"report": report, "values": _moments(model, optimizer)}
+    found = {"report": report, "values": moments(model, optimizer)}
     return found | {"losses": train(state, 3, 4) if scheduler else []}
+
+
+def lightning_module_saves(path: str, folder: str) -> dict[str, torch.Tensor]:
+    """A LightningModule that has a transformers model in an attribute: the tensors of that, and its moments."""
+    from lightning.pytorch import LightningModule
+    from transformers import AutoModelForCausalLM
+
+    class Finetune(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            self.register_buffer("seen", torch.zeros(3))
+
+    module = Finetune()
+    fully_shard(module.model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module.model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    optimizer.step()
+    content = {"state_dict": module, "optimizer_0": optimizer, "global_step": 1, "lr_schedulers": []}
+    _save_checkpoint(Path(folder), content, full_state_dict=False, rank=dist.get_rank())
+    return moments(module.model, optimizer)
 
 
 def asks_for_a_second(folder: str) -> str:

@@ -187,7 +187,7 @@ def test_schedulers_in_one_are_of_the_saved_classes(tmp_path: Path) -> None:
     sw.save(run(chained(exponential, stairs), steps=2), tmp_path / "step")
     live = run(chained(stairs, stairs), other=1)
     with pytest.raises(
-        StateError, match=r"ChainedScheduler\(ExponentialLR, StepLR\), this run has a Chained"
+        StateError, match=r"ChainedScheduler\(ExponentialLR, StepLR\), but this run has a Chained"
     ):
         sw.restore(live, tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["classes"].update(scheduler="ChainedScheduler"))
@@ -216,7 +216,7 @@ def test_schedulers_among_extras(tmp_path: Path) -> None:
     sw.save(state(step_lr), tmp_path / "step")
     assert sw.restore(state(step_lr), tmp_path / "step").exact
     with pytest.raises(
-        StateError, match=r"extra.warmup: the checkpoint holds the state of a StepLR, this run has"
+        StateError, match=r"extra.warmup: the checkpoint contains the state of a StepLR, but this run has"
     ):
         sw.restore(state(lambda optimizer, _: lr.ExponentialLR(optimizer, 0.5)), tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["extra.warmup"].update(step=5))

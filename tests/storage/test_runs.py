@@ -183,7 +183,9 @@ def test_the_run_that_resumed_last_holds_the_line(proxy: Proxy, root: str, tmp_p
     assert second.resume(small_state(99)) is not None
     sent: list[str] = []
     proxy.reset(lambda asked: sent.append(asked.path) if asked.method == "PUT" else None)
-    with pytest.raises(LockedError, match=r"another run has taken these steps.*written by process \d+ on"):
+    with pytest.raises(
+        LockedError, match=r"another run has taken over these steps.*written by process \d+ on"
+    ):
         first.save(small_state(3), 3)
     assert not sent
     second.save(small_state(4), 3)
@@ -204,7 +206,7 @@ def test_training_waits_for_no_request(proxy: Proxy, root: str) -> None:
         with sw.Checkpointer(root) as other:
             assert other.resume(small_state(99)) is not None
         checkpoints.save(small_state(3), 3)
-        with pytest.raises(LockedError, match="another run has taken these steps"):
+        with pytest.raises(LockedError, match="another run has taken over these steps"):
             checkpoints.wait()
 
 
@@ -272,7 +274,7 @@ def test_a_head_that_changes_right_before_it_is_replaced(proxy: Proxy, root: str
         return None
 
     proxy.reset(decide)
-    with pytest.raises(LockedError, match="another run has taken these steps meanwhile"):
+    with pytest.raises(LockedError, match="another run has taken over these steps meanwhile"):
         first.save(small_state(2), 2)
     assert set(folders_in(root)) == set(head_of(root).steps.values())
     assert resumed(root) == (1, digest_of_seed(tmp_path, 1))
@@ -296,7 +298,10 @@ def test_a_step_that_the_other_run_deletes_while_it_is_resumed(
         return Do(before=go_on) if asks == nth else None
 
     proxy.reset(decide)
-    with sw.Checkpointer(root) as second, pytest.raises(LockedError, match="another run has taken these"):
+    with (
+        sw.Checkpointer(root) as second,
+        pytest.raises(LockedError, match="another run has taken over these"),
+    ):
         second.resume(small_state(99))
     assert sorted(head_of(root).steps) == [2]
     assert head_of(root).aside == ()
@@ -497,7 +502,7 @@ def test_another_run_begins_while_one_looks_for_a_head(proxy: Proxy, root: str) 
         saved(root, 1)
 
     proxy.reset(lambda asked: Do(before=begin) if "list-type" in asked.path else None)
-    with pytest.raises(LockedError, match="another run has taken these steps meanwhile"):
+    with pytest.raises(LockedError, match="another run has taken over these steps meanwhile"):
         checkpoints.save(small_state(2), 1)
     assert sorted(head_of(root).steps) == [1]
     assert set(folders_in(root)) == set(head_of(root).steps.values())

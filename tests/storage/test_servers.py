@@ -87,7 +87,7 @@ def test_a_run(at: Running) -> None:
             first.save(small_state(step), step)
         with sw.Checkpointer(root, mode="async") as second:
             assert second.resume(small_state(9), step=2) is not None
-            with pytest.raises(LockedError, match="another run has taken these steps"):
+            with pytest.raises(LockedError, match="another run has taken over these steps"):
                 first.save(small_state(4), 4)
             second.save(small_state(5), 3)
     with sw.Checkpointer(root) as third:

@@ -187,7 +187,7 @@ def test_cold_bytes_are_the_same(file: Path, reads: Any) -> None:
         found = read(reader, wanted)
     assert found == file.read_bytes()
     expected = {
-        "auto": "from byte 0 of the load on, not all were in the page cache",
+        "auto": "some bytes weren't in the page cache, starting at byte 0 of the load",
         "ahead": "asked for",
         "plain": "asked for",
     }
@@ -217,7 +217,7 @@ def test_it_begins_where_the_cache_ends(file: Path) -> None:
         assert read(reader, [(str(file), k * MIB, (k + 1) * MIB) for k in range(48)]) == content
     assert (
         reader.describe_reads()
-        == f"ahead: from byte {4 * MIB} of the load on, not all were in the page cache"
+        == f"ahead: some bytes weren't in the page cache, starting at byte {4 * MIB} of the load"
     )
 
 

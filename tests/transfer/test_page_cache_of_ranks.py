@@ -53,4 +53,4 @@ def test_ranks_fetch_the_model_once(ranks: RankPool, tmp_path: Path) -> None:
     for rank in found:
         assert {words for _, words in rank["plain"]} == {"plain: asked for"}
         assert {words for _, words in rank["ahead"]} == {"ahead: asked for"}
-        assert all("not all were in the page cache" in words for _, words in rank["auto"])
+        assert all("some bytes weren't in the page cache" in words for _, words in rank["auto"])

@@ -104,9 +104,14 @@ def wrapped(live: LiveModel, resolve: Resolve) -> Resolve:
 def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
     """The rules of a base model, for the same model with adapters. What is declared counts under either name."""
     names = wrapped_names(live).bases
+
+    def embeddings() -> frozenset[str]:
+        own = frozenset(rules.embeddings())
+        return own | {name for name, base in names.items() if base in own}
+
     return replace(
         rules,
-        embeddings=rules.embeddings | {name for name, base in names.items() if base in rules.embeddings},
+        embeddings=embeddings,
         resolve=wrapped(live, rules.resolve),
         allow_missing=lambda name: (
             rules.allow_missing(name) or (rules.allow_missing(names[name]) if name in names else None)

@@ -338,7 +338,7 @@ def refuse_other(path: str, done: str) -> None:
     kind = kind_of(path)
     if kind is not None:
         raise SourceError(
-            f"is {kind.name}, not a checkpoint of shardwise, and can't be {done}. {kind.line(path)}",
+            f"is {kind.name}, not a shardwise checkpoint, and can't be {done}. {kind.line(path)}",
             path=path,
         )
     if describe_steps(path) is None:

@@ -122,7 +122,7 @@ def _manifest_of(path: str, step: int | None) -> Manifest:
     manifest = read_manifest(path)
     if step is not None and manifest.step != step:
         raise IntegrityError(
-            f"holds step {manifest.step}, not {step}: an old manifest, or a step under another's name. If it was renamed, "
+            f"holds step {manifest.step}, not {step}: an old manifest, or a step under another step's name. If it was renamed, "
             f"give it the name that it was published under",
             path=path,
         )

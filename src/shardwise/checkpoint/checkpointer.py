@@ -132,7 +132,8 @@ class Checkpointer(Stopping, Resuming):
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
         if mode not in ("sync", "async"):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
-        fallback = None if failures is None else failures.fallback
+        self._failures, self._times = Failures.under(failures), SaveTimes()
+        fallback = self._failures.fallback
         if local and (is_url(os.fspath(root)) or any(x is not None for x in (mirror, fallback, memory))):
             raise ValueError(
                 "local=True needs a directory as root, and can't be combined with a mirror, a fallback or memory"
@@ -144,7 +145,7 @@ class Checkpointer(Stopping, Resuming):
             self.root,
             None if mirror is None else absolute(mirror),
             Retention(keep_last, keep_every),
-            None if fallback is None else absolute(fallback),
+            fallback,
             sweeps=not local,  # what another host knows decides about parts of steps
         )
         self._places = self._directories(local=local)
@@ -154,7 +155,6 @@ class Checkpointer(Stopping, Resuming):
         self._pending: AsyncSave | None = None
         self._closed = False
         self._lineage: Lineage | None = None
-        self._failures, self._times = Failures.under(failures), SaveTimes()
         self._place = 0  # of the next async save
         self._memory, self._on_disk = None, None
         with (

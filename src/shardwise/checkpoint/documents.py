@@ -99,7 +99,7 @@ def _without_document(state: TrainState, documents: Mapping[str, Any], manifest:
         if meaning.kind == "buffers":
             yield f"{name} that differed between ranks: every rank has those of one rank now"
         elif meaning.kind not in _APPLIED_ELSEWHERE or meaning.kind == "own":
-            yield f"{name}: stored per rank, and this run has another number of ranks"
+            yield f"{name}: stored per rank, but this run has a different number of ranks"
     for name in manifest.models:
         if name not in state.models:
             yield f"model {name}: not given to this run"

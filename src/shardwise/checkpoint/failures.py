@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from .. import errors
 from ..errors import CheckpointError, LockedError, RankError, SourceError
+from ..storage import place_at
 from .save import SaveReport
 
 __all__ = ["FailurePolicy", "Failures", "RefusalError", "may_pass"]
@@ -46,13 +47,22 @@ class Failures:
     """The saves of a run that failed in a row. Every rank counts the same, because a save fails on all ranks or on none."""
 
     most: int = 1
+    fallback: str | None = None
+    """The policy's, absolute."""
     in_a_row: int = 0
     total: int = 0
 
     @classmethod
     def under(cls, policy: FailurePolicy | None) -> Failures:
         """None yet, of a run with this policy."""
-        return cls(1 if policy is None else policy.max_failures)
+        if policy is None:
+            return cls()
+        fallback = policy.fallback
+        return cls(policy.max_failures, None if fallback is None else place_at(fallback))
+
+    def roots(self, own: str) -> list[str]:
+        """The run's own place, then the fall-back if there is one."""
+        return [own] if self.fallback is None else [own, self.fallback]
 
     def attempt(
         self, step: int, ways: Mapping[str, Callable[[], SaveReport]], *, is_first_rank: bool

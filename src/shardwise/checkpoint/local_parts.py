@@ -76,7 +76,7 @@ def find_parts(path: str, step: int | None, at: LocalPlaces, ranks: Ranks) -> Fo
     complete = [one for one in found if not one.lost]
     if len(complete) > 1:
         raise CheckpointError(
-            f"{complete[1].path}: this host's manifest is another one than {complete[0].path}: these are steps of several runs, or of "
+            f"{complete[1].path}: this host's manifest differs from {complete[0].path}: these are steps of several runs, or of "
             f"branches of one. Move the directories of one of them away"
         )
     if not complete:  # of several, none of which is whole, one that a host which is away may make whole
@@ -128,7 +128,7 @@ def _refuse_lost(held: _Held, damage: str, at: LocalPlaces) -> NoReturn:
         text = describe_absent(path, places, away, holder="the hosts of this run hold")
         raise CheckpointError(f"{path}: {text}")
     hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
-    raise IntegrityError(damage or f"{path}: {hosts} lacks its part: lost")
+    raise IntegrityError(damage or f"{path}: {hosts} has lost its part")
 
 
 class Parts:

@@ -65,13 +65,13 @@ class LocalPlaces:
 
         if not ranks.combine("remove probes", remove, all) or any(first == -1 for first, _ in found):
             raise LockedError(
-                f"{root}: another run that writes checkpoints here deletes the files of this one; stop it, or give this run another "
+                f"{root}: another run that writes checkpoints here is deleting this run's files; stop it, or give this run another "
                 f"directory"
             )
         first_of: list[int] = [int(first) for first, _ in found]  # type: ignore[call-overload]
         if any(first_of[first] != first for first in first_of):
             raise CheckpointError(
-                f"{root}: some ranks see only some of the files that others have just made there; for local=True give a disk of "
+                f"{root}: some ranks see only some of the files that other ranks just created there; with local=True, use a disk of "
                 f"the host's own"
             )
         self.places = tuple(
@@ -97,7 +97,7 @@ class LocalPlaces:
             if one in ids[:number]:
                 hosts = [self.places[n].host for n in (ids.index(one), number)]
                 raise CheckpointError(
-                    f"the directories of {' and '.join(hosts)} have one id, {one}: one is a copy of the other. Remove the file "
+                    f"the directories of {' and '.join(hosts)} have the same id, {one}: one is a copy of the other. Remove the file "
                     f"{_ID_FILE} from one of them"
                 )
         self.places = tuple([Place(one, p.host, p.ranks) for one, p in zip(ids, self.places, strict=True)])
@@ -135,7 +135,7 @@ def id_of_place(root: str) -> str:
     if os.path.lexists(path):
         found = read_small(path, "id of a place", 1000).decode(errors="replace").strip()
         if not _ID.fullmatch(found):
-            raise CheckpointError(f"{path}: is not the id of a place; remove it")
+            raise CheckpointError(f"{path}: doesn't contain a valid directory id; remove it")
         return found
     new, temporary = secrets.token_hex(8), os.path.join(root, f".tmp-place-{secrets.token_hex(8)}")
     write_file(temporary, f"{new}\n".encode())

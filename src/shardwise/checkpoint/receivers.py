@@ -86,7 +86,7 @@ class _OfCheckpoint(Receiver):
         path, manifest = self._stored.path, self._stored.manifest
         if self._is_of_other_ranks:
             raise StateError(
-                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, and this run has another number: "
+                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, but this run has a different number: "
                 f"its state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
             )
         if kind := manifest.software.get(CONVERTED):
@@ -220,7 +220,7 @@ class _Optimizer(_OfCheckpoint):
             refuse_other_kind(self._optimizer, stored["groups"])
         elif saved != now:
             raise StateError(
-                f"{self._stored.path}: holds state of {saved}, the optimizer is {now}; use the same one"
+                f"{self._stored.path}: contains state of {saved}, but the optimizer is {now}; use the same one"
             )
         check_settings(self._optimizer, stored["groups"], self.name)
         check_values(self._optimizer, stored["values"], self.name)

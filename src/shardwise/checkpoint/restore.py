@@ -187,6 +187,7 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         caveats=caveats,
         rng=generators.plan.rule,
         functions=tuple(functions_left_out(state.scheduler)),
+        not_given=state.not_given,
         replaced=replaced_settings(given, given_settings_of(state)),
     )
 

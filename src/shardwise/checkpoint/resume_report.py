@@ -18,15 +18,17 @@ from ..ranks.ranks import Ranks
 if TYPE_CHECKING:
     from .restore import Filled, Saved
 
-__all__ = ["ResumeReport", "logged"]
+__all__ = ["ResumeReport", "log_resume", "logged"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+#: Replaced settings that the logged line names.
+_MAX_IN_LINE = 3
 
 
 def logged(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function that returns a :class:`ResumeReport` log it on rank 0 in one line, a warning if the resume is not exact.
+    """Let a function that returns a :class:`ResumeReport` log it by :func:`log_resume`.
 
     Outside of the operation: its bar is gone by then.
     """
@@ -34,11 +36,18 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         report = function(*args, **kwargs)
-        if isinstance(report, ResumeReport) and Ranks.current().rank == 0:
-            _log.log(logging.INFO if report.exact else logging.WARNING, "%s", report.line())
+        if isinstance(report, ResumeReport):
+            log_resume(report)
         return report
 
     return call
+
+
+def log_resume(report: ResumeReport) -> None:
+    """Log a resume on rank 0 in one line: a warning if it is not exact, or if settings of the program were replaced."""
+    if Ranks.current().rank == 0:
+        level = logging.INFO if report.exact and not report.replaced else logging.WARNING
+        _log.log(level, "%s", report.line())
 
 
 @frozen
@@ -49,22 +58,26 @@ class ResumeReport(Printed):
     step: int
     run_id: str
     saved_world_size: int
+    """0 if the checkpoint does not record it."""
     world_size: int
     saved_mesh: str
     """Names and sizes of the mesh axes at the save: ``dp_shard 2 × tp 2``."""
     mesh: str
     """Names and sizes of the mesh axes in this run."""
     digest: str
-    """Digest of the names and digests of all restored tensors. The same state has the same digest on any mesh."""
+    """Digest of the names and digests of all restored tensors. The same state has the same digest on any mesh. Empty for a checkpoint of
+    another program, which records no digests."""
     exact: bool
-    """Whether the next steps will be bit-identical to those of a run that never stopped."""
+    """Whether the next steps will be bit-identical to those of a run that never stopped, as far as they depend on the state that was
+    given: see ``not_given``."""
     differences: tuple[str, ...]
     """Reasons why the resume isn't exact: a different world size; other versions, threads, devices or dtypes; custom state of a model or an
     optimizer that wasn't stored, or that its ``load_state_dict`` didn't accept."""
     tensors: int
-    """Number of restored model tensors. Their digests were compared unless the dtype differs (see ``differences``)."""
+    """Number of restored model tensors. If the checkpoint has digests (``digest``), they were compared unless the dtype differs (see
+    ``differences``)."""
     optimizer_tensors: int
-    """Number of restored optimizer tensors. All their digests were compared."""
+    """Number of restored optimizer tensors. All their digests, if there are any, were compared."""
     documents: tuple[str, ...]
     """Names of all other restored state."""
     skipped: tuple[str, ...]
@@ -82,6 +95,9 @@ class ResumeReport(Printed):
     functions: tuple[str, ...] = ()
     """Functions in schedulers. A checkpoint can't store them, so your program's own are used. ``exact`` assumes that they are the same as in
     the saved run, like all other code."""
+    not_given: tuple[str, ...] = ()
+    """Which of ``optimizer`` and ``dataloader`` the ``TrainState`` lacks. ``exact`` doesn't cover them: without a data loader, the program
+    itself must continue at the right sample."""
     replaced: tuple[str, ...] = ()
     """Settings of this program's optimizers and schedulers, such as ``lr``, that were replaced by the checkpoint's values. The resume is exact with
     the checkpoint's; docs/howto/own-loop.md explains how to use the program's instead."""
@@ -106,6 +122,7 @@ class ResumeReport(Printed):
         rng: str,
         caveats: tuple[str, ...] = (),
         functions: tuple[str, ...] = (),
+        not_given: tuple[str, ...] = (),
         replaced: tuple[str, ...] = (),
     ) -> ResumeReport:
         """Create the report of a restore that has just ended, with the counts in ``filled``. The other arguments are fields."""
@@ -132,6 +149,7 @@ class ResumeReport(Printed):
             damaged={},
             superseded=(),
             functions=functions,
+            not_given=not_given,
             replaced=replaced,
             gradients=sum(o.gradients for o in filled.optimizers),
         )
@@ -142,26 +160,40 @@ class ResumeReport(Printed):
 
     def rows(self) -> Mapping[str, str]:
         """The rows of the printed table: the source, whether the resume is exact and why not, and what was restored."""
-        why = (*self.differences, *self.skipped, *self.caveats)
+        tensors = f"{self.tensors:,} tensors of the model, {self.optimizer_tensors:,} of the optimizer"
+        ranks = self.saved_world_size
+        saved_by = f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "an unknown number of ranks"
         rows = {
-            "resumed from": f"step {self.step}, saved by {self.saved_world_size} rank{'s' * (self.saved_world_size != 1)}, "
-            f"now {self.world_size}" + " (from memory)" * self.from_memory,
+            "resumed from": f"step {self.step}, saved by {saved_by}, now {self.world_size}"
+            + " (from memory)" * self.from_memory,
             "path": self.path,
-            "exact": "yes" if self.exact else f"no: {'; '.join(why)}",
-            "digests compared": f"{self.tensors:,} tensors of the model, {self.optimizer_tensors:,} of the optimizer",
+            "exact": self._exact_in_words(),
+            "digests compared": tensors if self.digest else "none: the checkpoint has no digests",
+            "restored unchecked": "" if self.digest else tensors,
             "also restored": ", ".join(self.documents),
             "random generators": self.rng,
             "settings replaced": "; ".join(self.replaced),
             "newer steps renamed": ", ".join(map(str, self.superseded)),
             "damaged steps skipped": "; ".join(f"{step}: {found}" for step, found in self.damaged.items()),
-            "read by this rank": f"{size(self.bytes_read)} in {self.seconds:.2f} s",
+            "read by this rank": f"{size(self.bytes_read)} in {self.seconds:.2f} s"
+            if self.bytes_read
+            else "",
         }
         return {name: value for name, value in rows.items() if value}
+
+    def _exact_in_words(self) -> str:
+        if not self.exact:
+            return f"no: {'; '.join((*self.differences, *self.skipped, *self.caveats))}"
+        if self.not_given:
+            return f"yes, for the state that was given (no {', no '.join(self.not_given)})"
+        return "yes"
 
     def line(self) -> str:
         """The report in one line, as it is logged."""
         rows = self.rows()
-        return f"restored {rows['resumed from']}; exact: {rows['exact']}"
+        more = len(self.replaced) - _MAX_IN_LINE
+        replaced = [*self.replaced[:_MAX_IN_LINE], *([f"and {more} more"] if more > 0 else [])]
+        return "; ".join([f"restored {rows['resumed from']}", f"exact: {rows['exact']}", *replaced])
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

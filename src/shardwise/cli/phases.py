@@ -179,20 +179,20 @@ def show_phases(out: Console, run: RunPlan, *, explain: bool, size: Callable[[in
 def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
     stored, nodes = run.checkpoint, "the node" if run.nodes == 1 else f"each of {run.nodes} nodes"
     lines = [
-        f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; in a store "
-        f"{stored.requests} requests",
-        f"all checkpoints: {size(stored.run_bytes)} with keep_last={stored.kept}: one more is written before the oldest is deleted",
+        f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; "
+        f"{stored.requests} requests in an object store",
+        f"all checkpoints: {size(stored.run_bytes)} with keep_last={stored.kept}, including the one being written",
     ]
     lines += [
-        f"{one.phase}: a rank {one.verb} {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all "
-        f"{size(one.total_bytes)}, {one.seconds:.0f} s"
+        f"{one.phase}: each rank {one.verb} up to {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all ranks together "
+        f"{size(one.total_bytes)}; {one.seconds:.0f} s"
         for one in run.files
     ]
     between = "" if run.nodes == 1 else f", and {nodes} {size(run.node_bytes_per_step)} from other nodes"
     parts = "; ".join(f"{flow.what} {size(flow.rank_bytes)}" for flow in run.network)
     lines += [
         f"largest all-gather {size(run.largest_gather_bytes)}, largest reduce-scatter {size(run.largest_reduce_bytes)}",
-        f"a rank receives {size(run.network_bytes_per_step)} in each step{between}"
+        f"each rank receives {size(run.network_bytes_per_step)} per step{between}"
         + (f" ({parts})" if parts else ""),
         f"assumed: {'; '.join(run.assumptions)}",
     ]

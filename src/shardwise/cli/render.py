@@ -192,8 +192,8 @@ def _verdict_of(report: PlanReport) -> Text:
         return Text(f"Fits: {needs}.", _GREEN)
     need = verdict.binds[0]
     text = (
-        f"Does not fit: {need.phase} needs up to {size(need.needed_bytes)} of the {need.where}, which has "
-        f"{size(need.limit_bytes)}; most of it {_NAMED_AMOUNTS.get(need.largest, need.largest)}."
+        f"Does not fit: {_the(need.phase)} needs up to {size(need.needed_bytes)} per {need.where}, mostly for "
+        f"{_NAMED_AMOUNTS.get(need.largest, need.largest)}; the {need.where} has {size(need.limit_bytes)}."
     )
     if not verdict.changes:
         text += " None of the changes that were tried makes it fit."
@@ -208,11 +208,18 @@ def _show_changes(out: Console, changes: Sequence[Change]) -> None:
         out.print(Text(line), soft_wrap=True)
 
 
+def _the(phase: str) -> str:
+    """A phase in a sentence: the async save."""
+    return " ".join(["the", *reversed(phase.split(", "))])
+
+
 #: Amounts of a phase whose short name says too little without their table.
 _NAMED_AMOUNTS = {
     "gathered": "gathered parameters",
     "reduced": "gradients that are being reduced",
     "staging": "staging buffers",
+    "process": "the process itself",
+    "context": "the device's context",
 }
 
 
@@ -231,7 +238,8 @@ def _answer(search: Search) -> Text:
     why = ""
     if below is not None:
         need = below.binds[0]
-        why = f"{below.ranks} would need {size(need.needed_bytes)} each ({need.phase}; most of it {_NAMED_AMOUNTS.get(need.largest, need.largest)})"
+        largest = _NAMED_AMOUNTS.get(need.largest, need.largest)
+        why = f"{below.ranks} would need {size(need.needed_bytes)} each in {_the(need.phase)}, mostly for {largest}"
     if search.ranks is None:
         assert below is not None
         return Text(f"no number of GPUs of {size(below.binds[0].limit_bytes)} is enough: {why}", _RED)
@@ -296,7 +304,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
     if host is not None:
         budget = host.budget
         facts["this host"] = str(budget)
-        facts["a load here"] = f"{size(host.needed_bytes)} of it for {host.ranks} ranks on {host.device}"
+        facts["loading here"] = f"needs {size(host.needed_bytes)} for {host.ranks} ranks on {host.device}"
     _facts(out, report.path, facts)
     in_store = () if report.store is None else report.store.per_rank
     asked = {one.rank: (str(one.requests), size(one.nbytes)) for one in in_store}

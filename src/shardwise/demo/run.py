@@ -103,7 +103,7 @@ def _places(out: str) -> tuple[Path, str]:
         return local, str(local / "checkpoints")
     checkpoints = join(absolute(out), "checkpoints")
     if patiently(is_directory, checkpoints):
-        raise ShardwiseError(f"{checkpoints}: holds something already; give --out another URL")
+        raise ShardwiseError(f"{checkpoints}: already contains something; give --out another URL")
     return Path(tempfile.mkdtemp(prefix="shardwise-demo-")), checkpoints
 
 

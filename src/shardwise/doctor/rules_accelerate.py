@@ -232,7 +232,7 @@ ACCELERATE = (
         when=lambda one: one.says("cpu_ram_efficient_loading"),
         bites="prepare() fails with \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
         "persistent buffer or an unsharded parameter.",
-        why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry of the state dict is a DTensor.",
+        why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry in the state dict is a DTensor.",
         do="Keep the YAML and load with ShardwiseAccelerator.load_model or load_pretrained "
         "(docs/cases/1-device-mesh.md), or turn the option off if every rank has room for the whole model.",
     ),
@@ -252,7 +252,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.not-ram-efficient",
-        "cpu_ram_efficient_loading off, and ranks × the given model exceed the free memory",
+        "cpu_ram_efficient_loading is off, and ranks × the model's size exceeds free memory",
         "case 3; ms-swift#9982",
         _not_efficient,
     ),
@@ -312,14 +312,14 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.tied-groups",
-        "FSDP2 that wraps the embedding, and a given model whose head is tied to it",
+        "FSDP2 that wraps the embedding, for a model whose head is tied to it",
         "case 8; FSDP2 of torch 2.12",
         _tied_groups,
         applies={"torch": ">=2.12"},
     ),
     Rule(
         "accelerate.wrap-class",
-        "a class to wrap that the given model doesn't have",
+        "a class to wrap that the model doesn't have",
         "accelerate 1.10: FullyShardedDataParallelPlugin.set_auto_wrap_policy",
         _unknown_class,
     ),

@@ -88,7 +88,7 @@ CHECKPOINTS = (
     Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
     each(
         _checkpoints,
-        ("checkpoint.set-aside", "steps that a resume renamed", "docs/format.md"),
+        ("checkpoint.set-aside", "steps that a resume quarantined", "docs/format.md"),
         kind="note",
         when=lambda c: c.set_aside,
         bites=_aside,
@@ -97,7 +97,7 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        ("checkpoint.leftovers", "leftovers of killed saves", "docs/concepts/publish.md"),
+        ("checkpoint.leftovers", "leftovers from killed saves", "docs/concepts/publish.md"),
         kind="note",
         when=lambda c: c.leftovers,
         bites=lambda c: f"A save was killed or is under way: {some(c.leftovers)}.",
@@ -106,7 +106,11 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        ("checkpoint.per-rank", "one file per rank, without positions in the tensors", "accelerate#4105"),
+        (
+            "checkpoint.per-rank",
+            "one file per rank, without the shards' positions in the tensors",
+            "accelerate#4105",
+        ),
         when=lambda c: c.per_rank,
         bites=lambda c: (
             f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
@@ -129,7 +133,7 @@ CHECKPOINTS = (
         _lacking,
         (
             "checkpoint.incomplete",
-            "a checkpoint-N without optimizer, scheduler, random states or a file that its neighbors have",
+            "a checkpoint-N without an optimizer, a scheduler, RNG state or a file that its neighbors have",
             "case 5; Trainer of transformers 5.23",
         ),
         when=lambda c: c.lost or c.lost_files,

@@ -314,6 +314,9 @@ SOFTWARE = (
         _peft,
     ),
     Rule(
-        "software.torchvision", "torchvision or torchaudio built for another torch", "pytorch#157648", _vision
+        "software.torchvision",
+        "torchvision or torchaudio built for a different torch version",
+        "pytorch#157648",
+        _vision,
     ),
 )

@@ -78,7 +78,7 @@ LOGS = (
     *map(_rule, KNOWN),
     Rule(
         "log.loss-jump",
-        "a loss that jumps after a resume, or after a checkpoint of the Trainer",
+        "a loss that jumps after a resume, or after a Trainer checkpoint",
         "case 5",
         _jump,
     ),
@@ -86,7 +86,7 @@ LOGS = (
     Rule("log.rising-loss", "a loss that rises throughout the log", "case 5", _rise, kind="note"),
     Rule(
         "log.random-loss",
-        "a first loss as high as random weights of the given model would have",
+        "an initial loss as high as the model would have with random weights",
         "case 9; case 10",
         _random_loss,
     ),

@@ -238,7 +238,7 @@ MACHINE = (
     ),
     Rule(
         "machine.cores",
-        "more than two ranks per core that quota and affinity allow",
+        "more than two ranks per usable core (quota and affinity)",
         "sched-bwc of Linux",
         _cores,
     ),
@@ -258,7 +258,7 @@ MACHINE = (
     ),
     Rule(
         "network.interface",
-        "a *_SOCKET_IFNAME with an interface that this host doesn't have",
+        "a *_SOCKET_IFNAME that names an interface this host doesn't have",
         "NCCL user guide",
         _no_interface,
     ),
@@ -267,7 +267,7 @@ MACHINE = (
     ),
     Rule(
         "network.slow-interface",
-        "several hosts with InfiniBand, and this host's name resolves to another interface",
+        "several hosts with InfiniBand, and this host's name resolves to a different interface",
         "torchft#329",
         _slow_interface,
     ),

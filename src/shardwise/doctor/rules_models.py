@@ -161,7 +161,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.index", "index and files don't belong together", "case 12"),
+        ("model.index", "the index and the files don't match", "case 12"),
         when=lambda m: m.problem,
         bites=lambda m: f"The model can't be loaded: {(m.problem or '').partition(chr(10))[0]}.",
         why="Index and files do not belong together.",
@@ -234,7 +234,7 @@ MODELS = (
     ),
     Rule(
         "model.unified-memory",
-        "twice the model exceeds the memory that host and device share",
+        "twice the model's size exceeds the memory that host and device share",
         "case 4; Automodel#3532",
         _unified,
     ),

@@ -137,18 +137,18 @@ RANKS = (
     Rule(
         "ranks.no-store", "rank 0 can't listen at MASTER_ADDR and MASTER_PORT", "torch.distributed", _no_store
     ),
-    Rule("ranks.versions", "different versions on some ranks", "case 4", _versions),
+    Rule("ranks.versions", "package versions that differ across ranks", "case 4", _versions),
     Rule("ranks.limits", "less memory, fewer cores or lower limits on some ranks", "case 2", _limits),
     Rule(
         "ranks.clocks",
-        "a clock more than 5 s off from the other ranks",
+        "a clock that is more than 5 s off from the other ranks'",
         "RequestTimeTooSkewed of S3",
         _clocks,
     ),
-    Rule("ranks.files", "given files that differ in size between ranks", "case 18", _files),
+    Rule("ranks.files", "files you passed that differ in size across ranks", "case 18", _files),
     Rule(
         "ranks.not-shared",
-        "a rank that can't see other ranks' files in a directory to be written",
+        "a rank that can't see other ranks' files in an output directory",
         "case 18; verl#7641",
         _not_shared,
     ),

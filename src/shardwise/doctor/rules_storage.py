@@ -75,7 +75,7 @@ def _space(facts: Facts) -> Iterator[Bite]:
     needed = max([_LEAST_FREE_BYTES, *(_STATE_PER_WEIGHT * m.nbytes for m in facts.models)])
     for place in _written(facts):
         if place.free_bytes is not None and place.free_bytes < needed:
-            what = "A checkpoint of the given model with AdamW" if facts.models else "A checkpoint"
+            what = "A checkpoint of this model with AdamW" if facts.models else "A checkpoint"
             yield Bite(
                 place.path,
                 f"{what} does not fit: {gib(place.free_bytes)} are free, and {gib(needed)} are wanted.",
@@ -164,7 +164,7 @@ STORAGE = (
     ),
     each(
         _places,
-        ("storage.fsync", "fsync fails, or reading back does", "Rebello et al., ATC '20"),
+        ("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20"),
         when=lambda p: p.failures.keys() & {"fsync", "read"},
         bites=lambda p: (
             f"A save fails or is lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
@@ -172,7 +172,9 @@ STORAGE = (
         why="After a failed fsync the pages count as clean, so a second try reports success although the bytes are lost.",
         do="Check dmesg for disk errors, and write elsewhere.",
     ),
-    Rule("storage.space", "less free space than 1 GiB, or than 6 × the given model", "case 15", _space),
+    Rule(
+        "storage.space", "less than 1 GiB of free space, or less than 6× the model's size", "case 15", _space
+    ),
     each(
         _written,
         ("storage.inodes", "fewer than 10,000 free inodes", "statvfs(3)"),
@@ -301,7 +303,7 @@ STORAGE = (
     ),
     Rule(
         "storage.clock",
-        "clocks of storage and this machine more than 5 s apart",
+        "clocks of storage and this machine that are more than 5 s apart",
         "RequestTimeTooSkewed of S3",
         _clocks,
     ),

@@ -60,9 +60,14 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINTS,
     *LOGS,
     *RANKS,
-    Rule("path.foreign", "files of another program that can't be read", "docs/howto/sources.md", _foreign),
-    Rule("path.absent", "a given path that doesn't exist", "docs/howto/doctor.md", _absent),
-    Rule("path.unknown", "a given file of an unknown kind", "docs/howto/doctor.md", _unknown),
+    Rule(
+        "path.foreign",
+        "another program's files, which shardwise can't read",
+        "docs/howto/sources.md",
+        _foreign,
+    ),
+    Rule("path.absent", "a path you passed that doesn't exist", "docs/howto/doctor.md", _absent),
+    Rule("path.unknown", "a file of unknown type", "docs/howto/doctor.md", _unknown),
 )
 
 

@@ -132,7 +132,7 @@ class AsSourceJob:
             )
         if problems:
             raise PlanError(
-                f"{self._source.root}: can't be exported in its quantized format", tuple(problems)
+                f"{self._source.root}: can't be re-quantized in the source's format", tuple(problems)
             )
 
     def _encoded(self) -> dict[str, Changed]:

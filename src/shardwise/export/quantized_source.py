@@ -47,7 +47,7 @@ class QuantizedSource:
             self.meant: Catalog = dequantized(self.stored, own)
             if loaded is not None and versions_of(self.stored) != loaded:
                 raise CheckpointError(
-                    f"{self.root}: was changed since the model was loaded from it: files, their sizes or their times have changed. "
+                    f"{self.root}: has changed since the model was loaded from it: its files, their sizes or their times differ. "
                     f"Give source= to write the format of the files that are there now"
                 )
             if not self.meant.coded:
@@ -89,7 +89,7 @@ def place_of_source(live: LiveModel, given: str | os.PathLike[str] | None) -> tu
     home = home_of(live.root) or home_of(live.base)
     if home is None:
         raise CheckpointError(
-            "quantize='as-source': it is not known which quantized source this model was loaded from; give source="
+            "quantize='as-source': can't tell which quantized source this model was loaded from; give source="
         )
     return home, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
-from ..limits import inside
+from ..limits import brief, inside
 from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.lend import documents_of
@@ -43,6 +44,8 @@ from .stored_windows import StoredWindows, share_of
 from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["StoredJob"]
+
+_log = logging.getLogger(__name__)
 
 
 @frozen
@@ -123,7 +126,7 @@ class StoredJob:
         if os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
             return error
         return CheckpointError(
-            f"{self._path}: was deleted while it was read; a running Checkpointer deletes old steps. Take a newer step, or "
+            f"{self._path}: was deleted while it was being read; a running Checkpointer deletes old steps. Take a newer step, or "
             f"let the run keep this one (keep_last, keep_every)"
         )
 
@@ -167,7 +170,14 @@ class StoredJob:
             return as_named(specs)
         model = self._on_meta()
         if self._manifest is None:
-            self._stored = as_config_says(self._catalog, model, self._io)
+            found = self._stored = as_config_says(self._catalog, model, self._io)
+            if found.prefix and found.unused and Ranks.current().rank == 0:
+                _log.warning(
+                    "%s: left out what is not in %r: %s",
+                    self._path,
+                    found.prefix,
+                    brief(", ".join(found.unused)),
+                )
             return reverted(model, self._stored.specs)
         shapes = self._manifest.hub_tensors.get(self._model)
         if shapes is None:

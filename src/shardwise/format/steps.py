@@ -42,7 +42,7 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
     if named is None or named == step:
         return None
     return (
-        f"holds step {step}, not {named} as its name says: an old manifest, or a step under another's name. If it "
+        f"holds step {step}, not {named} as its name says: an old manifest, or a step under another step's name. If it "
         f"was renamed, give it the name that it was published under"
     )
 

@@ -13,7 +13,7 @@ from ..checkpoint.hosts import Hosts
 from ..errors import CheckpointError, NoCheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..ranks.patience import patiently
-from ..storage import absolute, is_directory, is_file, is_url, join, names_in
+from ..storage import is_directory, is_file, is_url, join, names_in, place_at
 from ..store.in_store import refuse_without_conditions
 from ..store.marks import is_checkpoint
 from ..store.publish import delete_all
@@ -29,7 +29,6 @@ __all__ = [
     "make_room",
     "newest",
     "newest_of",
-    "place_at",
     "places_of",
     "refuse_unfit",
     "steps_in",
@@ -38,12 +37,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 #: Each rank's file in Accelerate's own checkpoints: ``accelerate.utils.RNG_STATE_NAME``, which is not imported for it.
 _RANDOM_STATES = "random_states"
-
-
-def place_at(path: str | os.PathLike[str]) -> str:
-    """A caller's path without ``~`` and ``..``, or its URL."""
-    path = os.fspath(path)
-    return absolute(path if is_url(path) else os.path.expanduser(path))
 
 
 def refuse_unfit(fallback: str) -> None:
@@ -82,7 +75,7 @@ def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
         hosts.on_own(root, "rename an incomplete checkpoint", lambda: _set_aside(folder))
     elif any(found):
         raise CheckpointError(
-            f"{folder}: holds something already, and a published checkpoint is never overwritten; "
+            f"{folder}: already contains something, and a published checkpoint is never overwritten; "
             + (
                 "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
                 if automatic

@@ -21,6 +21,7 @@ from ..ranks.ranks import Ranks
 from ..runs.restore import restore
 from ..runs.third_party import is_third_party
 from ..state.train_state import TrainState
+from ..storage import place_at
 from ..store.part_target import delete_sealed
 from ..store.target import target_of
 from ._accelerate_folders import (
@@ -29,7 +30,6 @@ from ._accelerate_folders import (
     folder_for,
     make_room,
     newest,
-    place_at,
     places_of,
 )
 from ._accelerate_loaders import LoaderPositions

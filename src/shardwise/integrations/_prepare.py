@@ -33,9 +33,9 @@ def explained(way: str) -> Iterator[None]:
         if "device_mesh" not in str(error):
             raise
         raise ShardError(
-            f"the model was loaded whole, and Accelerate's cpu_ram_efficient_loading takes each of its tensors for a shard, also "
-            f"a buffer or a parameter that is not sharded ({error}). Load the model by {way}, or set "
-            f"cpu_ram_efficient_loading to false: then every rank holds the whole model first"
+            f"the model was loaded unsharded, and Accelerate's cpu_ram_efficient_loading treats each of its tensors as a shard, even "
+            f"a buffer or a parameter that isn't sharded ({error}). Load the model by {way}, or set "
+            f"cpu_ram_efficient_loading to false: then every rank first loads the full model"
         ) from error
 
 

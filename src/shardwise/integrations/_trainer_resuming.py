@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from ..checkpoint.hosts import OneForAll, Opened
-from ..checkpoint.resume_report import ResumeReport
+from ..checkpoint.resume_report import ResumeReport, log_resume
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..internals.peft import peft_model
 from ..internals.trainer import end_epoch
 from ..internals.trl import keeps_completions
+from ..layout.live import describe
+from ..layout.placements import mesh_text
 from ..loading.load import load
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng, restore_rng
-from ..runs.history import lost_parts
-from ..runs.restore import restore
+from ..runs.history import lost_parts, ranks_of
+from ..runs.restore import restore_unlogged
 from ..state.loader_parts import put_own_states
+from ..state.settings import given_settings_of, replaced_settings
 from ..state.train_state import TrainState
 from ..storage import absolute, is_directory, is_file, is_url, join
 from ._prepare import explained
@@ -47,7 +53,8 @@ class Resuming(Stopping, Saving):
     """The resuming methods of :class:`.trainer.ShardwiseTrainer`, which documents the contract."""
 
     resume_report: ResumeReport | None = None
-    """The report of the last ``train`` that resumed from a shardwise checkpoint."""
+    """The report of the last ``train`` that resumed. A checkpoint of the plain Trainer is read by Trainer's own code; the
+    report says what it restores."""
     reads_again: bool = True
     """Whether a resume inside an epoch reads the epoch's earlier batches again if their items may draw random numbers (always assumed with
     ``dataloader_num_workers``, otherwise only if they were observed to). False: skip them by index, as Trainer does, which takes no time; the
@@ -149,14 +156,63 @@ class Resuming(Stopping, Saving):
                         _log.warning("skipping damaged %s: %s", path, error)
                     raise _DamagedError(path) from error
                 self._run.published[self.state.global_step] = absolute(path)
-            elif Ranks.current().rank == 0 and os.path.isdir(path) and (lost := lost_parts(os.listdir(path))):
-                _log.warning(
-                    "%s is a checkpoint of the plain Trainer, which records no digests; it has no %s",
-                    path,
-                    ", ".join(lost),
-                )
+            else:
+                self._restore_plain(path, checkpoint_dir)
+                return
         # Trainer finds none of its files there; subclasses may find theirs.
         super()._load_optimizer_and_scheduler(checkpoint_dir)
+
+    def _restore_plain(self, path: str, checkpoint_dir: str) -> None:
+        """Let Trainer restore a checkpoint of its own, and report what it restores."""
+        ranks, names = Ranks.current(), os.listdir(checkpoint_dir)
+        state = self._train_state(data=False)
+        given = given_settings_of(state)
+        super()._load_optimizer_and_scheduler(checkpoint_dir)
+        lost = lost_parts(names)
+        differences = [
+            f"{path} is a checkpoint of the plain Trainer, which records no digests, versions or settings"
+        ]
+        if lost:
+            differences.append(f"it has no {', '.join(lost)}")
+        if (saved := ranks_of(names)) not in (0, ranks.world_size):
+            differences.append(f"world size: {saved} when saved, {ranks.world_size} now")
+        if self.args.ignore_data_skip:
+            differences.append("ignore_data_skip: the epoch's data starts again")
+        lives = {name: describe(model) for name, model in state.models.items()}
+        is_adapted = peft_model(self.model) is not None  # Trainer stores no base below adapters
+        with_optimizer = not {"optimizer", "scheduler"} & {*lost}  # Trainer takes both or neither
+        report = ResumeReport(
+            path=path,
+            step=self.state.global_step,
+            run_id="",
+            saved_world_size=saved,
+            world_size=ranks.world_size,
+            saved_mesh="",
+            mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
+            digest="",
+            exact=False,
+            differences=tuple(differences),
+            tensors=len(
+                [
+                    t
+                    for live in lives.values()
+                    for t in live.stored
+                    if t.tensor.requires_grad or not is_adapted
+                ]
+            ),
+            optimizer_tensors=_tensors_in(state.optimizers.values()) if with_optimizer else 0,
+            documents=("scheduler",) if with_optimizer else (),
+            skipped=(),
+            caveats=(),
+            rng="not stored" if "random states" in lost else "those of the save, by Trainer",
+            bytes_read=0,
+            seconds=0.0,
+            damaged=dict(self._run.damaged.values()),
+            superseded=(),
+            replaced=replaced_settings(given, given_settings_of(state)),
+        )
+        self.resume_report = report
+        log_resume(report)
 
     def _restore(self, path: str, opened: Opened) -> None:
         """Restore everything at once, and add the differences that Trainer itself causes to the report."""
@@ -169,7 +225,7 @@ class Resuming(Stopping, Saving):
                 check_place(place, read_manifest(place), f"rank/{ranks.rank:05d}")
         state = self._train_state(optimizer=with_optimizer, data=with_place, source=place)
         opened.bring(state)
-        report = replace(restore(state, place, io=opened.io), path=path)
+        report = replace(restore_unlogged(state, place, io=opened.io), path=path, not_given=())
         run.rng = capture_rng()
         saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
         found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
@@ -190,8 +246,7 @@ class Resuming(Stopping, Saving):
         report = report.with_history(dict(run.damaged.values()), ())
         differences = report.differences + tuple(found)
         self.resume_report = replace(report, exact=report.exact and not found, differences=differences)
-        if differences and ranks.rank == 0:
-            _log.warning("the resume is not exact: %s", "; ".join(differences))
+        log_resume(self.resume_report)
 
     def _differ(self, line: str) -> None:
         """Add a difference that shows after the report was made."""
@@ -289,3 +344,8 @@ class Resuming(Stopping, Saving):
         with self._hosts.opened(best) as opened:
             opened.bring(TrainState(model=self.model))
             load(self.model, opened.path, io=opened.io)
+
+
+def _tensors_in(optimizers: Iterable[Optimizer]) -> int:
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    return sum(isinstance(value, torch.Tensor) for state in states for value in state.values())

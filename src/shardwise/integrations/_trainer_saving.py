@@ -72,7 +72,6 @@ class Saving(Trainer):
     _epoch_ends: EpochEnds
     _failures: Failures
     _hosts: Hosts
-    _fallback: str | None = None
     save_report: SaveReport | None = None
     """The report of the last save that was attempted. If it failed and training continued, ``failure`` says why."""
     _staging: str | None = None
@@ -102,8 +101,7 @@ class Saving(Trainer):
 
     def _places(self, trial: Any = None) -> list[str]:
         """The directory or URL of the checkpoints, then the fall-back if there is one."""
-        roots = [self._checkpoints, *([] if self._fallback is None else [self._fallback])]
-        return [absolute(self._below(root, trial)) for root in roots]
+        return [absolute(self._below(root, trial)) for root in self._failures.roots(self._checkpoints)]
 
     def _lines(self, trial: Any = None) -> list[Line]:
         """Where the checkpoints of this call of ``train`` lie, in the order of :meth:`_places`."""

@@ -46,7 +46,8 @@ from ..planning import IOOptions
 from ..preemption.stops import PreemptionPolicy, Stops
 from ..ranks.ranks import Ranks
 from ..state.gradients import watch_steps
-from ._accelerate_folders import folder_for, newest_of, place_at, places_of, refuse_unfit, steps_in
+from ..storage import place_at
+from ._accelerate_folders import folder_for, newest_of, places_of, refuse_unfit, steps_in
 from ._accelerate_samplers import record
 from ._accelerate_settings import check_kind
 from ._accelerate_sharding import device_of, shard
@@ -216,12 +217,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self._failures = Failures.under(failures)
-        fallback = None if failures is None else failures.fallback
-        self._fallback = None if fallback is None else place_at(fallback)
-        self._hosts = hosts_of(local=local, fallback=self._fallback)
+        self._hosts = hosts_of(local=local, fallback=self._failures.fallback)
         super().__init__(*args, **kwargs)
-        if (fallback_of_all := self._fallback) is not None:
-            Ranks.current().on_first("look at the fallback", lambda: refuse_unfit(fallback_of_all))
+        if (fallback := self._failures.fallback) is not None:
+            Ranks.current().on_first("checking the fallback", lambda: refuse_unfit(fallback))
         self._stops, self._last_save = Stops(preemption, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 
@@ -293,7 +292,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Every rank must call it. Raises the errors of :func:`save_state`.
         """
-        places = places_of(folder_for(self, output_dir), self._fallback)
+        places = places_of(folder_for(self, output_dir), self._failures.fallback)
         number = self.save_iteration if step is None else step
         if self._stops.has_stopped:
             if self._newest is not None and self._newest[0] == places[0]:
@@ -312,7 +311,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         If only the fallback has the folder, it is read from there. With ``automatic_checkpoint_naming``, the newest of both is used. Every rank must
         call it. Raises the errors of :func:`load_state`.
         """
-        report = load_from(self, input_dir, self._fallback, self._hosts)
+        report = load_from(self, input_dir, self._failures.fallback, self._hosts)
         self._last_save.resumed()
         return report
 
@@ -322,5 +321,5 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         Use it if your script names the folders. It reads manifests, and skips one that can't be read with a warning. With ``local=True``, it finds
         the newest step that all hosts together have. Every rank must call it.
         """
-        roots = [place_at(root), *([] if self._fallback is None else [self._fallback])]
+        roots = self._failures.roots(place_at(root))
         return newest_of(roots, self._hosts, steps_in)

@@ -27,9 +27,8 @@ from ..errors import CheckpointError, ShardError
 from ..gates import require
 from ..internals.trainer import fsdp_settings, leaves_out_fsdp_version
 from ..preemption.stops import PreemptionPolicy
-from ..storage import is_url, real
+from ..storage import is_url, place_at, real
 from . import accelerate as swa
-from ._accelerate_folders import place_at
 from ._accelerate_settings import check_supported, keep_taken_over
 from ._accelerate_sharding import warn_if_whole
 from ._prepare import Groups, adopt, groups_of, put_back
@@ -138,9 +137,7 @@ class ShardwiseTrainer(Resuming):
         **kwargs: Any,
     ) -> None:
         self._failures = Failures.under(failures)
-        fallback = None if failures is None else failures.fallback
-        self._fallback = None if fallback is None else place_at(fallback)
-        self._hosts = hosts_of(local=local, fallback=self._fallback)
+        self._hosts = hosts_of(local=local, fallback=self._failures.fallback)
         self._preemption = preemption
         self._stopping, self._epoch_ends = StopCallback(), EpochEnds()
         if checkpoint_root is not None:
@@ -169,8 +166,9 @@ class ShardwiseTrainer(Resuming):
             wrong = f"hub_strategy={str(self.args.hub_strategy)!r} pushes weights from checkpoints; set it to 'end'"
         if is_url(self.args.output_dir or ""):
             wrong = f"output_dir={self.args.output_dir!r}, but Trainer needs a local directory; pass checkpoint_root to the trainer"
-        if self._fallback is not None and real(self._fallback) in map(real, (self._root, self._checkpoints)):
-            wrong = f"the fallback is the run's own directory: {self._fallback}; give another one"
+        fallback = self._failures.fallback
+        if fallback is not None and real(fallback) in map(real, (self._root, self._checkpoints)):
+            wrong = f"the fallback is the run's own directory: {fallback}; give another one"
         if self._hosts.is_local and is_url(self._checkpoints):
             wrong = f"local=True keeps checkpoints on the hosts' own disks, and checkpoint_root is a URL: {self._checkpoints}"
         for name in ("save_on_each_node", "enable_jit_checkpoint"):

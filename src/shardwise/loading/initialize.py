@@ -213,7 +213,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
         job[3].update(rules)
     if problems:
         raise PlanError(
-            "parameters that can't be initialized by a rule of the model. Give the module that owns them a "
+            "parameters that can't be initialized by any of the model's rules. Give the module that owns them a "
             "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of init_weights(only=…), "
             "or out of load(allow_missing=…) with a source that holds them",
             tuple(problems),

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -110,7 +111,7 @@ def load(
     :class:`PlanError` before payload is read (also for adapters without a sharded form: a method other than LoRA, an
     initialization that needs weights or data, a quantized base, or settings that differ from the model's),
     :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that aren't in ``allow_plain``), or
-    :class:`RankError` on every living rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
+    :class:`RankError` on every surviving rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
@@ -135,7 +136,7 @@ def load(
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             caller_declares=True,
-            embeddings=embedding_names(live.base),
+            embeddings=partial(embedding_names, live.base),
         )
         options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
         if adapter is None:

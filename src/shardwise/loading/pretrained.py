@@ -232,7 +232,8 @@ def prepare(
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
-    rules = replace(rules, embeddings=embedding_names(base))
+    embeddings = embedding_names(base)  # before PEFT renames them
+    rules = replace(rules, embeddings=lambda: embeddings)
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:

@@ -133,7 +133,7 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
     if not readers:  # each rank raises when it opens a file
         readers, blind = list(range(len(facts))), 0
     if blind and asked in ("own", "node"):
-        cause = f"does not see the files of the source; strategy={asked!r} needs them on every rank, 'once' on one"
+        cause = f"can't see the source's files; strategy={asked!r} needs them on every rank, 'once' on one"
         raise RankError(label, {rank: cause for rank, one in enumerate(facts) if one.files is None})
     hosts = {one.host for one in facts}
     times = sum(one.read_bytes for one in facts) / max(1, source_bytes)
@@ -142,7 +142,7 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
     if strategy != "own":
         first = facts[readers[0]].files
         if others := [rank for rank in readers if facts[rank].files != first]:
-            cause = f"its files have other names or sizes than those of rank {readers[0]}"
+            cause = f"its files have different names or sizes than rank {readers[0]}'s"
             raise RankError(label, dict.fromkeys(others, cause))
     choice = Choice(
         strategy,
@@ -160,7 +160,7 @@ def _chosen(
     if len(facts) == 1:
         return "own", "one rank"
     if blind:
-        return "once", f"{blind} of {len(facts)} ranks do not see the files"
+        return "once", f"{blind} of {len(facts)} ranks can't see the files"
     if asked != "auto":
         return asked, "asked for"
     if any(one.in_store for one in facts):

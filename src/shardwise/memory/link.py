@@ -351,7 +351,7 @@ class Reader:
         """Raise unless the server has sent this message, as the next one."""
         if not self._replies.is_of(tag, message):
             self.close()
-            raise IntegrityError(f"what arrived is not what host {self._host} has sent", path=name)
+            raise IntegrityError(f"what arrived is not what host {self._host} sent", path=name)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

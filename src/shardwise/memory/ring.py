@@ -40,7 +40,9 @@ class Ring:
                 f"{self.path}: can't be made: {error.strerror}; give InMemoryCheckpoints a directory on tmpfs"
             ) from error
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise CheckpointError(f"{self.path}: is not a directory that this user alone may read; remove it")
+            raise CheckpointError(
+                f"{self.path}: is not a directory, belongs to another user, or is readable by other users; remove it"
+            )
 
     def slot(self, name: str) -> Slot:
         """A slot, whether it is there or not."""

@@ -14,6 +14,7 @@ Sources: Documentation/admin-guide/mm/transhuge.rst of Linux, ``madvise(2)``.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import threading
 import time
@@ -70,10 +71,10 @@ class HostMemory:
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized CPU tensor, as ``torch.empty_strided``."""
-        count = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        nbytes = count * dtype.itemsize
-        if nbytes < LEAST_BYTES or self._refusal is not None:
+        if self._refusal is not None or math.prod(size) * dtype.itemsize < LEAST_BYTES:  # as most tensors are
             return torch.empty_strided(size, stride, dtype=dtype)
+        count = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        nbytes = count * dtype.itemsize
         raw = torch.frombuffer(self._take(nbytes), dtype=dtype, count=count)
         return raw.as_strided(size, stride)
 

@@ -29,8 +29,8 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
         if has_family(found.method):
             advice = f"load it with load_pretrained, which dequantizes it, and export the model; or {advice}"
         raise UnsupportedConversionError(
-            f"{catalog.root}: quantized ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
-            f"taken here; {advice}"
+            f"{catalog.root}: quantized ({found.method}: {found.codes!r} goes with {found.beside!r}), which isn't "
+            f"accepted here; {advice}"
         )
 
 

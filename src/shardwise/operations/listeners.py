@@ -149,7 +149,7 @@ class _Lines:
         what = f"{found.operation} of {found.path}"
         if not self._has_begun:
             self._has_begun = True
-            _log.info("%s: %s to do", what, size(found.total_bytes))
+            _log.info("%s: starting, %s", what, size(found.total_bytes))
         if found.state == "running":
             return
         seconds, rate = f"{found.seconds:.1f} s", f"{size(int(found.bytes_per_s))}/s"

@@ -105,12 +105,12 @@ def step_of(
     )
     left = [g for g in groups if g.index not in called and g.kind == "block"]
     assumptions = [
-        f"{tokens} on each rank, one forward and backward for each optimizer step",
-        "no padding and one sequence per sample (padding adds a mask, and copies of keys and values for each head)",
+        f"{tokens} on each rank, one forward and backward per optimizer step",
+        "no padding and one sequence per sample (otherwise, attention also needs a mask, and copies of keys and values for each head)",
     ]
     if left:
         assumptions.append(
-            f"text alone: {len(left)} blocks do not run ({left[0].path}, …), and images come on top"
+            f"text only: {len(left)} blocks don't run ({left[0].path}, …), and images would need more memory"
         )
     return Step(
         groups=groups,

@@ -66,7 +66,7 @@ class Exchange:
         if is_wrapped:
             more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
         if self.ep > 1:
-            more.append("every expert gets the same number of tokens")
+            more.append("each expert gets the same number of tokens")
         if step.error == FORMULA_ERROR:
             self.sent.clear()
             more.append("traffic of tensor and expert parallelism is not counted")

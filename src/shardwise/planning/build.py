@@ -67,7 +67,7 @@ def _oversized(matched: Matched, io: IOOptions) -> Iterator[str]:
     for host in dict.fromkeys(matched.conversions.values()):
         if host.staging_bytes > room:
             yield (
-                f"too large: {host.name} can't be compiled to byte ranges ({host.reason}) and must be converted whole, "
+                f"too large: {host.name} can't be compiled to byte ranges ({host.reason}) and must be converted in full, "
                 f"which takes {host.staging_bytes} bytes of staging; {room} are left of io.staging_bytes. "
                 f"Give io=IOOptions(staging_bytes={host.staging_bytes + LEAST_STAGING_BYTES}) or more"
             )

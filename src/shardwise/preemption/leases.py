@@ -116,7 +116,7 @@ class StopPoint:
             cause = (
                 "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
             )
-            raise RankError("stop together", {0: cause}) from error
+            raise RankError("stopping together", {0: cause}) from error
 
     def _lend(self, is_asked: bool) -> bool:
         lease = self._lease
@@ -139,7 +139,7 @@ class StopPoint:
             if self._lease.covers(self.calls, self.turns):
                 return False
             if watch.due() and watch.look({0: packed}):
-                raise RankError("stop together", {}, (0,), self._timeout_s)
+                raise RankError("stopping together", {}, (0,), self._timeout_s)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         return True

@@ -103,7 +103,7 @@ class Stops:
         ago_s = 0.0 if first is None else time.monotonic() - first.at_s
         number = 0 if first is None else first.number
         ago_s, who = ranks.combine(
-            "stop together", lambda: [step, calls, ago_s, number, first is not None], _first
+            "stopping together", lambda: [step, calls, ago_s, number, first is not None], _first
         )
         if self._policy.deadline_s is not None:
             end_s = time.monotonic() + self._policy.deadline_s - ago_s
@@ -119,9 +119,9 @@ def _first(found: list[list[Any]]) -> list[Any]:
     """How long ago the first rank was asked, and which ranks were. Raises :class:`RankError` for ranks at different calls."""
     places = [(step, calls) for step, calls, *_ in found]
     if apart := {r: p for r, p in enumerate(places) if p != places[0]}:
-        words = "call {1} of should_stop, with step {0}".format
+        words = "call {1} to should_stop, with step {0}".format
         raise RankError(
-            "stop together",
+            "stopping together",
             {r: f"is at {words(*p)}; rank 0 is at {words(*places[0])}" for r, p in apart.items()},
         )
     asked = [rank for rank, one in enumerate(found) if one[4]]

@@ -144,7 +144,7 @@ def _found(catalog: Catalog, family: Family, method: str, held: Collection[str])
         found.problems += _surplus(catalog, found, held)
     if found.problems:
         raise PlanError(
-            f"{catalog.root}: quantized ({method}), and not whole: {len(found.problems)} problems",
+            f"{catalog.root}: quantized ({method}), but incomplete: {len(found.problems)} problems",
             tuple(found.problems),
         )
     return found

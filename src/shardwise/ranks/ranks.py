@@ -35,7 +35,7 @@ class Ranks:
     """The ranks that load or save together.
 
     All ranks must make the same calls in the same order, except `tick`, which any rank may call at any time. A call
-    returns on every rank or raises the same `RankError` on every living rank. ``timeout_s`` bounds the time *without
+    returns on every rank or raises the same `RankError` on every surviving rank. ``timeout_s`` bounds the time *without
     progress* (no arrival, no tick, no running system call on a file), not the time that work takes. One system call
     counts as progress for ten times ``timeout_s`` (:mod:`.patience`). With one rank nothing is sent and exceptions
     pass unchanged.
@@ -74,7 +74,7 @@ class Ranks:
 
     @contextmanager
     def agree(self, label: str) -> Iterator[Claim]:
-        """Run rank-local work; every rank must enter. If it fails on any rank, all living ranks raise.
+        """Run rank-local work; every rank must enter. If it fails on any rank, all surviving ranks raise.
 
         ``alike`` of the yielded object takes a result that must be the same on all ranks.
 

@@ -101,12 +101,12 @@ def _unused(
         if len(names) > 1:
             yield (
                 f"unused: {len(names)} stored tensors {pattern!r} ({names[0]!r} {list(stored.shape)} in {where} to "
-                f"{names[-1]!r}) are not wanted{advice}"
+                f"{names[-1]!r}) aren't used by the model{advice}"
             )
             continue
         near = _nearest(names[0], wanted_names) if k < _FEW_LINES else None
         hint = f"; nearest wanted name: {near!r}" if near else ""
-        yield f"unused: stored tensor {names[0]!r} {list(stored.shape)} in {where} is not wanted{hint}{advice}"
+        yield f"unused: stored tensor {names[0]!r} {list(stored.shape)} in {where} isn't used by the model{hint}{advice}"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -145,7 +145,7 @@ class Rules:
     allow_missing: Callable[[str], str | None] = undeclared
     caller_declares: bool = False
     """Whether the call takes ``allow_unused=``, ``allow_missing=`` and renames. Only then problems advise them."""
-    embeddings: frozenset[str] = frozenset()
+    embeddings: Callable[[], Collection[str]] = tuple
     """Names of wanted tensors with a row for each token, for which a wrong shape means another vocabulary."""
     expected_in: Mapping[str, str] = field(default_factory=dict)
     """Wanted tensor → the adapter's file that must store it. One that is missing there is not new."""
@@ -258,7 +258,7 @@ def _origin(made: Made, catalog: Catalog) -> str:
 
 def _other_vocabulary(w: Wanted, made: Made, rules: Rules) -> str:
     """The way on where a model and its weights have another number of tokens."""
-    if rules.embeddings.isdisjoint((w.name, *w.aliases)) or made.shape[1:] != w.shape[1:]:
+    if set(rules.embeddings()).isdisjoint((w.name, *w.aliases)) or made.shape[1:] != w.shape[1:]:
         return ""
     rows, stored = w.shape[0], made.shape[0]
     if stored > rows:

@@ -56,7 +56,7 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
         found = [*_phases(same, plan, f"plan-{k}"), *_loads(same, plan)]
         parts += [
             Part(heading=f"Plan of {model}"),
-            *(found or [Part(text="No start with as many ranks is in the ledgers.")]),
+            *(found or [Part(text="The ledgers have no launch with this number of ranks.")]),
         ]
     about = (
         "Planned memory of each phase and the peak that was measured on any rank. Process is what the rank's process took before it "
@@ -64,7 +64,7 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
         "that the plan allows for, later imports included. A point above the bar means that the plan was wrong, a point below it that "
         "the run took less."
     )
-    return Section("plan", "Plan against measured", about, parts)
+    return Section("plan", "Planned vs. measured", about, parts)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
             yield Part(text="No phase of the plan is in the ledgers.")
         return
     yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found], key))
-    head = cells("phase", ">process", ">planned", ">at most", ">measured", "verdict", ">start", ">rank")
+    head = cells("phase", ">process", ">planned", ">at most", ">measured", "verdict", ">launch", ">rank")
     yield Part(
         table=Table(
             "Phases: the highest of any rank", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]
@@ -259,5 +259,5 @@ def _loads(starts: Iterable[Start], plan: Mapping[str, Any]) -> Iterator[Part]:
     ]
     if rows:
         measured = ("shards", "reads", "staging")
-        head = cells(">start", ">rank", *(h for name in measured for h in (f">{name} planned", ">measured")))
-        yield Part(table=Table("Loads, by start and rank", head, rows[:_MOST_ROWS]))
+        head = cells(">launch", ">rank", *(h for name in measured for h in (f">{name} planned", ">measured")))
+        yield Part(table=Table("Loads, by launch and rank", head, rows[:_MOST_ROWS]))

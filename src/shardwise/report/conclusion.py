@@ -62,16 +62,18 @@ def _crashes(starts: Sequence[Start]) -> Iterator[str]:
         if start is not starts[-1]:
             yield _resumed(starts[starts.index(start) + 1])
     if starts and starts[-1].is_whole:
-        yield "The last start finished." if len(starts) > 1 else "The run finished."
+        yield "The last launch finished." if len(starts) > 1 else "The run finished."
 
 
 def _resumed(start: Start) -> str:
     notes: list[tuple[Process, Note]] = [one for name in ("resume", "restore") for one in start.notes(name)]
     if not notes:
-        return f"Start {start.number} resumed from no checkpoint."
+        return f"Launch {start.number} didn't resume from a checkpoint."
     report = notes[0][1].report
     saved, now = report.get("saved_world_size"), report.get("world_size")
-    ranks = f"on {counted(now, 'rank')}" + ("" if saved == now else f" instead of {plain(str(saved), 20)}")
+    ranks = f"on {counted(now, 'rank')}" + (
+        "" if saved in (now, 0) else f" instead of {plain(str(saved), 20)}"
+    )
     damaged = report.get("damaged")
     lost = "; no saved step was lost" if not damaged else "; damaged steps were skipped"
     return f"The run resumed from step {plain(str(report.get('step')), 20)} {ranks}{lost}."

@@ -80,7 +80,7 @@ class Planned:
 
 def draw_memory(start: Start, process: Process) -> Drawn:
     """Memory of one rank over the time of its start, above its phases."""
-    title = f"Memory of rank {process.rank} in start {start.number}"
+    title = f"Memory of rank {process.rank} in launch {start.number}"
     description = (
         f"Resident memory over {start.seconds:.0f} seconds: at most {size(process.peak('resident'))}, of it anonymous at most "
         f"{size(process.peak('anonymous'))}. Phases below: {_phases_in_words(process)}."
@@ -113,7 +113,7 @@ def draw_memory(start: Start, process: Process) -> Drawn:
         legend(above, form)
         _phase_bars(below, process, start, form)
         below.set_xlim(0, max(start.seconds, 1e-3))
-        below.set_xlabel("seconds since the start")
+        below.set_xlabel("seconds since the launch")
 
     return drawn(f"memory-{start.number}-{process.rank}", title, description, 3.1, draw)
 
@@ -184,7 +184,7 @@ def _phases_in_words(process: Process) -> str:
 def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
     """Charge and page cache of a host's cgroup, as the lowest of its ranks saw it."""
     first = processes[0]
-    title = f"Cgroup of {plain(host, 40)} in start {start.number}"
+    title = f"Cgroup of {plain(host, 40)} in launch {start.number}"
     description = (
         f"Charge of {plain(first.cgroup, 120)}, all its processes together: at most {size(first.peak('cgroup'))}; page cache in it "
         f"at most {size(first.peak('page_cache'))}."
@@ -210,7 +210,7 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
         axes.set_ylabel("MiB")
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, max(start.seconds, 1e-3))
-        axes.set_xlabel("seconds since the start")
+        axes.set_xlabel("seconds since the launch")
         legend(axes, form)
 
     return drawn(f"host-{start.number}-{first.rank}", title, description, 2.2, draw)
@@ -230,7 +230,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
     """Losses by step, with what happened to the run."""
     steps = [step for log in losses for step in log.points]
     told = {kind: sorted({m.step for m in marks if m.kind == kind}) for kind in ("save", "crash", "resume")}
-    description = f"Losses of {len(losses)} starts, from step {min(steps)} to {max(steps)}. " + ". ".join(
+    description = f"Losses from {len(losses)} launches, from step {min(steps)} to {max(steps)}. " + ". ".join(
         f"{what} {', '.join(map(str, told[kind][:40])) or 'none'}"
         for kind, what in (
             ("save", "Saved steps:"),

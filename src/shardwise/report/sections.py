@@ -58,25 +58,25 @@ def starts_section(starts: Sequence[Start]) -> Section:
         for start in starts
         for p in start.processes
     ]  # fmt: skip
-    head = cells(">start", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
+    head = cells(">launch", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
     about = (
-        "A start is one launch of the program. A process that died left no error: it was killed, or was still running when this "
+        'A process that "died" left no error message: it was killed, or was still running when this '
         "report was made. When one rank dies, the launcher stops the others."
     )
-    parts = [*_tables("Processes, by start and rank", head, rows)]
+    parts = [*_tables("Processes, by launch and rank", head, rows)]
     parts += [
         Part(text=_who_was_first(start))
         for start in starts
         if start.culprit is not None and start.culprit.error is None and len(start.processes) > 1
     ]
-    return Section("starts", "Starts", about, parts)
+    return Section("starts", "Launches", about, parts)
 
 
 def _who_was_first(start: Start) -> str:
     """How far the records of the rank that died first end before those of the others."""
     first, second, *_ = sorted((p for p in start.processes), key=lambda p: (p.began_s + p.last_t, p.rank))
     ahead = second.began_s + second.last_t - first.began_s - first.last_t
-    return f"Start {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
+    return f"Launch {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
 
 
 def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Iterator[Part]:
@@ -159,21 +159,26 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
     r = note.report
     is_exact = r.get("exact") is True
     digests = {str(other.report.get("digest")) for _, other in found}
-    exact = Cell("yes", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
+    for_what = f", for the state that was given (no {_words(r['not_given'])})" if r.get("not_given") else ""
+    exact = Cell(f"yes{for_what}", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
+    tensors = f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"
+    has_digests = digests != {""}
     alike = (
         Cell(
             f"{plain(next(iter(digests)), 64)}, the same on every rank that reports it ({len(found)})",
             tone="good",
         )
-        if len(digests) == 1
+        if len(digests) == 1 and has_digests
+        else "–"
+        if not has_digests
         else Cell("DIFFERENT between ranks", tone="bad")
     )
     step = plain(str(r.get("step")), 20)
     rows: list[tuple[str, object]] = [
         ("checkpoint", plain(str(r.get("path", "")))),
-        ("saved by", f"{counted(r.get('saved_world_size'), 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
+        ("saved by", f"{counted(r.get('saved_world_size') or 'an unknown number of', 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
         ("resumed on", f"{counted(r.get('world_size'), 'rank')} ({plain(str(r.get('mesh', '')), 80)})"),
-        ("hashes compared", f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"),
+        ("hashes compared", tensors if has_digests else f"none: the checkpoint has none; restored unchecked: {tensors}"),
         ("hash of everything", alike),
         ("bit-exact resume", exact),
         ("also restored", _words(r.get("documents", ()))),
@@ -185,7 +190,7 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
         ("run", plain(str(r.get("run_id", "")), 64)),
         ("read by rank 0", f"{bytes_cell(r.get('bytes_read')).text} in {_seconds(r.get('seconds'))}"),
     ]  # fmt: skip
-    heading = f"Start {start.number}: {plain(note.name, 20)} from step {step}"
+    heading = f"Launch {start.number}: {plain(note.name, 20)} from step {step}"
     return Part(heading=heading, table=facts(f"Report of rank {process.rank}", rows))
 
 
@@ -206,10 +211,10 @@ def load_section(starts: Sequence[Start]) -> Section | None:
     parts: list[Part] = []
     if rows:
         head = cells(
-            ">start", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
+            ">launch", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
             ">read in", ">rate", "strategy",
         )  # fmt: skip
-        parts += _tables("Loads, by start and rank", head, rows)
+        parts += _tables("Loads, by launch and rank", head, rows)
         parts += _totals(starts)
     if not parts:
         return None
@@ -254,7 +259,7 @@ def _totals(starts: Iterable[Start]) -> Iterator[Part]:
         model = notes[0].get("model_bytes") if notes else None
         if read and is_count(model) and model and len(read) == len(start.processes):
             yield Part(
-                text=f"Start {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
+                text=f"Launch {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
             )
 
 
@@ -269,7 +274,7 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
     for start in starts[-_DRAWN_STARTS:]:
         parts.append(
             Part(
-                heading=f"Start {start.number}: {counted(len(start.processes), 'rank')}, {seconds_text(start.seconds)}"
+                heading=f"Launch {start.number}: {counted(len(start.processes), 'rank')}, {seconds_text(start.seconds)}"
             )
         )
         by_peak = sorted(start.processes[1:], key=lambda p: (-p.peak("resident"), p.rank))
@@ -290,7 +295,7 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
         "the kernel can take back. Below it the phases, on two rows: outer ones, and those directly within."
     )
     if len(starts) > _DRAWN_STARTS:
-        about += f" The last {_DRAWN_STARTS} of {len(starts)} starts are shown."
+        about += f" The last {_DRAWN_STARTS} of {len(starts)} launches are shown."
     return Section("memory", "Memory over time", about, parts)
 
 
@@ -332,7 +337,7 @@ def _phase_table(start: Start) -> Table:
         ">written",
     )  # fmt: skip
     return Table(
-        f"Phases of start {start.number}: the highest of any rank; bytes of all ranks, page cache included",
+        f"Phases of launch {start.number}: the highest of any rank; bytes of all ranks, page cache included",
         head,
         rows,
     )

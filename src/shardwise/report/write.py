@@ -90,7 +90,7 @@ def _cards(material: Material) -> list[tuple[str, Cell]]:
             for _, note in s.notes(n)
         ]
         cards += [
-            ("starts", Cell(str(len(material.starts)))),
+            ("launches", Cell(str(len(material.starts)))),
             ("crashed", Cell(str(crashed), tone="bad" if crashed else "good")),
             ("resumes", Cell(str(len(marks["resume"])) + (" (exact)" if resumed and all(resumed) else ""))),
             (
@@ -153,7 +153,7 @@ def _step_row(step: StepSummary) -> list[Cell]:
 def _read(material: Material) -> Section:
     """The files that the report was made from."""
     rows = [
-        cells(f"start {s.number}, rank {p.rank}", plain(p.file, 400), p.skipped_lines)
+        cells(f"launch {s.number}, rank {p.rank}", plain(p.file, 400), p.skipped_lines)
         for s in material.starts
         for p in s.processes
     ]

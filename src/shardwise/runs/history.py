@@ -30,6 +30,7 @@ __all__ = [
     "newest_step",
     "numbered_steps",
     "others_steps",
+    "ranks_of",
     "steps_below",
 ]
 
@@ -43,6 +44,8 @@ RESUMED = {
     "random states": re.compile(r"rng_state.*\.pth"),
 }
 _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
+#: Each rank writes its own: of the HF Trainer, and of Accelerate.
+_OF_ONE_RANK = re.compile(r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 #: DeepSpeed's engine keeps these parts in a directory of its own, and users' scripts in objects that they register.
 _KEPT_ELSEWHERE = re.compile(r"global_step\d+|custom_checkpoint_\d+\.pkl")
 
@@ -133,6 +136,11 @@ def lost_parts(names: Sequence[str]) -> tuple[str, ...]:
     else:
         return ()
     return tuple(part for part in wanted if not any(map(RESUMED[part].fullmatch, names)))
+
+
+def ranks_of(names: Sequence[str]) -> int:
+    """How many ranks saved a checkpoint of the HF Trainer or Accelerate with these names; 0 if no name tells. Pure."""
+    return sum(map(bool, map(_OF_ONE_RANK.fullmatch, names)))
 
 
 def steps_below(path: str) -> RootContents:

@@ -34,16 +34,15 @@ from ..rng import derive_rng
 from ..state.forms import attribute_of_class, check_state, refuse_other_kind
 from ..state.gradients import clear_gradients
 from ..state.optimizer import check_groups
+from ..state.settings import given_settings_of, replaced_settings
 from ..state.train_state import TrainState
 from ..storage import absolute, counting, looking_once
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
-__all__ = ["restore"]
+__all__ = ["restore", "restore_unlogged"]
 
 
 @logged
-@announced("restore", "path")
-@gc_paused()
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor against its digest.
 
@@ -54,8 +53,17 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     ``path`` can be a URL in an object store, and a directory may have any name; the report's ``step`` comes from the manifest. Works with any
     mesh and world size. Every rank of the default process group must call it. Random states are restored last. Memory: staging only, in
     addition to the state itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
-    :class:`RankError` on every living rank. After an error, the state is undefined until a restore succeeds.
+    :class:`RankError` on every surviving rank. After an error, the state is undefined until a restore succeeds.
     """
+    return restore_unlogged(state, path, io=io)
+
+
+@announced("restore", "path")
+@gc_paused()
+def restore_unlogged(
+    state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None
+) -> ResumeReport:
+    """:func:`restore` for a caller that adds to the report before it logs it."""
     io = io or IOOptions()
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)
     with counting() as asked:
@@ -100,6 +108,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
                 optimizers[name] = optimizers[name].named_like(_members(part))
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
         step, world_size = run.step or 0, run.world_size
+        given = given_settings_of(state)
         filled = Filled(lives, catalogs, ranks, io, started)
         filled.expect(lambda: sum(one.catalog.nbytes for one in optimizers.values()))
     filled.fill_models(lives)
@@ -126,6 +135,8 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
             *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
         ),
         rng=rng,
+        not_given=state.not_given,
+        replaced=replaced_settings(given, given_settings_of(state)),
     )
 
 

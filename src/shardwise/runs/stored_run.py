@@ -33,11 +33,11 @@ from ..loading.pretrained import build_meta
 from ..models.assets import read_assets
 from ..models.documents import left_out_of
 from ..models.lend import documents_of
-from ..names import named_tensors
+from ..names import NamedTensor, named_tensors
 from ..objects import frozen
 from ..planning import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
-from ..recipe.match import Recipe, Rules, match_rules, same_names
+from ..recipe.match import Recipe, Rules, match_rules, renamed
 from ..recipe.origin import Origin
 from ..recipe.tiles import identity
 from ..recipe.transformers import hub_rules
@@ -77,6 +77,8 @@ class StoredModel:
     """Names and shapes of the source tensors, as the manifest records them."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    prefix: str = ""
+    """Where the source has the model: in an attribute of the module that was saved, such as ``model.`` in Lightning's."""
 
     def name_of(self, alias: str) -> str:
         """The name of the tensor that has this name or alias."""
@@ -190,9 +192,12 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     hub = hub_rules(model)
     named = [t for t in named_tensors(model) if t.persistent]
     known = {name for t in named for name in t.names}
+    prefix = _prefix_in(catalog, named) if has_module_names(catalog) or catalog.kind == "torch" else ""
     # DCP's safetensors writer takes any names: transformers gives it module names, torchtitan hub names.
-    is_ours = catalog.tensors.keys() <= known or (catalog.has_module_names and catalog.kind != "slices")
-    made = (same_names if is_ours else hub.resolve)(catalog.tensors)
+    is_ours = bool(prefix) or catalog.tensors.keys() <= known
+    is_ours |= catalog.has_module_names and catalog.kind != "slices"
+    below = renamed(lambda names: {n: n.removeprefix(prefix) for n in names if n.startswith(prefix)})
+    made = (below if is_ours else hub.resolve)(catalog.tensors)
     stored_as = {m.target: m.dtype for m in reversed(made)}
     wanted = tuple(
         replace(
@@ -225,8 +230,31 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
         stored_aliases=aliases,
         # Tensors converted whole have no names and shapes from which the class's conversions could be inverted.
         hub_tensors=None if is_ours or plan.conversions else shapes,
-        unused=tuple(d.name for d in plan.unused),
+        unused=(*(d.name for d in plan.unused), *(n for n in catalog.tensors if not n.startswith(prefix))),
+        prefix=prefix,
     )
+
+
+def _prefix_in(catalog: Catalog, named: Sequence[NamedTensor]) -> str:
+    """What stands before all names of the model if a module around it was saved; empty if they are stored as they are.
+
+    Raises :class:`StateError` if several parts of that module could be the model.
+    """
+    stored = catalog.tensors.keys()
+
+    def lacks(prefix: str) -> bool:
+        return any(stored.isdisjoint(prefix + name for name in t.names) for t in named)
+
+    if not named or not lacks(""):
+        return ""
+    found = {s.removesuffix(name) for name in named[0].names for s in stored if s.endswith(f".{name}")}
+    fit = sorted(prefix for prefix in found if not lacks(prefix))
+    if len(fit) > 1:
+        raise StateError(
+            f"{catalog.root}: {' and '.join(map(repr, fit))} each have all tensors of the model. Load one by name, "
+            f"sw.load(model, path, names=lambda name: name.removeprefix({fit[0]!r}), allow_unused=({fit[1]!r} + '*',)), and save the live model"
+        )
+    return fit[0] if fit else ""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -242,7 +270,11 @@ def _of_third_party(
     if not 0 <= step <= MAX_COUNT:
         raise FormatError(f"its step is {step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": step}
-    caveats: list[str] = []
+    caveats = [
+        f"tensors were taken from {m.prefix!r}, the part of the saved module that has all names of the model"
+        for m in models.values()
+        if m.prefix
+    ]
     optimizers: dict[str, StoredOptimizerState] = {}
     skipped = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
     skipped += [
@@ -259,6 +291,8 @@ def _of_third_party(
         names = [group.get("param_names") for group in stored.groups or ()]
         if stored.is_numbered and all(names):
             stored = stored.named_like([list(map(str, found)) for found in names if found is not None])
+        for prefix in (m.prefix for m in models.values() if m.prefix and not stored.is_numbered):
+            stored = stored.below(prefix)
         if stored.is_numbered and built is not None:
             shapes = {n: spec.shape for n, spec in models["model"].specs.items()}
             if known := members_of(stored, built, shapes):

@@ -41,6 +41,7 @@ from ..format.steps import TRAINER_FILE, describe_steps
 from ..limits import brief, read_json
 from ..objects import frozen
 from ..storage import is_directory, is_file, looking_once, names_in
+from .history import ranks_of
 from .pickled_values import (
     Objects,
     PlainValues,
@@ -130,6 +131,29 @@ class StoredOptimizer:
                 for g, m in zip(groups, members, strict=True)
             ],
             {},
+        )
+
+    def below(self, prefix: str) -> StoredOptimizer:
+        """An optimizer by names, with those of the model that a saved module has under ``prefix``. Raises :class:`StateError` for others."""
+
+        def named(stored: str) -> str:
+            if not stored.startswith(prefix):
+                raise StateError(
+                    f"{self.catalog.root}: holds optimizer state of {brief(stored)}, which is not in {prefix!r}, the part of the saved module "
+                    f"that is the model. Restore it in a run (shardwise.restore) and save there"
+                )
+            return stored.removeprefix(prefix)
+
+        tensors = {
+            name: replace(self.catalog.tensors[short], name=name)
+            for short, key in self.keys.items()
+            for name in [StateKey(named(key.parameter), key.state).name]
+        }
+        return StoredOptimizer(
+            replace(self.catalog, tensors=tensors),
+            {named(owner): values for owner, values in self.values.items()},
+            self.groups and [{**g, "params": [named(n) for n in g["params"]]} for g in self.groups],
+            {named(owner): settings for owner, settings in self.settings.items()},
         )
 
     def _not_matched(self, what: str) -> StateError:
@@ -350,9 +374,10 @@ class ThirdPartyRun:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that wrote the model; 1 for a full state, which doesn't record it."""
+        """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
         files = {os.path.basename(f.path) for f in self.model(0).files}
-        return len({m[1] for f in files if (m := re.match(r"__(\d+)_", f))}) or 1
+        writers = {m[1] for f in files if (m := re.match(r"__(\d+)_", f))}
+        return ranks_of(() if is_file(self.path) else _listed(self.path)) or len(writers)
 
     @property
     def _meta(self) -> Mapping[Any, Any]:

@@ -103,7 +103,7 @@ def check_classes(saved: Any, now: Any, name: str = "scheduler") -> None:
             check_classes(saved[key], now[key], f"{name}.{key}")
     elif saved and now and saved not in (now, now.partition("(")[0]):
         raise StateError(
-            f"{name}: the checkpoint holds the state of a {saved}, this run has a {now}; use the same one, or leave "
+            f"{name}: the checkpoint contains the state of a {saved}, but this run has a {now}; use the same one, or leave "
             f"it out of the state"
         )
 
@@ -195,7 +195,7 @@ def check_scaler(target: torch.amp.GradScaler, state: Mapping[str, Any], name: s
     if not state:
         if target.is_enabled():
             raise StateError(
-                f"{name}: the checkpoint holds the state of a disabled {cls.__qualname__}, which load_state_dict does "
+                f"{name}: the checkpoint contains the state of a disabled {cls.__qualname__}, which load_state_dict does "
                 f"not take; disable it, or leave it out of the state"
             )
         return

@@ -77,6 +77,11 @@ class TrainState:
             watch_steps(optimizer)
 
     @property
+    def not_given(self) -> tuple[str, ...]:
+        """The fields that a training usually has, ``optimizer`` and ``dataloader``, and that this state lacks."""
+        return tuple(name for name in ("optimizer", "dataloader") if getattr(self, name) is None)
+
+    @property
     def models(self) -> dict[str, nn.Module]:
         """The models by name; a single one is named ``model``."""
         named = self.model if isinstance(self.model, Mapping) else {"model": self.model}

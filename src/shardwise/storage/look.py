@@ -26,6 +26,7 @@ __all__ = [
     "is_file",
     "looking_once",
     "names_in",
+    "place_at",
     "read_range",
     "read_whole",
     "real",
@@ -163,6 +164,12 @@ def absolute(path: str | os.PathLike[str]) -> str:
             "is a URL with one slash, as path objects make it; give the URL as a text", path=path
         )
     return place_of(path).url if is_url(path) else os.path.abspath(path)
+
+
+def place_at(path: str | os.PathLike[str]) -> str:
+    """A caller's path without ``~`` and ``..``, or its URL."""
+    path = os.fspath(path)
+    return absolute(path if is_url(path) else os.path.expanduser(path))
 
 
 def real(path: str) -> str:

@@ -175,7 +175,7 @@ class HeadLine:
         if nonce != self._base:
             who = f"it was written by {head.writer}" if head is not None else "it is gone"
             raise LockedError(
-                f"{self._place.url}: another run has taken these steps ({who}); nothing is published. Stop the other run if there is "
+                f"{self._place.url}: another run has taken over these steps ({who}); nothing is published. Stop the other run if there is "
                 f"one, and start again"
             )
         return head, held
@@ -211,7 +211,7 @@ class HeadLine:
 
     def _lost(self) -> LockedError:
         return LockedError(
-            f"{self._place.url}: another run has taken these steps meanwhile; nothing is published. Stop the other run if there is "
+            f"{self._place.url}: another run has taken over these steps meanwhile; nothing is published. Stop the other run if there is "
             f"one, and start again"
         )
 

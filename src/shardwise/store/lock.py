@@ -47,7 +47,7 @@ class DirectoryLock:
         self._pid = os.getpid()
         if self._root in _HELD:  # a lock of the process does not exclude its own process
             raise LockedError(
-                f"{root}: another Checkpointer of this process holds it already; close that one"
+                f"{root}: another Checkpointer in this process already holds it; close that one"
             )
         try:
             make_directories(root)

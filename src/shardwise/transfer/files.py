@@ -185,7 +185,9 @@ class FileReader:
             try:
                 count = patiently(preadv, fd, piece, at, os.RWF_NOWAIT)
             except BlockingIOError:
-                self._reason = f"from byte {self.bytes_read} of the load on, not all were in the page cache"
+                self._reason = (
+                    f"some bytes weren't in the page cache, starting at byte {self.bytes_read} of the load"
+                )
             except OSError:  # not supported here, or a failure that comes again below
                 self._reason = "the file system does not say what is in the page cache"
             else:

@@ -142,8 +142,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.opti
     "experts": (_moe, _adamw, "async"),
     "lora": (_lora, _adamw, "sync"),
     "two": (Oddities, _adamw, "sync"),
+    "parts": (lambda: _qwen(tied=True), _sgd, "sync"),
 }
-#: Steps before the save. ``tied`` is saved in the middle of an accumulation.
+#: Steps before the save. ``tied`` is saved in the middle of an accumulation, ``parts`` by two hosts whose parts are merged.
 STEPS = 3
 
 

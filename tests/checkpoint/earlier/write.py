@@ -3,12 +3,13 @@
     git worktree add /tmp/earlier COMMIT
     PYTHONPATH=/tmp/earlier/src:. python -m tests.checkpoint.earlier.write tests/checkpoint/earlier/COMMIT
 
-Makes ``COMMIT/<kind>.tar.gz`` and ``COMMIT/expected.json``.
+Further arguments choose kinds. Makes ``COMMIT/<kind>.tar.gz`` and ``COMMIT/expected.json``.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -26,7 +27,9 @@ def save(root: str, kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str
     """Train and save. Gives what was saved, what comes next, and what the run is after two more steps."""
     run = runs.build(kind, seed=1)
     runs.scramble(3)
-    with sw.Checkpointer(root, mode=run.mode) as checkpoints:  # type: ignore[arg-type]
+    local: dict[str, Any] = {"local": True} if kind == "parts" else {}
+    place = Path(root, f"host-{dist.get_rank()}") if local else root
+    with sw.Checkpointer(place, mode=run.mode, **local) as checkpoints:  # type: ignore[arg-type]
         runs.train(run, runs.STEPS, spare_gradients=kind == "tied")
         checkpoints.save(run.state, runs.STEPS)
         checkpoints.wait()
@@ -56,16 +59,25 @@ def where() -> str:
     return str(sw.__file__)
 
 
-def main(out: Path) -> None:
-    """Write and resume every kind."""
+def _merge(root: Path) -> None:
+    """The parts of the hosts into one directory, as a copy does it."""
+    for host in sorted(root.glob("host-*")):
+        (step,) = host.glob("step-*")
+        shutil.copytree(step, root / step.name, dirs_exist_ok=True)
+        shutil.rmtree(host)
+
+
+def main(out: Path, kinds: list[str]) -> None:
+    """Write and resume every kind, or these."""
     out.mkdir(parents=True)
     expected: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         pool = RankPool(Path(folder))
         print(f"written by {pool.run_ranks(1, where)[0]}")
-        for kind in runs.KINDS:
+        for kind in kinds or runs.KINDS:
             root = Path(folder) / kind
             saved = pool.run_ranks(2, save, str(root), kind)
+            _merge(root)
             expected[kind] = {"content": saved[0][0], "to come": [rank[1] for rank in saved]}
             _pack(root, out / f"{kind}.tar.gz")
             for world_size in (2, 3):
@@ -104,4 +116,4 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 if __name__ == "__main__":
     from tests.checkpoint.earlier import write  # the ranks import its functions by the name of their module
 
-    write.main(Path(sys.argv[1]))
+    write.main(Path(sys.argv[1]), sys.argv[2:])
