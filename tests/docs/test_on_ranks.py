@@ -46,7 +46,7 @@ def test_files_that_one_rank_does_not_see(tmp_path: Path) -> None:
     with sw.meta_init():
         model = models.Plain()
     sw.shard(model, mesh, sw.ShardPolicy(exclude=("flags", "temperature")))
-    block = block_of("concepts/strategies.md", "do not see the files")
+    block = block_of("concepts/strategies.md", "can't see the files")
     code = block.text.replace("/data/model", str(tmp_path / "model"))
     with unseen(tmp_path / "model", rank == 1):
         run_and_check(block, code, {"sw": sw, "model": model})
