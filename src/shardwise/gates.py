@@ -49,7 +49,7 @@ class Gate:
 #: Name → row. Raising a minimum of pyproject.toml to what a row needs deletes the row.
 GATES = {
     "packed": Gate(
-        "packed weights under tensor parallelism whose blocks don't divide evenly",
+        "packed weights whose blocks don't divide evenly under tensor parallelism",
         "torch",
         ">=2.10",
         "torch 2.9 splits such blocks differently from later releases, which would then read the wrong rows from a checkpoint.",
@@ -91,7 +91,7 @@ GATES = {
         "the Trainer and TRL integrations",
         "transformers",
         ">=5.3",
-        "Older releases lack the methods that they override.",
+        "Older releases lack the methods that these integrations override.",
         "Use your own loop or Accelerate (shardwise.integrations.accelerate).",
         ShardError,
     ),

@@ -120,7 +120,7 @@ def test_the_page_lists_every_rule_as_the_table_has_it() -> None:
     row = r"^\| `([\w.-]+)` \| (.+?) \| (.+?) \| (.+?) \|$"
     text = PAGE.read_text("utf-8")
     rows = re.findall(row, text, re.MULTILINE)
-    notes = {"note": " (note)", "bites": ""}
+    notes = {"note": " (note)", "problem": ""}
     assert rows == [(r.id, r.about + notes[r.kind], r.source, real.get(r.id, "facts")) for r in RULES]
     assert f"{len(PATHOLOGIES)} sets of facts describe broken setups for all {len(RULES)} rules" in text
     for thing, count in Counter(real.get(r.id, "facts") for r in RULES).items():

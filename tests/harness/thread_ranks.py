@@ -7,11 +7,12 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from shardwise.objects import frozen
 from shardwise.ranks.parts import Store
 from shardwise.ranks.protocol import Agreement
 from shardwise.ranks.ranks import Ranks
@@ -27,7 +28,7 @@ def _server() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class ThreadRanks(Ranks):
     """One rank of a group that has no process group."""
 

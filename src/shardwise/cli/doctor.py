@@ -95,7 +95,7 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
     if facts.taken_for:
         out.print()
     for finding in diagnosis.findings:
-        head = (finding.rule, "bold red") if finding.kind == "bites" else (f"note: {finding.rule}", "bold")
+        head = (finding.rule, "bold red") if finding.kind == "problem" else (f"note: {finding.rule}", "bold")
         out.print(Text.assemble(head, "  ", plain(finding.where)))
         lines = Table.grid(padding=(0, 1))
         for label, text in (("what", finding.bites), ("why", finding.why), ("do", finding.do)):

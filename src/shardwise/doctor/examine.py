@@ -31,7 +31,7 @@ class Diagnosis:
     @property
     def bites(self) -> bool:
         """Whether a finding is more than a note."""
-        return any(finding.kind == "bites" for finding in self.findings)
+        return any(finding.kind == "problem" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

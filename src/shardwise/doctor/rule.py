@@ -16,7 +16,7 @@ __all__ = ["Bite", "Finding", "Kind", "Rule", "count", "each", "gib", "is_on", "
 
 T = TypeVar("T")
 #: ``bites``: the run will fail, or cost time, memory or data; the exit status is 1. ``note``: worth knowing, no more.
-Kind = Literal["bites", "note"]
+Kind = Literal["problem", "note"]
 
 
 @frozen
@@ -61,7 +61,7 @@ class Rule:
     applies: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """Versions by package, as in requirements. A package that is not installed does not exclude the rule: the files may
     be for another machine."""
-    kind: Kind = field(default="bites", kw_only=True)
+    kind: Kind = field(default="problem", kw_only=True)
 
     def findings(self, facts: Facts) -> list[Finding]:
         """What the rule finds. Pure."""
@@ -91,7 +91,7 @@ def each(
     do: str | Callable[[T], str],
     where: Callable[[T], str] = lambda item: str(item.path),  # type: ignore[attr-defined]
     applies: Mapping[str, str] | None = None,
-    kind: Kind = "bites",
+    kind: Kind = "problem",
 ) -> Rule:
     """A rule that looks at one thing at a time, and has one thing to say of it.
 

@@ -107,7 +107,7 @@ class Sources:
             if peak := _number(self._charge_peak):
                 found["cgroup_high_water_bytes"] = peak
         if io := _IO.search(_read(self._io)):
-            names = ("asked_read_bytes", "asked_written_bytes", "read_bytes", "written_bytes")
+            names = ("requested_read_bytes", "requested_written_bytes", "read_bytes", "written_bytes")
             found.update(zip(names, map(int, io.groups()), strict=True))
         return found | _device()
 

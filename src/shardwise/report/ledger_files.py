@@ -39,7 +39,7 @@ _VALUES = {
     for name in (
         *("anonymous", "file", "shared", "swap", "high_water", "cgroup", "page_cache", "cgroup_high_water"),
         *("device_allocated", "device_reserved", "device_high_water"),
-        *("read", "written", "asked_read", "asked_written"),
+        *("read", "written", "requested_read", "requested_written"),
         *("peak_anonymous", "peak_resident", "peak_cgroup"),
     )
 }

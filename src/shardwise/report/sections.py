@@ -329,7 +329,7 @@ def _phase_table(start: Start) -> Table:
             cells(
                 plain(name, 60), len(ones), cut,
                 Cell(seconds_text(max(lengths)) if lengths else "–", number=True), most("anonymous"), most("resident"),
-                most("cgroup"), total("asked_read_bytes"), total("asked_written_bytes"),
+                most("cgroup"), total("requested_read_bytes"), total("requested_written_bytes"),
             )
         )  # fmt: skip
     head = cells(
