@@ -37,7 +37,9 @@ def test_damaged_step_is_skipped_with_a_warning(
         assert list(found["damaged"]) == [2], name
         skipped, *others = found["warnings"]
         assert skipped.startswith("skipping damaged "), name
-        assert all(line.startswith("restored step 1") and " was replaced by " in line for line in others), name
+        assert all(line.startswith("restored step 1") and " was replaced by " in line for line in others), (
+            name
+        )
         kept, moved = found["names"]
         assert kept == "step-00000001", name
         assert moved.startswith("step-00000002.damaged-"), name

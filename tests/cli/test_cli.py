@@ -754,7 +754,7 @@ def test_not_a_manifest(command: str, tmp_path: Path, content: str) -> None:
 
 
 def test_not_a_checkpoint(model: Path, tmp_path: Path) -> None:
-    check_both("verify", model, tmp_path / "out", "not a checkpoint", status=1)
+    check_both("verify", model, tmp_path / "out", "not a shardwise checkpoint", status=1)
 
 
 @pytest.mark.parametrize("content", ["", "\0garbage", "[]", '{"model_type": "qwen3", "hidden_size": "wide"}'])
