@@ -241,7 +241,8 @@ def _judge(damage: _Damage, by_rank: Any) -> Case:
         if [n for n in names if ".damaged" in n or ".superseded" in n]:
             problem += f" a refused resume set something aside: {names};"
         return Case(damage.place, "wrong" if problem else "error", problem=problem)
-    told = [*found.damaged.values(), *found.warnings]
+    # The resume that follows says which settings of the program it replaced.
+    told = [*found.damaged.values(), *(w for w in found.warnings if not w.startswith("restored "))]
     if damage.words and not (found.damaged and all(any(w in t for w in damage.words) for t in told)):
         problem += f" it is not named: {told};"
     if not damage.words and found.damaged:
