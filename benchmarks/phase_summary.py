@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["ACTIVATIONS", "PHASES", "broken", "summary", "table"]
 
-PHASES = ("load", "first step", "steady step", "save, sync", "save, async", "resume", "export")
+PHASES = ("load", "first step", "steady state", "save, sync", "save, async", "resume", "export")
 ACTIVATIONS = "activations"
 #: The largest error of a plan that is promised.
 _PHASES_GOAL, _ACTIVATIONS_GOAL = 0.05, 0.15

@@ -269,7 +269,7 @@ def _run(rank: int, world_size: int, job: _Job) -> dict[str, int]:
     root = job.root
     phases.run("load", run.load)
     phases.run("first step", run.step)
-    phases.run("steady step", run.steady_step)
+    phases.run("steady state", run.steady_step)
     phases.run("save, sync", lambda: sw.save(run.state(), f"{root}/sync"))
     with sw.Checkpointer(f"{root}/async", mode="async") as run.checkpoints:
         phases.run("save, async", run.save_and_step)

@@ -68,7 +68,7 @@ def planned(name: str) -> dict[str, Any]:
         "model_bytes": report.model_bytes,
         "most_bytes": report.max_shard_bytes,
         "mean_bytes": report.total_shard_bytes / report.ranks,
-        "step_bytes": report.run.needed(report.run.phase("steady step"))[0],
+        "step_bytes": report.run.needed(report.run.phase("steady state"))[0],
     }
 
 

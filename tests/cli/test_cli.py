@@ -295,7 +295,7 @@ def test_plan(model: Path) -> None:
     shown = run("plan", model, "--ranks", 4, "--replicas", 2)
     assert shown.exit_code == 0
     assert "2 replicas x 2 shards" in shown.stdout
-    assert "proved" in shown.stdout
+    assert "verified:" in shown.stdout
     wide = run_json("plan", model, "--ranks", 100, "--dtype", "float32")
     assert [c["rank"] for c in wide["per_rank"]] == [0, 99]
     assert wide["model_bytes"] == 2 * document["model_bytes"]
@@ -336,7 +336,7 @@ def test_plan_of_a_training(model: Path) -> None:
         "float32",
     )
     document = run_json(*asked)
-    steady = next(p for p in document["run"]["phases"] if p["name"] == "steady step")
+    steady = next(p for p in document["run"]["phases"] if p["name"] == "steady state")
     assert {"parameters", "optimizer state", "activations"} <= {a["what"] for a in steady["amounts"]}
     shown = run(*asked, "--fit", "80GiB", "--explain")
     assert shown.exit_code == 0

@@ -47,8 +47,8 @@ def test_the_proposed_change_keeps_the_run_below_the_limit(model: Path) -> None:
     changed = run_of(model, checkpointing=True).run
     assert changed is not None
     # No more than the changed run needs in its steps, at the upper ends of its error bars.
-    steady = changed.phase("steady step")
-    limit = max(changed.needed(changed.phase(name))[1] for name in ("load", "first step", "steady step"))
+    steady = changed.phase("steady state")
+    limit = max(changed.needed(changed.phase(name))[1] for name in ("load", "first step", "steady state"))
     verdict = run_of(model, checkpointing=False, limit=changed.host_bytes).verdict
     assert verdict is not None
     assert verdict.outcome == "fits if"

@@ -78,7 +78,7 @@ def test_what_a_step_sends_and_takes(moe: Path, ranks: RankPool) -> None:
         assert flows.get("tensor parallelism", 0) == reduced, (tp, ep)
         assert flows.get("tokens to experts", 0) == sum(s.get("all-to-all", 0) for s in sent) // 4, (tp, ep)
         # A tiny model's first step is largest once its products are compiled, when most activations are gone.
-        parts = {a.what: a.nbytes for a in run.phase("steady step").amounts}
+        parts = {a.what: a.nbytes for a in run.phase("steady state").amounts}
         peaks = [rank[k]["peak"] for rank in found]
         assert parts["activations"] + parts["gradients"] == pytest.approx(sum(peaks) / 2, rel=0.1), (tp, ep)
         if tp == 2:  # no ranks are left for FSDP2, and the embedding's gradient stays whole

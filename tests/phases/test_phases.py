@@ -70,7 +70,7 @@ def test_what_stays_follows_from_the_parameters(config: Path) -> None:
 def test_an_async_save_adds_a_copy_of_the_state(config: Path) -> None:
     training = sw.TrainingSpec(sequence_length=128)
     run = run_of(config, training)
-    steady, saving = parts(run.phase("steady step")), run.phase("save, async")
+    steady, saving = parts(run.phase("steady state")), run.phase("save, async")
     (copy,) = [a for a in saving.amounts if a.what == "staging" and "copy" in a.formula]
     assert copy.where == "host"
     assert copy.nbytes == steady["parameters"] + 2 * steady["parameters"] + 4 * 69
@@ -82,20 +82,20 @@ def test_host_and_device_are_one_pool_where_they_share_memory(config: Path) -> N
     training = sw.TrainingSpec(sequence_length=128)
     apart = run_of(config, training, nodes=2)
     shared = run_of(config, replace(training, device="unified"), nodes=2)
-    phase = apart.phase("steady step")
+    phase = apart.phase("steady state")
     device, host = apart.needed(phase)
-    assert shared.needed(shared.phase("steady step")) == (device + host // 2, 2 * device + host)
+    assert shared.needed(shared.phase("steady state")) == (device + host // 2, 2 * device + host)
     on_cpu = run_of(config, replace(training, device="cpu"))
     assert on_cpu.device_bytes == 0
 
 
 def test_offload_moves_the_state_to_the_host(config: Path) -> None:
     run = run_of(config, sw.TrainingSpec(sequence_length=128), policy=sw.ShardPolicy(cpu_offload=True))
-    places = {a.what: a.where for a in run.phase("steady step").amounts}
+    places = {a.what: a.where for a in run.phase("steady state").amounts}
     assert places["parameters"] == places["optimizer state"] == places["gradients"] == "host"
     assert places["activations"] == "device"
     # The device needs most in the forward or backward, the host when the optimizer steps.
-    at_most = {a.what: a.nbytes for a in run.phase("steady step").amounts}
+    at_most = {a.what: a.nbytes for a in run.phase("steady state").amounts}
     assert at_most["gradients"] == sum(p.nbytes for p in model_on_meta().parameters()) // 4
     assert "optimizer's temporaries" in at_most
 
@@ -263,7 +263,7 @@ def test_nothing_helps_against_what_is_too_small(config: Path) -> None:
     verdict = sw.plan(config, ranks=4, training=training, device_limit_bytes=2**20).verdict
     assert verdict is not None
     assert verdict.outcome == "does not fit"
-    assert {need.phase for need in verdict.binds} >= {"build", "load", "steady step", "export"}
+    assert {need.phase for need in verdict.binds} >= {"build", "load", "steady state", "export"}
     host = sw.plan(config, ranks=4, training=training, host_limit_bytes=2**30).verdict
     assert host is not None
     assert {need.where for need in host.binds} == {"host"}
@@ -284,7 +284,7 @@ def test_a_model_that_looks_at_values_is_planned_by_a_formula(tmp_path: Path) ->
     config.save_pretrained(tmp_path)
     run = run_of(tmp_path, sw.TrainingSpec(sequence_length=128))
     assert any("by a formula" in text for text in run.assumptions)
-    (activations,) = [a for a in run.phase("steady step").amounts if a.what == "activations"]
+    (activations,) = [a for a in run.phase("steady state").amounts if a.what == "activations"]
     assert activations.upper_bytes == 2 * activations.nbytes > 0
 
 
@@ -318,7 +318,7 @@ def test_a_device_keeps_no_matrix_of_tokens_for_narrow_values(tmp_path: Path) ->
 
     def activations(device: str, tokens: int) -> int:
         training = sw.TrainingSpec(sequence_length=tokens, device=device)  # type: ignore[arg-type]
-        return parts(run_of(tmp_path, training).phase("steady step"))["activations"]
+        return parts(run_of(tmp_path, training).phase("steady state"))["activations"]
 
     assert activations("cuda", 2048) < 2.2 * activations("cuda", 1024)
     assert activations("cpu", 2048) > 3 * activations("cpu", 1024)
@@ -342,7 +342,7 @@ def test_the_smallest_number_of_ranks(floor: int, shards: int, expected: int | N
     def plan(ranks: int) -> Any:
         planned.append(ranks)
         phase = SimpleNamespace(
-            name="steady step", amounts=[SimpleNamespace(where="device", upper_bytes=1, what="x")]
+            name="steady state", amounts=[SimpleNamespace(where="device", upper_bytes=1, what="x")]
         )
         return SimpleNamespace(
             phases=[phase], device_bytes=needed(ranks), is_unified=False, needed=lambda _: (needed(ranks), 0)
@@ -370,7 +370,7 @@ def test_padded_experts_do_not_end_the_search() -> None:
 
     def plan(ranks: int) -> Any:
         phase = SimpleNamespace(
-            name="steady step", amounts=[SimpleNamespace(where="device", upper_bytes=1, what="x")]
+            name="steady state", amounts=[SimpleNamespace(where="device", upper_bytes=1, what="x")]
         )
         return SimpleNamespace(
             phases=[phase], device_bytes=needed(ranks), is_unified=False, needed=lambda _: (needed(ranks), 0)

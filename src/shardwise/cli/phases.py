@@ -180,7 +180,7 @@ def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
     stored, nodes = run.checkpoint, "the node" if run.nodes == 1 else f"each of {run.nodes} nodes"
     lines = [
         f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; "
-        f"{stored.requests} requests in an object store",
+        f"{stored.requests} requests to an object store",
         f"all checkpoints: {size(stored.run_bytes)} with keep_last={stored.kept}, including the one being written",
     ]
     lines += [

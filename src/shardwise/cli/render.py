@@ -278,8 +278,8 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         "model": f"{report.model_class}, {', '.join(report.dtypes)}{from_config}",
         "tensors": f"{report.tensors}, {size(report.model_bytes)} ({size(report.source_bytes)} stored)",
         "ranks": shape,
-        "all ranks hold": size(report.total_shard_bytes),
-        "all ranks read": total_read,
+        "total held": size(report.total_shard_bytes),
+        "total read": total_read,
         "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} while it is gathered "
         f"({largest.name or 'root'}, {largest.kind})",
     }
@@ -330,7 +330,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
     left = "nothing stored is left over"
     if report.unused:
         left += " except those declared unused"
-    out.print(Text(f"proved: every element that a rank holds is read exactly once, {left}", _GREEN))
+    out.print(Text(f"verified: every element that a rank holds is read exactly once, {left}", _GREEN))
     if host is not None and not host.fits:
         warning = (
             f"warning: {host.ranks} ranks on {host.device} of this host need {size(host.needed_bytes)} of its memory while "
@@ -347,7 +347,7 @@ def _store_facts(store: StoreRequests) -> dict[str, str]:
             f"{store.total} requests ({store.looks} by rank 0 to inspect the source), "
             f"{size(store.nbytes + store.look_bytes)}, in parts of at most {round(store.part_bytes / 2**20)} MiB"
         )
-    return {"store": counted, "reads from it": store.strategy}
+    return {"store": counted, "read strategy": store.strategy}
 
 
 # ----------------------------------------------------------------------------------------------------

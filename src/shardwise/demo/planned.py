@@ -33,7 +33,7 @@ def plan_starts(course: Course, console: Console) -> None:
         text = json.dumps(report.to_json(), indent=2)
         (course.out / f"plan-{ranks}-ranks.json").write_text(f"{text}\n", encoding="utf-8")
         if ranks == course.ranks and report.run is not None:
-            steps = report.run.phase("steady step")
+            steps = report.run.phase("steady state")
             console.print(
                 f"planned for a step: {size(steps.nbytes('host'))} of memory for each of {ranks} ranks, at most "
                 f"{size(steps.upper_bytes('host'))}",

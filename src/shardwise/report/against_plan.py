@@ -26,7 +26,7 @@ _OPERATIONS = {
     "resume": ("resume", "restore"),
     "export": ("export",),
 }
-_STEPS = ("first step", "steady step")
+_STEPS = ("first step", "steady state")
 #: Of operations.
 _NAMES = {*get_args(OperationName), "clone"}
 _PLACES = ("host", "device")
