@@ -40,7 +40,8 @@ for bit, and that each rank reads at most 1.02 times the bytes it needs. *demo* 
 tests, and *ranks* runs the multi-process tests.
 
 Skipped tests are broken down in parentheses by the name of the feature they need (see the table above). *upstream* means that another
-package lacks a class or behaves differently; shardwise isn't involved.
+package lacks a class or behaves differently; shardwise isn't involved. All other skips need a package or
+a server that isn't installed in these environments.
 
 """
 

@@ -173,7 +173,7 @@ def test_two_lines_of_the_log(step: Path, caplog: pytest.LogCaptureFixture) -> N
         report = sw.load(model, step)
     amount = f"{report.bytes_read / 1024:.0f} KiB"
     begin, end = [record.getMessage() for record in caplog.records if record.name == LOG]
-    assert begin == f"load of {step}: {amount} to do"
+    assert begin == f"load of {step}: starting, {amount}"
     assert end.startswith(f"load of {step}: done, {amount} in 0.")
     assert end.endswith("iB/s")
     caplog.clear()
