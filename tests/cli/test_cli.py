@@ -378,7 +378,7 @@ def test_plan_says_what_it_planned_before_everything_else(model: Path) -> None:
     setup = run_json("plan", model, "--ranks", 4, "--optimizer", "sgd")["run"]["setup"]
     assert (setup["parameters"], setup["optimizer_states"]) == (["bfloat16"], [])
     load, *_ = run("plan", model, "--ranks", 4).stdout.splitlines()
-    assert load.startswith("Planned: the load, in BF16 (the model's own dtype; --dtype changes it)")
+    assert load.startswith("Planned: loading only, in BF16 (the model's own dtype; --dtype changes it)")
 
 
 def test_messages_of_other_packages_are_not_shown(model: Path) -> None:

@@ -145,7 +145,7 @@ def planned_lines(report: PlanReport, *, is_own_dtype: bool) -> list[str]:
     own = " (the model's own dtype; --dtype changes it)" if is_own_dtype else ""
     if report.run is None:
         return [
-            f"Planned: the load, in {', '.join(report.dtypes)}{own}; --fit or another option of a training run plans that, too"
+            f"Planned: loading only, in {', '.join(report.dtypes)}{own}. To plan a training run too, add --fit or another training option"
         ]
     setup = report.run.setup
     trained = f", trained {', '.join(setup.trained)}" if setup.trained != setup.parameters else ""

@@ -327,7 +327,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
     out.print(table)
     if not report.is_every_rank:
         out.print(Text("of all ranks, the first holds most and the last least"))
-    left = "nothing stored is left over"
+    left = "and every stored tensor is used"
     if report.unused:
         left += " except those declared unused"
     out.print(Text(f"verified: every element that a rank holds is read exactly once, {left}", _GREEN))
