@@ -65,7 +65,7 @@ def save_tokenizer(directory: Path) -> int:
 def test_make_demo_installs_quietly_and_only_its_own_set(tmp_path: Path) -> None:
     """In a directory without an environment; nothing is run."""
     done = subprocess.run(
-        ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"],
+        ["make", "--no-print-directory", "-n", "demo", f"VENV={tmp_path / 'venv'}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
