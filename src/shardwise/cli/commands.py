@@ -217,7 +217,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     """Compare two models or checkpoints tensor by tensor: added, removed, changed, and by how much.
 
-    If both are checkpoints, compares their optimizers, too. If you pass a run's directory, takes its newest valid step. Status 1 if they differ.
+    If both are checkpoints, compares their optimizers, too, and says so if it can't. Doesn't compare schedulers, random states or positions in the data. If you pass a run's directory, takes its newest valid step. Status 1 if they differ.
     """
     from ..runs.diff import diff as diff_sources
     from .render import console, show_diff
