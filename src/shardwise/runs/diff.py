@@ -67,7 +67,7 @@ class DiffReport(Printed):
     """How many of those were compared by recorded digests, without reading them."""
     bytes_read: int
     not_compared: tuple[str, ...] = ()
-    """What one of the sources contains and wasn't compared, and why."""
+    """The optimizers of either source that weren't compared, each with the reason."""
 
     @property
     def ok(self) -> bool:
