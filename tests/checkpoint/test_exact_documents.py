@@ -12,10 +12,15 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.checkpoint.documents import restore_documents
 from shardwise.checkpoint.own import OwnState
+from shardwise.checkpoint.receivers import receivers_of
+from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
+from shardwise.cli.manual import rows_of
+from shardwise.errors import StateError
 from shardwise.format.manifest import read_manifest
 from shardwise.layout.live import describe
 from shardwise.ranks.ranks import Ranks
@@ -227,6 +232,21 @@ def test_what_each_rank_saved_by_itself_is_named_at_another_world_size(tmp_path:
     assert own.differences == (), "it is not said that the checkpoint lacks it"
     _, left = restore_documents([], state, {}, manifest)
     assert left == ("own: stored per rank, but this run has a different number of ranks",)
+
+
+def test_a_position_of_other_ranks_names_the_sampler_that_fits_any_number(tmp_path: Path) -> None:
+    """Of a run on 8 ranks; this one has 1."""
+    state = sw.TrainState(model=Holder(3), dataloader=sw.ResumableLoader(DataLoader(range(8))))
+    sw.save(state, tmp_path / "c")
+    manifest = read_manifest(tmp_path / "c")
+    manifest = replace(manifest, local_documents=("dataloader",), world_size=8)
+    stored = StoredCheckpoint(str(tmp_path / "c"), manifest, {}, Places(), manifest)
+    (receiver,) = (one for one in receivers_of(state, {}, stored) if one.name == "dataloader")
+    with pytest.raises(
+        StateError, match=r"was stored per rank by 8 ranks.*Launch on 8 ranks.*sw\.ElasticSampler"
+    ) as raised:
+        receiver.missing()
+    assert rows_of(str(raised.value)), "shardwise explain finds its row"
 
 
 def function() -> None:

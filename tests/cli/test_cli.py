@@ -30,6 +30,7 @@ from shardwise.cli import inspection, main
 from shardwise.cli.options import byte_count
 from shardwise.cli.render import size
 from shardwise.cli.tree import tree_of
+from shardwise.doctor.table import RULES
 from shardwise.models.host_budget import host_budget
 from tests.harness.command import runner
 from tests.harness.models import sparse_file
@@ -506,6 +507,16 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
     assert "problem: " in shown.stdout
     assert shown.stdout.endswith("\na resume uses step 10, not 20\n")
     assert every["resumes_from"] == 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"), [("log.loss-jump", "log.loss-jump"), ("save_only_model", "checkpoint.model-only")]
+)
+def test_explain_knows_the_checks_of_doctor(asked: str, rule: str) -> None:
+    document = run_json("explain", asked)
+    assert document["page"] == "docs/howto/doctor.md"
+    assert f"**{rule}**: {next(one.about for one in RULES if one.id == rule)}" in document["text"]
+    assert run("explain", "no_such_setting").exit_code == 2
 
 
 def test_the_word_error_is_red_on_a_terminal() -> None:

@@ -2131,7 +2131,7 @@ MUTATIONS = (
     ),
     Mutation(
         "runs/third_party.py",
-        "            if len({_as_text(options) for options in each}) > 1:",
+        "            if len({as_text(options) for options in each}) > 1:",
         "            if not each:",
         ("tests/catalog/test_dcp.py::test_another_optimizer_is_refused",),
         "groups of different settings become one",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import random
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.launcher.api import LaunchConfig
 
 import shardwise as sw
 from shardwise.checkpoint.last_save import Situation, way_of
 from shardwise.preemption.leases import Lease, Lender, StopPoint
 from shardwise.preemption.signals import StopSignals, numbers_of
+from shardwise.preemption.stops import Stops
+from shardwise.ranks.ranks import Ranks
 from tests.preemption import campaign
 
 NUMBERS = (int(signal.SIGTERM), int(signal.SIGUSR1))
@@ -98,6 +103,32 @@ def test_a_checkpointer_that_can_not_begin_listens_no_more(tmp_path: Path) -> No
         )
     assert signal.getsignal(signal.SIGUSR1) is before
     sw.Checkpointer(tmp_path / "run").close()  # the directory is free, too
+
+
+def test_a_deadline_that_torchrun_does_not_wait_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's own signature and options say how long it waits."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def told(rank: int = 0, **policy: Any) -> str:
+        caplog.clear()
+        Stops(sw.PreemptionPolicy(**{"stop_on": ("SIGTERM",), **policy}), Ranks(rank=rank)).close()
+        return caplog.text
+
+    assert not told(deadline_s=60)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert inspect.signature(PContext.close).parameters["timeout"].default == 30
+    assert "deadline_s=60, but torchrun kills its ranks 30 s after it forwards SIGTERM" in told(deadline_s=60)
+    assert "set deadline_s=30, " in caplog.text
+    quiet = [told(deadline_s=30), told(), told(stop_on=("SIGUSR1",), deadline_s=60), told(1, deadline_s=60)]
+    assert quiet == [""] * 4
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    limit_s = getattr(config, "shutdown_timeout", 30)
+    assert not told(deadline_s=limit_s)
+    assert f"kills its ranks {limit_s} s after" in told(deadline_s=limit_s + 0.5)
 
 
 def test_handlers_are_chained_and_given_back() -> None:

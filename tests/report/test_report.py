@@ -632,21 +632,71 @@ def test_a_file_of_a_run_stands_for_itself(tmp_path: Path) -> None:
     material = find_material([str(log)])
     (found,) = material.losses
     assert found.points == {k: pytest.approx(2 - k / 10) for k in range(1, 7)}
-    assert [(m.step, m.kind) for m in marks_of(material)] == [(5, "resume")]
+    assert [(m.step, m.kind) for m in marks_of(material)] == [(4, "resume")]
     text = Page(render(material)).text
-    assert "names no steps: its losses are numbered in their order; a resume begins at 5." in text
+    assert (
+        "names no steps: its losses are numbered in their order; it tells of a resume after step 4." in text
+    )
 
     log.write_text(
         "step 10 loss=2.5\nstep 20: loss: 2.25\nResumed from step-00000020\n{'loss': 2.0, 'step': 30}\nloss: nan step 40\n"
     )
     (found,) = find_material([str(log)]).losses
-    assert (found.points, found.names_steps, found.resumes) == ({10: 2.5, 20: 2.25, 30: 2.0}, True, (30,))
+    assert (found.points, found.names_steps, found.resumes) == ({10: 2.5, 20: 2.25, 30: 2.0}, True, (20,))
 
     state = tmp_path / "trainer_state.json"
     state.write_text(json.dumps({"log_history": [{"loss": 2.5, "step": 1}, {"loss": 2.25, "step": 2}]}))
     for path in (state, tmp_path):
         (found,) = find_material([str(path)]).losses
         assert (found.file, found.points) == (str(state), {1: 2.5, 2: 2.25})
+
+
+def test_a_log_and_the_trainers_state_of_one_run_are_one_training(tmp_path: Path) -> None:
+    """transformers prints four significant digits and strips zeros; other programs print decimals."""
+    losses = {step: 12.3456789 / step for step in range(10, 70, 10)}
+    points = [{"loss": loss, "step": step} for step, loss in losses.items()]
+    state, log = tmp_path / "trainer_state.json", tmp_path / "train.log"
+    state.write_text(json.dumps({"log_history": points}))
+    other = tmp_path / "loss.jsonl"
+    other.write_text("".join(json.dumps({**point, "loss": point["loss"] + 0.01}) + "\n" for point in points))
+    for form in (".4g", ".3f"):
+        lines = [f"{{'loss': '{loss:{form}}', 'step': {step}}}" for step, loss in losses.items()]
+        log.write_text("\n".join([*lines[:4], "Resuming from checkpoint-45", *lines[4:]]))
+        text = Page(render(find_material([str(state), str(log)]))).text
+        assert "trained twice" not in text
+        assert f"{log} tells of a resume after step 40; it prints the losses in {state}." in text
+        assert "Losses from 2 logs, from step 10 to 60" in text
+        assert "Resumed from step: 40" in text
+        for another in ((log, other), (state, other)):
+            text = Page(render(find_material([str(path) for path in another]))).text
+            assert "6 steps (10 to 60) were trained twice" in text
+    # Steps that a log doesn't name aren't compared.
+    log.write_text("\n".join(f"loss: {k}.5" for k in range(70)))
+    assert "trained twice" not in Page(render(find_material([str(state), str(log)]))).text
+
+
+def test_a_resume_that_a_log_tells_of_began_at_a_checkpoint(tmp_path: Path) -> None:
+    """Losses are logged every 10 steps; the run crashed after step 40, and resumed from step 35."""
+    log = tmp_path / "train.log"
+    steps = [10, 20, 30, 40]
+    lines = [f"step {step} loss=2.5" for step in steps]
+    log.write_text("\n".join([*lines, "Resuming from the newest checkpoint", "step 40 loss=2.5"]))
+    (found,) = find_material([str(log)]).losses
+    assert found.resumes == (30,)
+    for step in (20, 35):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    material = find_material([str(log), str(tmp_path / "out")])
+    assert [m.step for m in marks_of(material) if m.kind == "resume"] == [35]
+    assert Page(render(material)).text.count("not checked, without an optimizer") == 2
+
+
+def test_a_checkpoint_of_a_model_alone_is_not_called_whole(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(sw.TrainState(model=torch.nn.Linear(2, 2)), 1)
+    text = Page(render(find_material([str(tmp_path)]))).text
+    assert "1 published valid, without an optimizer" in text
+    assert "whole" not in text
 
 
 def test_the_command(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,59 @@ def test_a_plain_trainers_checkpoint_is_restored_with_its_optimizer(
         StateError, match=r"by parameter number, in groups of \[16, 9\]; this run's has groups of \[25\]"
     ):
         sw.restore(sw.TrainState(model=again, optimizer=one_group), root)
+
+
+def diff_lines(*paths: Path, status: int) -> str:
+    shown = runner().invoke(main, ["diff", *map(str, paths)], prog_name="shardwise")
+    assert shown.exit_code == status, shown.output
+    return " ".join(shown.stdout.split())
+
+
+def test_diff_compares_a_plain_trainers_optimizers(trained: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    root, model, optimizer = trained
+    other = shutil.copytree(root, tmp_path / "other")
+    same = sw.diff(root, other)
+    assert (same.ok, same.not_compared) == (True, ())
+    assert same.equal == len(model.state_dict()) + len(states(model, optimizer))
+    assert diff_lines(root, other, status=0).endswith("no difference")
+    stored = torch.load(root / "optimizer.pt", weights_only=True)
+    stored["state"][3]["exp_avg"][0] += 1
+    stored["param_groups"][1]["lr"] = 0.5
+    torch.save(stored, other / "optimizer.pt")
+    report = sw.diff(root, other)
+    assert [(c.name, c.what.partition(":")[0]) for c in report.changed] == [
+        ("optimizer:group 1.lr", "setting"),
+        ("optimizer:3.exp_avg", "content"),
+    ]
+    assert report.changed[0].what.endswith(" and 0.5")
+    assert diff_lines(root, other, status=1).endswith("they differ")
+
+
+def test_diff_says_which_optimizers_it_does_not_compare(
+    trained: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    root, model, _ = trained
+    other = shutil.copytree(root, tmp_path / "other")
+    (other / "optimizer.pt").unlink()
+    for pair in ((root, other), (other, root)):
+        report = sw.diff(*pair)
+        assert (report.ok, report.equal) == (True, len(model.state_dict()))
+        assert report.not_compared == (f"optimizer: {root} contains one, and {other} doesn't",)
+        assert diff_lines(*pair, status=0).endswith("no difference in what was compared")
+    assert report.to_json()["not_compared"] == report.not_compared
+    (other / "optimizer.pt").write_bytes(b"not a torch file")
+    (why,) = sw.diff(root, other).not_compared
+    assert why.startswith(f"optimizer: {other / 'optimizer.pt'}: ")
+    (other / "optimizer.pt").unlink()
+    (other / "global_step3").mkdir()
+    (why,) = sw.diff(root, other).not_compared
+    assert "global_step3 of DeepSpeed can't be" in why
+    sw.convert(root, tmp_path / "ours")
+    report = sw.diff(root, tmp_path / "ours")
+    assert report.ok
+    (why,) = report.not_compared
+    assert "by parameter number" in why
+    assert "in shardwise's format" in why
 
 
 def as_lines(*words: object) -> tuple[str, dict[str, Any]]:

@@ -85,9 +85,15 @@ class _OfCheckpoint(Receiver):
     def missing(self) -> None:
         path, manifest = self._stored.path, self._stored.manifest
         if self._is_of_other_ranks:
+            equal = (
+                "give the loader an sw.ElasticSampler as batch_sampler (docs/howto/own-loop.md)"
+                if self.name == "dataloader"
+                else "use one whose state is equal on all ranks"
+            )
             raise StateError(
                 f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, but this run has a different number: "
-                f"its state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
+                f"its state can't be carried over. Launch on {manifest.world_size} ranks, or leave it out of the state. "
+                f"To change the number of ranks in later resumes, {equal}"
             )
         if kind := manifest.software.get(CONVERTED):
             raise StateError(

@@ -13,7 +13,7 @@ import click
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
 from .chosen import one_step
-from .manual import ERRORS, anchor_of, rows_of, section_of
+from .manual import ERRORS, anchor_of, doctors_rules, rows_of, section_of
 from .options import (
     DTYPES,
     as_load_pretrained,
@@ -217,7 +217,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     """Compare two models or checkpoints tensor by tensor: added, removed, changed, and by how much.
 
-    If both are checkpoints, compares their optimizers, too. If you pass a run's directory, takes its newest valid step. Status 1 if they differ.
+    If both are checkpoints, compares their optimizers, too, and says so if it can't. Doesn't compare schedulers, random states or positions in the data. If you pass a run's directory, takes its newest valid step. Status 1 if they differ.
     """
     from ..runs.diff import diff as diff_sources
     from .render import console, show_diff
@@ -462,7 +462,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
 def explain(error: str, as_json: bool) -> None:
     """Show the causes of an error, and how to fix it.
 
-    ERROR is its type, such as PlanError, or a part of its message, such as "missing: parameter".
+    ERROR is its type, such as PlanError, a part of its message, such as "missing: parameter", or a check of doctor, such as log.loss-jump.
     """
     from .terminal import console, show_markdown
 
@@ -471,6 +471,8 @@ def explain(error: str, as_json: bool) -> None:
     elif rows := rows_of(error):
         text = "\n\n".join(f"**{name}**: {cause}\n\n{fix}" for name, cause, fix in rows)
         page = anchor_of(rows[0][0])
+    elif text := doctors_rules(error):
+        page = "docs/howto/doctor.md"
     else:
         raise click.BadParameter(
             f"no known error matches {error!r}; give a part of its message, or its type: {', '.join(ERRORS)}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import errors
 
-__all__ = ["ERRORS", "anchor_of", "helps", "rows_of", "section_of"]
+__all__ = ["ERRORS", "anchor_of", "doctors_rules", "helps", "rows_of", "section_of"]
 
 #: The types that have a section.
 ERRORS = tuple(name for name in errors.__all__ if name.endswith("Error"))
@@ -34,6 +34,21 @@ def section_of(name: str) -> str:
 def rows_of(text: str) -> list[tuple[str, str, str]]:
     """The rows of all sections whose cause is in the text of an error: the section, the cause and the fix, as Markdown."""
     return [(name, *row) for name, section in _sections().items() for row in _matching(section, text)]
+
+
+def doctors_rules(name: str) -> str:
+    """What doctor's check of this name looks for, or those that mention this setting, as Markdown; empty if there are none."""
+    from ..doctor.table import RULES
+
+    is_setting = re.fullmatch(r"[a-z]+(_[a-z]+)+", name) is not None
+    found = [
+        r for r in RULES if r.id == name or (is_setting and name in re.findall(r"\w+", f"{r.id} {r.about}"))
+    ]
+    return "\n\n".join(
+        f"**{r.id}**: {r.about}\n\nshardwise doctor PATH… checks for it, and says why it happened and what to do "
+        f"(docs/howto/doctor.md). Source: {r.source}"
+        for r in found
+    )
 
 
 def helps(error: errors.ShardwiseError) -> bool:

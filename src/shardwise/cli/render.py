@@ -381,10 +381,14 @@ def show_diff(out: Console, report: Any, *, every: bool) -> None:
         report.changed, key=lambda one: (-one.relative if one.relative == one.relative else 0.0, one.name)
     )
     if changed:
-        facts["changed"] = f"{len(changed)} tensors, by at most {changed[0].relative:.3g} of their norm"
+        most = max((one.relative for one in changed if one.relative == one.relative), default=None)
+        by = "" if most is None else f", by at most {most:.3g} of their norm"
+        facts["changed"] = f"{len(changed)} tensors{by}"
     for label, names in (("added", report.added), ("removed", report.removed)):
         if names:
             facts[label] = f"{len(names)}: {_some(names)}"
+    if report.not_compared:
+        facts["not compared"] = "; ".join(report.not_compared)
     _facts(out, f"{report.first} -> {report.second}", facts)
     if changed:
         shown = changed if every else changed[:_MOST_CHANGES]
@@ -395,7 +399,8 @@ def show_diff(out: Console, report: Any, *, every: bool) -> None:
         out.print(table)
         if len(shown) < len(changed):
             out.print(f"the {len(shown)} that changed most; --all shows all {len(changed)}")
-    out.print(Text("no difference", _GREEN) if report.ok else Text("they differ", _RED))
+    same = "no difference in what was compared" if report.not_compared else "no difference"
+    out.print(Text(same, _GREEN) if report.ok else Text("they differ", _RED))
 
 
 def show_problems(out: Console, problems: Iterable[str]) -> None:

@@ -276,7 +276,9 @@ class LoggedLosses:
     names_steps: bool
     """Whether each line with a loss names a step; otherwise the losses are numbered from 1."""
     resumes: tuple[int, ...]
-    """The first step after each resume, as the lines or the epochs say."""
+    """The last step before each resume, as the lines or the epochs say."""
+    digits: tuple[int, int]
+    """The most significant digits and the most decimals that a loss is printed with."""
 
 
 def losses_of_log(path: str) -> LoggedLosses:
@@ -289,7 +291,16 @@ def losses_of_log(path: str) -> LoggedLosses:
     if not names_steps:
         steps = list(range(1, len(losses) + 1))
     points = {step: loss for step, (_, loss) in zip(steps, losses, strict=True)}
-    return LoggedLosses(points, names_steps, tuple(steps[at] for _, _, at in _resumes(text, losses)))
+    resumes = tuple(_last_below(steps[at], steps[:at]) for _, _, at in _resumes(text, losses))
+    printed = [m[1] for m in _LOSS.finditer(text) if math.isfinite(float(m[1]))]
+    significant = max((len(one.replace(".", "").lstrip("0")) for one in printed), default=0)
+    decimals = max((len(one.partition(".")[2]) for one in printed), default=0)
+    return LoggedLosses(points, names_steps, resumes, (significant, decimals))
+
+
+def _last_below(step: int, before: Sequence[int]) -> int:
+    """The last step from which a run can have continued with ``step``: a run that crashed had logged later ones."""
+    return max((one for one in before if one < step), default=max(step - 1, 0))
 
 
 def _step_at(text: str, place: int) -> int | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import secrets
 import time
 from dataclasses import dataclass
 from typing import Any, cast
+
+import torch.distributed as dist
 
 from ..errors import RankError
 from ..internals.torch import default_store
@@ -31,7 +35,8 @@ class PreemptionPolicy:
     """Names of the signals. Handlers that were already installed are still called, and are restored when the run is closed. ``()`` listens for no
     signal; ``request_stop`` still works. Python handles signals in the main thread, so create the run's object there."""
     deadline_s: float | None = None
-    """Seconds between the first signal and the scheduler's SIGKILL. Used to decide whether a last save can finish in time. None: unknown."""
+    """Seconds between the first signal and the scheduler's SIGKILL. Used to decide whether a last save can finish in time. None: unknown. torchrun
+    itself kills its ranks 30 seconds after it forwards a signal (from torch 2.12 on, ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` changes that)."""
     exit_status: int = 75
     """``exit_code`` of a run that was stopped. 75 is ``EX_TEMPFAIL`` in sysexits.h: "temporary failure, try again"."""
 
@@ -53,6 +58,8 @@ class Stops:
         self._point: StopPoint | None = None
         self._agreed_end_s: float | None = None
         self.has_stopped = False
+        if ranks.rank == 0 and (told := _too_late_for_torchrun(policy)):
+            _log.warning("%s", told)
         if policy.stop_on:
             try:
                 with ranks.agree("listen for signals"):
@@ -113,6 +120,36 @@ class Stops:
             _log.warning(
                 "stopping after step %d: a signal or request reached %s %.1f s ago", step, who, ago_s
             )
+
+
+#: Seconds after which torchrun kills ranks that it has forwarded a signal to: from torch 2.12 on it reads another number from the
+#: environment, or from its option ``--shutdown-timeout``, which ranks don't see.
+_TORCHRUN_S = 30
+_TORCHRUN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+
+
+def _too_late_for_torchrun(policy: PreemptionPolicy) -> str | None:
+    """What is wrong with a deadline that torchrun doesn't wait for; None without torchrun."""
+    deadline_s = policy.deadline_s
+    if deadline_s is None or "SIGTERM" not in policy.stop_on or not dist.is_torchelastic_launched():
+        return None
+    from torch.distributed.launcher.api import LaunchConfig  # slow to import
+
+    can_be_set = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    given = next((os.environ[name] for name in _TORCHRUN_VARIABLES if name in os.environ), "")
+    limit_s = int(given) if can_be_set and given.isdecimal() else _TORCHRUN_S
+    if deadline_s <= limit_s:
+        return None
+    longer = (
+        f"launch with {_TORCHRUN_VARIABLES[1]}={math.ceil(deadline_s)}"
+        if can_be_set
+        else "use torch 2.12 or later"
+    )
+    unless = ". Ignore this if you passed --shutdown-timeout to torchrun" if can_be_set else ""
+    return (
+        f"deadline_s={deadline_s:g}, but torchrun kills its ranks {limit_s} s after it forwards SIGTERM, so the last save may not "
+        f"finish: set deadline_s={limit_s}, {longer}, or launch without torchrun (srun){unless}"
+    )
 
 
 def _first(found: list[list[Any]]) -> list[Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from .ledger_files import Note, Process, Start
-from .material import Material
+from .material import LossLog, Material
 from .records import Cell
 from .text import counted, plain
 
@@ -79,12 +79,18 @@ def _resumed(start: Start) -> str:
     return f"The run resumed from step {plain(str(report.get('step')), 20)} {ranks}{lost}."
 
 
-def trained_twice(logs: Sequence[Mapping[int, float]]) -> tuple[list[int], float]:
-    """The steps that two logs have, and the largest difference of their losses."""
+def trained_twice(logs: Sequence[LossLog]) -> tuple[list[int], float]:
+    """The steps that two logs have, and the largest difference of their losses.
+
+    A text that prints the losses of another file is that run's, not a second one. Neither are steps compared that a log doesn't name.
+    """
     seen: dict[int, float] = {}
     steps: set[int] = set()
     largest = 0.0
-    for points in logs:
+    for log in logs:
+        if not log.names_steps or any(log.prints(other) for other in logs):
+            continue
+        points = log.points
         for step in points.keys() & seen.keys():
             steps.add(step)
             largest = max(largest, abs(points[step] - seen[step]))
@@ -93,7 +99,7 @@ def trained_twice(logs: Sequence[Mapping[int, float]]) -> tuple[list[int], float
 
 
 def _losses(material: Material) -> Iterator[str]:
-    steps, largest = trained_twice([log.points for log in material.losses])
+    steps, largest = trained_twice(material.losses)
     if len(steps) == 1:
         yield f"Step {steps[0]} was trained twice; the losses agree to {largest:.1g}."
     elif steps:

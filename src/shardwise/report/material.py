@@ -36,7 +36,20 @@ class LossLog:
     names_steps: bool = True
     """False: the losses are numbered, because the file names no steps."""
     resumes: tuple[int, ...] = ()
-    """The first step after each resume that the file tells of."""
+    """The last logged step before each resume that the file tells of."""
+    digits: tuple[int, int] | None = None
+    """Of a text: the most significant digits and the most decimals that a loss is printed with. None: losses in full."""
+
+    def prints(self, other: LossLog) -> bool:
+        """Whether it is a text that prints the losses of the other file: each that both have, to the printed digits."""
+        both = self.points.keys() & other.points.keys()
+        if self.digits is None or other.digits is not None or not both:
+            return False
+        significant, decimals = self.digits
+        pairs = [(self.points[step], other.points[step]) for step in both]
+        return all(float(f"{full:.{significant}g}") == text for text, full in pairs) or all(
+            round(full, decimals) == text for text, full in pairs
+        )
 
 
 @dataclass(slots=True)
@@ -115,7 +128,7 @@ def _log_given(file: Path) -> LossLog:
         found = LossLog(str(file), losses_in(str(file)))
     else:
         logged = losses_of_log(str(file))
-        found = LossLog(str(file), logged.points, logged.names_steps, logged.resumes)
+        found = LossLog(str(file), logged.points, logged.names_steps, logged.resumes, logged.digits)
     if not found.points:
         raise SourceError(
             "holds no losses: expected a ledger, JSON lines with step and loss, a trainer_state.json, or a log whose lines have a loss",

@@ -22,7 +22,7 @@ from .drawing import (
 )
 from .ledger_files import Phase, Process, Sample, Start
 from .material import LossLog
-from .text import plain, size
+from .text import counted, plain, size
 
 __all__ = [
     "Mark",
@@ -230,12 +230,15 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
     """Losses by step, with what happened to the run."""
     steps = [step for log in losses for step in log.points]
     told = {kind: sorted({m.step for m in marks if m.kind == kind}) for kind in ("save", "crash", "resume")}
-    description = f"Losses from {len(losses)} launches, from step {min(steps)} to {max(steps)}. " + ". ".join(
-        f"{what} {', '.join(map(str, told[kind][:40])) or 'none'}"
-        for kind, what in (
-            ("save", "Saved steps:"),
-            ("crash", "Crashed at step:"),
-            ("resume", "Resumed from step:"),
+    description = (
+        f"Losses from {counted(len(losses), 'log')}, from step {min(steps)} to {max(steps)}. "
+        + ". ".join(
+            f"{what} {', '.join(map(str, told[kind][:40])) or 'none'}"
+            for kind, what in (
+                ("save", "Saved steps:"),
+                ("crash", "Crashed at step:"),
+                ("resume", "Resumed from step:"),
+            )
         )
     )
     names = names_of(losses)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..limits import is_count
 from .conclusion import ending, trained_twice
 from .ledger_files import Note, Process, Start
-from .material import Material
+from .material import LossLog, Material
 from .plots import Mark, draw_host, draw_losses, draw_memory, names_of
 from .records import Cell, Part, Section, Table, bytes_cell, cells, facts
 from .text import counted, plain, seconds_text, size, time_text
@@ -92,7 +92,10 @@ def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) 
 def marks_of(material: Material) -> list[Mark]:
     """Saves, stops and resumes by step."""
     found = {Mark(s.step, "save") for run in material.runs for s in (*run.steps, *run.set_aside)}
-    found |= {Mark(step, "resume") for log in material.losses for step in log.resumes}
+    saved = {m.step for m in found}
+    found |= {
+        Mark(_resumed_from(step, log, saved), "resume") for log in material.losses for step in log.resumes
+    }
     for start in material.starts:
         for name, kind in (("save", "save"), ("resume", "resume"), ("restore", "resume")):
             for _, note in start.notes(name):
@@ -106,6 +109,12 @@ def marks_of(material: Material) -> list[Mark]:
             if stopped:
                 found.add(Mark(max(stopped), "crash"))
     return sorted(found, key=lambda m: (m.step, m.kind))
+
+
+def _resumed_from(step: int, log: LossLog, saved: Collection[int]) -> int:
+    """The newest checkpoint from the last logged ``step`` before a resume up to the first one after it; without one, ``step``."""
+    after = min((one for one in log.points if one > step), default=step + 1)
+    return max((one for one in saved if step <= one < after), default=step)
 
 
 def loss_section(material: Material) -> Section | None:
@@ -124,12 +133,11 @@ def loss_section(material: Material) -> Section | None:
     head = cells("name", "file", ">steps", ">first step", ">last step", ">first loss", ">last loss")
     parts = [Part(drawn=draw_losses(losses, marks)), *_tables("Loss logs", head, rows)]
     for log in losses:
-        told = [f"{plain(log.file)} names no steps: its losses are numbered in their order"] * (
-            not log.names_steps
-        )
-        told += [f"a resume begins at {', '.join(map(str, log.resumes))}"] * bool(log.resumes)
-        parts += [Part(text=f"{'; '.join(told)}.")] * bool(told)
-    steps, largest = trained_twice([log.points for log in losses])
+        told = ["names no steps: its losses are numbered in their order"] * (not log.names_steps)
+        told += [f"tells of a resume after step {', '.join(map(str, log.resumes))}"] * bool(log.resumes)
+        told += [f"prints the losses in {plain(one.file)}" for one in losses if log.prints(one)][:1]
+        parts += [Part(text=f"{plain(log.file)} {'; it '.join(told)}.")] * bool(told)
+    steps, largest = trained_twice(losses)
     if steps:
         was = "step was" if len(steps) == 1 else "steps were"
         parts.append(

@@ -133,10 +133,15 @@ def _history(runs: Sequence[RootContents]) -> Section | None:
 
 
 def _step_row(step: StepSummary) -> list[Cell]:
-    whole = Cell(plain(step.part)) if step.part else Cell("whole", tone="good")
-    state = whole if step.ok else Cell(plain(step.problem or "damaged"), tone="bad")
+    without = ", without an optimizer" if step.has_optimizer is False else ""
     if step.ok is None:
-        state = Cell("not checked")
+        state = Cell(f"not checked{without}")
+    elif not step.ok:
+        state = Cell(plain(step.problem or "damaged"), tone="bad")
+    elif step.part:
+        state = Cell(plain(step.part))
+    else:
+        state = Cell(f"valid{without}") if without else Cell("whole", tone="good")
     nbytes = Cell("–" if step.file_bytes is None else size(step.file_bytes), number=True)
     return cells(
         step.step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..catalog.records import StoredFile
 from ..checkpoint.verify import model_of, runs_of
 from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
+from ..errors import ShardwiseError, SourceError
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
 from ..objects import frozen
@@ -28,10 +29,12 @@ from ..storage import absolute, is_file, is_url
 from ..transfer import SourceReader
 from ..transfer.box import read_box, wanted_box
 from ..transfer.copy import Staging
+from .third_party import StoredOptimizer, as_text, find_run
 
 __all__ = ["Change", "DiffReport", "diff"]
 
 _PIECE_BYTES = 16 * 1024**2
+_SETTING_CHARS = 40
 
 
 @frozen
@@ -40,7 +43,7 @@ class Change:
 
     name: str
     what: str
-    """``dtype``, ``shape`` or ``content``, with both sides."""
+    """``dtype``, ``shape`` or ``content``, with both sides; ``setting``, with both values, for what an optimizer has besides tensors."""
     elements: int
     """Number of elements that differ; 0 if the shapes differ."""
     largest: float
@@ -63,10 +66,12 @@ class DiffReport(Printed):
     by_digest: int
     """How many of those were compared by recorded digests, without reading them."""
     bytes_read: int
+    not_compared: tuple[str, ...] = ()
+    """The optimizers of either source that weren't compared, each with the reason."""
 
     @property
     def ok(self) -> bool:
-        """Whether there are no differences."""
+        """Whether there are no differences in what was compared."""
         return not (self.added or self.removed or self.changed)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,15 +83,20 @@ class DiffReport(Printed):
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
     """Compare two models or checkpoints tensor by tensor. If both are checkpoints, their optimizers are compared, too.
 
+    The report's ``not_compared`` lists optimizers that weren't compared, with the reason. Schedulers, random states and positions in the data
+    are never compared.
+
     Call it in one process; ranks don't share the work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal
     aren't read. Raises :class:`SourceError` (or a subclass that says more) for a source that can't be read.
     """
     files: list[StoredFile] = []
-    a, b = _contents(first, files), _contents(second, files)
-    if not (_is_checkpoint(first) and _is_checkpoint(second)):
+    left, right = _contents(first, files), _contents(second, files)
+    not_compared = _not_compared(left, right)
+    a, b = left.tensors, right.tensors
+    if left.optimizers != right.optimizers or not_compared:
         a, b = _models_only(a), _models_only(b)
     both = [n for n in a if n in b]
-    changed, equal, by_digest = [], 0, 0
+    changed, equal, by_digest = _changed_settings(left, right) if not not_compared else [], 0, 0
     counted = this_operation(os.fspath(second))
     with SourceReader(files=files) as reader:
         counted.expect(lambda: sum(a[n][0].nbytes for n in both))
@@ -119,6 +129,7 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffR
         equal=equal,
         by_digest=by_digest,
         bytes_read=bytes_read,
+        not_compared=not_compared,
     )
 
 
@@ -129,13 +140,27 @@ def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return is_file(os.path.join(os.fspath(path), "manifest.json"))
 
 
-def _contents(path: str | os.PathLike[str], files: list[StoredFile]) -> TensorsByName:
-    """Every tensor by name, with its recorded digest; in a checkpoint by ``part:name``. Adds their files to ``files``."""
+@frozen
+class _Contents:
+    """A source: tensors by name, in one with optimizers by ``part:name``, and how its optimizers are stored."""
+
+    path: str
+    tensors: TensorsByName
+    optimizers: str = ""
+    """``own`` for a checkpoint of ours, ``by number`` or ``by name`` for another program's; empty: it has none that can be read."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of another program's optimizers: what isn't a tensor, as text."""
+    unread: str = ""
+    """Why an optimizer can't be read."""
+
+
+def _contents(path: str | os.PathLike[str], files: list[StoredFile]) -> _Contents:
+    """Everything of a source that can be compared. Adds its files to ``files``."""
     root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)
     if not _is_checkpoint(root):
         catalog = open_catalog(root)
         files += catalog.files
-        return _of(catalog)
+        return _with_optimizers(root, _of(catalog), files)
     manifest = read_manifest(root)
     found: dict[str, tuple[StoredTensor, int | None]] = {}
     for model in manifest.models:
@@ -150,7 +175,74 @@ def _contents(path: str | os.PathLike[str], files: list[StoredFile]) -> TensorsB
         catalog = catalog_of_optimizer(root, manifest, optimizer, model_of(manifest, optimizer))
         files += catalog.files
         found |= {f"{optimizer}:{n}": v for n, v in _of(catalog).items()}
-    return found
+    return _Contents(root, found, "own")
+
+
+def _with_optimizers(root: str, model: TensorsByName, files: list[StoredFile]) -> _Contents:
+    """Another program's model, with the optimizers next to it if there are any."""
+    try:
+        run = find_run(root)
+    except SourceError:
+        return _Contents(root, model)
+    try:
+        optimizers = [run.optimizer(k) for k in range(len(run.stored_optimizers))]
+        unread = "" if optimizers else run.unread_optimizer()
+        parts = {f"optimizer{k or ''}": one for k, one in enumerate(optimizers)}
+        settings = {f"{part}:{n}": v for part, one in parts.items() for n, v in _settings_of(one).items()}
+    except ShardwiseError as error:
+        return _Contents(root, model, unread=str(error))
+    if not optimizers:
+        return _Contents(root, model, unread=unread)
+    found = {f"model:{n}": v for n, v in model.items()}
+    for part, optimizer in parts.items():
+        files += optimizer.catalog.files
+        found |= {f"{part}:{n}": v for n, v in _of(optimizer.catalog).items()}
+    numbered = any(optimizer.is_numbered for optimizer in optimizers)
+    return _Contents(root, found, "by number" if numbered else "by name", settings)
+
+
+def _settings_of(optimizer: StoredOptimizer) -> dict[str, str]:
+    """What isn't a tensor, as text: a parameter's other values, and each group's parameters and settings."""
+    groups = {
+        f"group {k}": {"params": group["names"], **group["options"]}
+        for k, group in enumerate(optimizer.groups_as_stored())
+    }
+    every = {**optimizer.values, **groups}
+    return {
+        f"{owner}.{key}": as_text(value) for owner, values in every.items() for key, value in values.items()
+    }
+
+
+def _not_compared(a: _Contents, b: _Contents) -> tuple[str, ...]:
+    """The optimizers that are not compared, and why."""
+    unread = tuple(f"optimizer: {one.unread}" for one in (a, b) if one.unread)
+    if unread or a.optimizers == b.optimizers:
+        return unread
+    if not (a.optimizers and b.optimizers):
+        there, lacks = (a, b) if a.optimizers else (b, a)
+        return (f"optimizer: {there.path} contains one, and {lacks.path} doesn't",)
+    stored = {
+        "own": "in shardwise's format",
+        "by number": "by parameter number",
+        "by name": "by parameter name",
+    }
+    return (
+        f"optimizer: {a.path} stores it {stored[a.optimizers]}, {b.path} {stored[b.optimizers]}, so the names don't match",
+    )
+
+
+def _changed_settings(a: _Contents, b: _Contents) -> list[Change]:
+    """Values and settings of optimizers that differ and aren't tensors."""
+    sides = {n: (a.settings.get(n, "none"), b.settings.get(n, "none")) for n in {**a.settings, **b.settings}}
+    return [
+        Change(n, f"setting: {_short(x)} and {_short(y)}", 0, float("nan"), float("nan"))
+        for n, (x, y) in sides.items()
+        if x != y
+    ]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SETTING_CHARS else f"{text[: _SETTING_CHARS - 1]}…"
 
 
 def _of(catalog: Catalog) -> dict[str, tuple[StoredTensor, int | None]]:

@@ -70,6 +70,8 @@ class StepSummary:
     parent_step: int | None = None
     world_size: int | None = None
     file_bytes: int | None = None
+    has_optimizer: bool | None = None
+    """Whether the optimizer's state is stored; without it, training can't be resumed as it was. None: unknown."""
 
 
 @frozen(kw_only=True)
@@ -235,7 +237,16 @@ def _step_of_another(step: int, path: str) -> StepSummary:
             nbytes, files = nbytes + os.lstat(os.path.join(folder, name)).st_size, files + 1
     written = datetime.fromtimestamp(os.stat(path).st_mtime).astimezone().isoformat(timespec="seconds")
     fate = "of the HF Trainer" if is_trainer else "of another program"
-    return StepSummary(step=step, path=path, ok=None, fate=fate, written=written, file_bytes=nbytes)
+    has_optimizer = "optimizer" not in lost_parts(os.listdir(path)) if is_trainer else None
+    return StepSummary(
+        step=step,
+        path=path,
+        ok=None,
+        fate=fate,
+        written=written,
+        file_bytes=nbytes,
+        has_optimizer=has_optimizer,
+    )
 
 
 def _step(step: int, path: str, fate: str) -> StepSummary:
@@ -263,6 +274,7 @@ def _step(step: int, path: str, fate: str) -> StepSummary:
         parent_step=manifest.parent_step,
         world_size=manifest.world_size,
         file_bytes=sum(f.nbytes for f in manifest.files.values()),
+        has_optimizer=bool(manifest.packed),
     )
 
 

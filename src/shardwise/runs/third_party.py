@@ -53,7 +53,7 @@ from .pickled_values import (
     step_in,
 )
 
-__all__ = ["StoredOptimizer", "ThirdPartyRun", "find_run", "is_third_party"]
+__all__ = ["StoredOptimizer", "ThirdPartyRun", "as_text", "find_run", "is_third_party"]
 
 _OPTIMIZER_STEM = "optimizer"
 #: What Lightning puts next to its DCP files: everything of the state that isn't sharded.
@@ -186,7 +186,7 @@ class StoredOptimizer:
         by_live = {live.get(owner, owner): options for owner, options in self.settings.items()}
         for k, names in enumerate(members):
             each = [by_live.get(n, {}) for n in names]
-            if len({_as_text(options) for options in each}) > 1:
+            if len({as_text(options) for options in each}) > 1:
                 raise StateError(
                     f"parameter group {k} of this run holds parameters that were saved with different settings; build "
                     f"the groups as the saved run did"
@@ -200,22 +200,24 @@ class StoredOptimizer:
             return self.groups_like((), {})
         members: dict[str, list[str]] = {}
         for name, options in self.settings.items():
-            members.setdefault(_as_text(options), []).append(name)
+            members.setdefault(as_text(options), []).append(name)
         return self.groups_like(tuple(members.values()), {})
 
 
-def _as_text(options: Mapping[str, Any]) -> str:
-    """Equal settings as equal text: tensors can't be compared as a whole."""
+def as_text(value: Any) -> str:
+    """Equal values as equal text: tensors can't be compared as a whole."""
 
     def comparable(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
             return value.dtype, value.shape, hashlib.sha256(raw).hexdigest()
         if type(value) in (list, tuple):
-            return [type(value), *map(comparable, value)]
+            return type(value)(map(comparable, value))
+        if isinstance(value, Mapping):
+            return {key: comparable(value[key]) for key in sorted(value, key=repr)}
         return value
 
-    return repr([(key, comparable(options[key])) for key in sorted(options)])
+    return repr(comparable(value))
 
 
 def is_third_party(path: str) -> bool:
@@ -319,6 +321,11 @@ class ThirdPartyRun:
             raise StateError(f"{self.path}: {self._no_optimizer(k)}; leave it out of the state")
         source, head = stored[k]
         return _of_file(source) if is_file(source) else _of_dcp(self._dcp(source), head)
+
+    def unread_optimizer(self) -> str:
+        """Why the optimizer that is stored next to the model can't be read; empty if there is none."""
+        why = self._no_optimizer(0) if is_directory(self.path) else ""
+        return f"{self.path} {why}" if "DeepSpeed" in why else ""
 
     def _no_optimizer(self, k: int) -> str:
         others = [name for name in _listed(self.path) if _FOREIGN_OPTIMIZER.fullmatch(name)] if k == 0 else []
