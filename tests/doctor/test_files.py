@@ -610,7 +610,7 @@ def test_what_a_log_says_of_the_loss(tmp_path: Path, lines: list[str], expected:
         rule for rule in LOSSES if LOSSES[rule] in told
     ]
     if expected == "jump":
-        assert log.jump == ("resuming from step 100", 2.1, 9.1)
+        assert log.jump == ("line 4, resuming from step 100", 2.1, 9.1)
 
 
 #: Losses of a run that lost its optimizer, before the resume and after it: they grow for some steps.
@@ -646,6 +646,45 @@ def test_a_jump_in_a_log_of_the_trainer(tmp_path: Path, sign: str, after: list[f
     jumps = [f for f in found(path) if f.rule in LOSSES]
     assert [f.rule for f in jumps] == ["log.loss-jump"] * (after is not STEADY)
     assert all("trainer.resume_report" in f.do for f in jumps)
+
+
+#: Losses that fall, of a LoRA run of the Trainer, and those after it resumed without its optimizer and its schedule.
+FALLING = [3.317, 3.179, 3.113, 3.09, 2.992, 2.998, 2.913, 2.784, 2.778, 2.709]
+FALLING += [2.617, 2.546, 2.485, 2.553, 2.306, 2.364, 2.337, 2.184, 2.136, 2.127]
+LOST = [2.088, 4.228, 3.844, 3.509, 3.308, 3.225, 2.942, 2.826]
+#: The same run with ``logging_steps=5``.
+FEW, LOST_FEW = [5.364, 3.884, 3.63, 3.386, 3.138, 2.836, 2.501, 2.23], [3.395, 2.921, 2.671, 2.479]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "back", "jump"),
+    [
+        (FALLING, LOST, 0, (2.184, 3.86)),
+        ([*FALLING, 2.141, 2.199, 2.124, 2.086, 1.898], LOST, 5, (2.184, 3.86)),
+        (FALLING, [2.141, 2.199, 2.124, 2.086, 1.898], 0, None),
+        (FALLING, FALLING[5:13], 15, None),
+        (FEW, LOST_FEW, 0, (2.228, 2.996)),
+        (FEW, [2.1, 2.2, 2.0, 2.15], 0, None),
+    ],
+    ids=["falls", "replays", "goes on", "replays the fall", "few", "few go on"],
+)
+def test_a_jump_is_measured_from_the_last_losses(
+    tmp_path: Path,
+    before: list[float],
+    after: list[float],
+    back: int,
+    jump: tuple[float, float] | None,
+) -> None:
+    """Not from a mean over a fall; losses of steps that the resume replays are left out. The finding names the line of the jump."""
+    path = tmp_path / "train.log"
+    path.write_text(of_trainer(before, 0.0) + ENDS + of_trainer(after, (len(before) - back) / 100))
+    told = read_log(str(path)).jump
+    if jump is None:
+        assert told is None
+        return
+    assert told is not None
+    assert told[0] == f"line {len(before) + 2}, epoch {(len(before) - back + 1) / 100:g}"
+    assert told[1:] == pytest.approx(jump, abs=1e-3)
 
 
 @pytest.mark.parametrize("sign", [ENDS, LOADS, ""])

@@ -8,7 +8,7 @@ import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, linear_regression, median, stdev
 
 from ..errors import SourceError
 from ..objects import frozen
@@ -34,12 +34,18 @@ _STEP = re.compile(r"\b(?:global_?)?step['\"]?\s{0,9}[:=]?\s{0,9}(\d{1,15})\b", 
 _EPOCH = re.compile(r"\bepoch['\"]?\s{0,9}[:=]\s{0,9}['\"]?(\d{1,9}(?:\.\d{1,16})?)", re.IGNORECASE)
 #: Losses that are compared on either side of a resume.
 _BEFORE, _AFTER, _WORST = 20, 8, 3
-#: In a jump three losses are a tenth above the highest one before, and so many standard deviations above the mean.
+#: The last losses before a resume: a mean of more lags behind a loss that falls.
+_LAST = 5
+#: In a jump three losses are a tenth above the highest one before, and so many standard deviations above the level.
 _JUMP, _DEVIATIONS = 1.1, 4.0
 #: One loss, the first one, must be higher.
 _SPIKE, _SPIKE_DEVIATIONS = 1.5, 8.0
 #: With fewer losses before, their deviation says nothing: even the lowest of the next ones must be above the highest.
 _LEAST_BEFORE = 5
+#: With fewer than so many, the last ones alone show a fall that is steep from one loss to the next.
+_FEW = 10
+#: A line is a trend if it leaves this share of the variance, and a sure one if it leaves that share.
+_TREND, _SURE_TREND = 0.25, 0.04
 #: Losses before a checkpoint from which a run may or may not have resumed.
 _LEAST_BEFORE_SAVE = 10
 #: So many losses show a trend, and the last tenth is that much above the lowest one.
@@ -238,7 +244,7 @@ KNOWN = (
 
 def read_log(path: str) -> Log:
     """The known lines of a text file. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
-    text = _text_of(path)
+    text, is_whole = _text_of(path)
     lines = {known.name: line for known in KNOWN if (line := _first_line(known, text))}
     losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text)]
     finite = [(place, loss) for place, loss in losses if math.isfinite(loss)]
@@ -248,24 +254,25 @@ def read_log(path: str) -> Log:
         lines=lines,
         first_loss=finite[0][1] if finite else None,
         losses=len(losses),
-        jump=_jump_in(text, finite),
+        jump=_jump_in(text, finite, counts_lines=is_whole),
         not_a_number=None if bad is None else _line_at(text, bad),
         rise=_rise([loss for _, loss in finite]),
     )
 
 
-def _text_of(path: str) -> str:
-    """A log, or its beginning and its end. Raises :class:`SourceError`."""
+def _text_of(path: str) -> tuple[str, bool]:
+    """A log, or its beginning and its end, and whether it is all of the log. Raises :class:`SourceError`."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
-            raw = file.read(_BEGIN_BYTES if size > _BEGIN_BYTES + _END_BYTES else _BEGIN_BYTES + _END_BYTES)
-            if size > _BEGIN_BYTES + _END_BYTES:
+            is_whole = size <= _BEGIN_BYTES + _END_BYTES
+            raw = file.read(_BEGIN_BYTES + _END_BYTES if is_whole else _BEGIN_BYTES)
+            if not is_whole:
                 file.seek(-_END_BYTES, os.SEEK_END)
                 raw += b"\n" + file.read(_END_BYTES)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
-    return raw.decode(errors="replace")
+    return raw.decode(errors="replace"), is_whole
 
 
 @frozen
@@ -281,7 +288,7 @@ class LoggedLosses:
 
 def losses_of_log(path: str) -> LoggedLosses:
     """The losses of a text file, and where resumes begin. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
-    text = _text_of(path)
+    text, _ = _text_of(path)
     losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text) if math.isfinite(float(m[1]))]
     named = [_step_at(text, place) for place, _ in losses]
     steps = [step for step in named if step is not None]
@@ -317,14 +324,29 @@ def log_of_losses(path: str, points: Mapping[int, float], saved: Mapping[int, st
     )
 
 
-def _jump_in(text: str, losses: Sequence[tuple[int, float]]) -> tuple[str, float, float] | None:
+def _jump_in(
+    text: str, losses: Sequence[tuple[int, float]], *, counts_lines: bool
+) -> tuple[str, float, float] | None:
     """The line of the first resume after which the loss is higher than before, and the loss before and after."""
-    found = _resumes(text, losses)
-    values = [loss for _, loss in losses]
-    for (place, first, at), (_, _, end) in pairwise([*found, (0, 0, len(values))]):
-        if jump := _higher(values[max(first, at - _BEFORE) : at], values[at : min(end, at + _AFTER)]):
-            return _line_at(text, place), *jump
+    values, epochs = [loss for _, loss in losses], _epochs(text, [place for place, _ in losses])
+    for (place, first, at), (_, _, end) in pairwise([*_resumes(text, losses), (0, 0, len(values))]):
+        before = _before_resume(values, epochs, first, at)
+        if jump := _higher(before[-_BEFORE:], values[at : min(end, at + _AFTER)]):
+            where = [f"line {text.count(chr(10), 0, losses[at][0]) + 1}"] if counts_lines else []
+            where += [] if epochs[at] is None else [f"epoch {epochs[at]:g}"]
+            said = [_line_at(text, place)] if _RESUMES.match(text, place) else []
+            return ", ".join([*where, *said]) or _line_at(text, losses[at][0]), *jump
     return None
+
+
+def _before_resume(
+    values: Sequence[float], epochs: Sequence[float | None], first: int, at: int
+) -> Sequence[float]:
+    """The losses of a run before its resume, without those of steps that the resume replays."""
+    epoch = epochs[at]
+    if epoch is None:
+        return values[first:at]
+    return [values[k] for k in range(first, at) if (own := epochs[k]) is None or own < epoch]
 
 
 def _resumes(text: str, losses: Sequence[tuple[int, float]]) -> list[tuple[int, int, int]]:
@@ -382,16 +404,33 @@ def _higher(before: Sequence[float], after: Sequence[float]) -> tuple[float, flo
     """The loss before and after, if it jumped: at the first step, or over several, as fresh moments make it grow."""
     if not before or not after:
         return None
-    highest = max(before)
     if len(before) < _LEAST_BEFORE:
-        lowest = min(after[:_WORST])
+        highest, lowest = max(before), min(after[:_WORST])
         return (highest, lowest) if lowest > _JUMP * highest else None
-    mean, deviation = fmean(before), stdev(before)
-    if after[0] > max(mean + _SPIKE_DEVIATIONS * deviation, _SPIKE * highest):
-        return mean, after[0]
-    least = max(mean + _DEVIATIONS * deviation, _JUMP * highest)
+    near = before[-_LAST:]
+    flat = _without_trend(before, _TREND)
+    level = fmean(flat) if flat is before else max(fmean(flat), median(near))
+    highest, deviation = max(flat), stdev(flat)
+    if after[0] > max(level + _SPIKE_DEVIATIONS * deviation, _SPIKE * highest):
+        return level, after[0]
     worst = sorted(after)[-_WORST:]
-    return (mean, fmean(worst)) if len(worst) == _WORST and worst[0] > least else None
+    if len(worst) == _WORST and worst[0] > max(level + _DEVIATIONS * deviation, _JUMP * highest):
+        return level, fmean(worst)
+    falls = all(one > other for one, other in pairwise(near))
+    flat = _without_trend(near, _SURE_TREND)
+    first = after[:_WORST]
+    if len(before) >= _FEW or len(first) < _WORST or not falls or flat is near:
+        return None
+    least = max(fmean(flat) + _SPIKE_DEVIATIONS * stdev(flat), _JUMP * max(flat))
+    return (fmean(flat), fmean(first)) if min(first) > least else None
+
+
+def _without_trend(losses: Sequence[float], share: float) -> Sequence[float]:
+    """Losses that fall along a line, moved along it to its end; others as they are. The line leaves at most ``share`` of the variance."""
+    places = range(1 - len(losses), 1)
+    slope = linear_regression(places, losses).slope
+    flat = [loss - slope * k for k, loss in zip(places, losses, strict=True)]
+    return flat if slope < 0 and stdev(flat) ** 2 < share * stdev(losses) ** 2 else losses
 
 
 def _rise(losses: Sequence[float]) -> tuple[float, float] | None:
