@@ -42,7 +42,7 @@ _JUMP, _DEVIATIONS = 1.1, 4.0
 _SPIKE, _SPIKE_DEVIATIONS = 1.5, 8.0
 #: With fewer losses before, their deviation says nothing: even the lowest of the next ones must be above the highest.
 _LEAST_BEFORE = 5
-#: With fewer than so many, the last ones alone show a fall that is steep from one loss to the next.
+#: The newest ones: a fall may have been steeper before. With fewer than so many, the last ones alone show a steep fall.
 _FEW = 10
 #: A line is a trend if it leaves this share of the variance, and a sure one if it leaves that share.
 _TREND, _SURE_TREND = 0.25, 0.04
@@ -408,7 +408,10 @@ def _higher(before: Sequence[float], after: Sequence[float]) -> tuple[float, flo
         highest, lowest = max(before), min(after[:_WORST])
         return (highest, lowest) if lowest > _JUMP * highest else None
     near = before[-_LAST:]
-    flat = _without_trend(before, _TREND)
+    newest = before[-_FEW:]
+    flat = _without_trend(newest, _TREND)
+    if flat is newest:
+        flat = _without_trend(before, _TREND)
     level = fmean(flat) if flat is before else max(fmean(flat), median(near))
     highest, deviation = max(flat), stdev(flat)
     if after[0] > max(level + _SPIKE_DEVIATIONS * deviation, _SPIKE * highest):
