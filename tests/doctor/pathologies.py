@@ -448,6 +448,18 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         replace(HEALTHY, logs=(replace(LOG, jump=("checkpoint-150", 2.1, 9.8), jump_is_certain=False),)),
     ),
     Pathology(
+        "log.lr-jump",
+        "jumped back at a resume: 0.007 before, 0.02 after",
+        replace(HEALTHY, logs=(replace(LOG, rate_jump=("line 58, epoch 0.6406", 0.007, 0.02)),)),
+    ),
+    Pathology(
+        "log.lr-jump",
+        "jumped back after checkpoint-40: 0.007 before, 0.02 after",
+        replace(
+            HEALTHY, logs=(replace(LOG, rate_jump=("checkpoint-40", 0.007, 0.02), jump_is_certain=False),)
+        ),
+    ),
+    Pathology(
         "log.nan-loss", "NaN or infinite", replace(HEALTHY, logs=(replace(LOG, not_a_number="loss: nan"),))
     ),
     Pathology("log.rising-loss", "from 2.1 to 9.8", replace(HEALTHY, logs=(replace(LOG, rise=(2.1, 9.8)),))),

@@ -416,6 +416,7 @@ def test_an_adapter_next_to_what_fsdp_saves(model: Path, tmp_path: Path, here: s
 
 #: As the programs write them.
 LINES = {
+    "model-only": "restored step 40, saved by 1 rank, now 1; exact: no: the checkpoint holds the model only (save_only_model): optimizer and",
     "device-mesh": "[rank0]: AttributeError: 'Tensor' object has no attribute 'device_mesh'",
     "nccl-timeout": "[rank3]:[E ProcessGroupNCCL.cpp:629] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12",
     "cuda-oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
@@ -687,6 +688,42 @@ def test_a_jump_is_measured_from_the_last_losses(
     assert told[1:] == pytest.approx(jump, abs=1e-3)
 
 
+#: Learning rates before and after a resume, and whether the second ones go back.
+RATES = {
+    "linear": ([0.0077, 0.0073, 0.007], [0.02, 0.0197, 0.0193], True),
+    "warmup": ([0.0077, 0.0073, 0.007], [0.0, 0.002, 0.004], True),
+    "restored": ([0.0077, 0.0073, 0.007], [0.0067, 0.0063, 0.006], False),
+    "restored in a warmup": ([0.001, 0.002, 0.003], [0.004, 0.005, 0.006], False),
+    "constant": ([0.01, 0.01, 0.01], [0.01, 0.01, 0.01], False),
+    "decay by epoch": ([0.01, 0.01, 0.01], [0.001, 0.001, 0.001], False),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_learning_rate_that_goes_back(tmp_path: Path, name: str) -> None:
+    """In a log, and in what the Trainer lists; at the resume, with losses that don't jump."""
+    before, after, back = RATES[name]
+    lines = [
+        f"{{'loss': '2.1', 'learning_rate': '{r:g}', 'epoch': '{k / 10:g}'}}\n"
+        for k, r in enumerate([*before, *after])
+    ]
+    path = tmp_path / "train.log"
+    path.write_text("".join([*lines[: len(before)], ENDS, *lines[len(before) :]]))
+    log = read_log(str(path))
+    assert log.rate_jump == (("line 5, epoch 0.3", before[-1], after[0]) if back else None)
+    assert log.resumed
+    assert [f.rule for f in found(path) if f.rule.startswith("log.")] == ["log.lr-jump"] * back
+    told = log_of_losses("x", {}, {2: "checkpoint-2"}, dict(enumerate([*before, *after])))
+    assert told.rate_jump == (("checkpoint-2", before[-1], after[0]) if back else None)
+    assert told.resumed == back
+
+
+def test_a_schedule_with_restarts_does_not_go_back() -> None:
+    rates = dict(enumerate([0.5 * (1 + math.cos(math.pi * (k % 25) / 25)) for k in range(100)]))
+    saved = {step: f"checkpoint-{step}" for step in range(100)}
+    assert log_of_losses("x", {}, saved, rates).rate_jump is None
+
+
 @pytest.mark.parametrize("sign", [ENDS, LOADS, ""])
 def test_another_training_in_the_same_log_is_no_resume(tmp_path: Path, sign: str) -> None:
     """Its epochs begin where those of the training before began."""
@@ -707,7 +744,7 @@ def test_a_noisy_healthy_run_has_no_jump(tmp_path: Path, noise: float) -> None:
         path.write_text(ENDS.join(parts))
         points = dict(enumerate(losses, 1))
         saved = {step: f"checkpoint-{step}" for step in range(10, 301, 10)}
-        told += [read_log(str(path)).jump, log_of_losses("x", points, saved).jump]
+        told += [read_log(str(path)).jump, log_of_losses("x", points, saved, {}).jump]
     assert [jump for jump in told if jump is not None] == []
 
 

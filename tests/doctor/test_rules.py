@@ -91,6 +91,7 @@ def shown_on() -> dict[str, str]:
         (
             *test_files.INSTALLED,
             *test_files.LOSSES,
+            "log.lr-jump",
             "path.absent",
             "path.unknown",
             "model.too-large",
