@@ -119,6 +119,11 @@ _TIED = replace(
 )
 _EFFICIENT = {"fsdp_cpu_ram_efficient_loading": True}
 
+MODEL_ONLY = tuple(
+    Checkpoint(path=f"/x/checkpoint-{step}", kind="full", lost=("optimizer",), is_model_only=True)
+    for step in (150, 100)
+)
+
 PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("machine.memory", "8 ranks will be killed", _machine(memory=_memory(free_bytes=4 * GIB))),
     Pathology(
@@ -413,6 +418,16 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "checkpoint.model-only",
         "checkpoint-150 holds the model only",
         _checkpoint(path="/x/checkpoint-150", kind="full", lost=("optimizer",), is_model_only=True),
+    ),
+    Pathology(
+        "checkpoint.model-only",
+        "2 checkpoints hold the model only",
+        replace(HEALTHY, checkpoints=MODEL_ONLY),
+    ),
+    Pathology(
+        "checkpoint.resumed-model-only",
+        "the learning rate schedule started again",
+        replace(HEALTHY, checkpoints=MODEL_ONLY, logs=(replace(LOG, resumed=True),)),
     ),
     Pathology(
         "checkpoint.merge",

@@ -364,6 +364,26 @@ def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: se
     )
     given = arguments(tmp_path / "args.json", fsdp="", fsdp_config={}, save_only_model=True)
     check(found(tmp_path / "out", given), here, "checkpoint.model-only")
+    log = tmp_path / "train.log"
+    log.write_text(of_trainer(STEADY, 0.0) + ENDS + of_trainer(STEADY, 0.08))
+    told = found(tmp_path / "out", given, log)
+    check(told, here, "checkpoint.resumed-model-only")
+    assert next(f for f in told if f.rule == "checkpoint.resumed-model-only").kind == "problem"
+
+
+def test_checkpoints_of_a_shardwise_trainer_that_saves_the_model_only(tmp_path: Path, here: set[str]) -> None:
+    """Once for all of them, and the pickles once, at the end."""
+    run = trainer(
+        tmp_path / "out", qwen(), of=ShardwiseTrainer, max_steps=5, save_steps=1, save_only_model=True
+    )
+    run.train()
+    check(found(tmp_path / "out"), here, "checkpoint.model-only", words="5 checkpoints hold the model only")
+
+
+def test_pickles_of_several_checkpoints_are_noted_once(trained: Path) -> None:
+    told = [f for f in found(trained) if f.kind == "note"]
+    assert [f.rule for f in told if f.rule.startswith("checkpoint.")] == ["checkpoint.pickle"]
+    assert told[-1].where == f"{trained}: 3 checkpoints"
 
 
 def test_files_of_a_trainers_run_stand_for_themselves(trained: Path, tmp_path: Path, here: set[str]) -> None:

@@ -235,9 +235,9 @@ def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str
             found.checkpoints.append(look_for_lost(look_at_checkpoint(place, names), names, _beside(place)))
     for place in [*steps.values()][_STEPS_CHECKED:_STEPS_LISTED]:
         names = os.listdir(place)
-        if MANIFEST_NAME not in names:
-            older = look_for_lost(Checkpoint(path=place, kind="full"), names, _beside(place))
-            found.checkpoints += [older] * bool(older.lost or older.lost_files)
+        kind = "step" if MANIFEST_NAME in names else "full"
+        older = look_for_lost(Checkpoint(path=place, kind=kind), names, _beside(place))
+        found.checkpoints += [older] * bool(older.lost or older.lost_files)
     found.places.append(look_at_place(path))
     words = f"a run of the HF Trainer or Accelerate, {_some_steps(steps)}"
     if losses := losses_of_steps(steps):
