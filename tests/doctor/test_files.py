@@ -29,6 +29,7 @@ from shardwise.doctor.probe import look_at_place
 from shardwise.doctor.software import classes_of
 from shardwise.doctor.table import findings_of
 from shardwise.errors import FormatError
+from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.models.host_budget import host_budget
 from shardwise.store.publish import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
@@ -372,11 +373,9 @@ def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: se
 
 
 def test_checkpoints_of_a_shardwise_trainer_that_saves_the_model_only(tmp_path: Path, here: set[str]) -> None:
-    """Once for all of them, and the pickles once, at the end."""
-    run = trainer(
-        tmp_path / "out", qwen(), of=ShardwiseTrainer, max_steps=5, save_steps=1, save_only_model=True
-    )
-    run.train()
+    """Its steps have manifests. Found once for all of them, also for those that are only listed."""
+    plain = trainer(tmp_path / "out", qwen(), max_steps=5, save_steps=1, save_only_model=True)
+    ShardwiseTrainer(plain.model, plain.args, train_dataset=plain.train_dataset).train()
     check(found(tmp_path / "out"), here, "checkpoint.model-only", words="5 checkpoints hold the model only")
 
 
@@ -672,22 +671,22 @@ def test_a_jump_in_a_log_of_the_trainer(tmp_path: Path, sign: str, after: list[f
 #: Losses that fall, of a LoRA run of the Trainer, and those after it resumed without its optimizer and its schedule.
 FALLING = [3.317, 3.179, 3.113, 3.09, 2.992, 2.998, 2.913, 2.784, 2.778, 2.709]
 FALLING += [2.617, 2.546, 2.485, 2.553, 2.306, 2.364, 2.337, 2.184, 2.136, 2.127]
-LOST = [2.088, 4.228, 3.844, 3.509, 3.308, 3.225, 2.942, 2.826]
+JUMPED = [2.088, 4.228, 3.844, 3.509, 3.308, 3.225, 2.942, 2.826]
 #: The same run with ``logging_steps=5``.
-FEW, LOST_FEW = [5.364, 3.884, 3.63, 3.386, 3.138, 2.836, 2.501, 2.23], [3.395, 2.921, 2.671, 2.479]
+FEW, JUMPED_FEW = [5.364, 3.884, 3.63, 3.386, 3.138, 2.836, 2.501, 2.23], [3.395, 2.921, 2.671, 2.479]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "back", "jump"),
     [
-        (FALLING, LOST, 0, (2.184, 3.86)),
-        ([*FALLING, 2.141, 2.199, 2.124, 2.086, 1.898], LOST, 5, (2.184, 3.86)),
+        (FALLING, JUMPED, 0, (2.184, 3.86)),
+        ([*FALLING, 2.141, 2.199, 2.124, 2.086, 1.898], JUMPED, 5, (2.184, 3.86)),
         (FALLING, [2.141, 2.199, 2.124, 2.086, 1.898], 0, None),
         (FALLING, FALLING[5:13], 15, None),
-        (FEW, LOST_FEW, 0, (2.228, 2.996)),
+        (FEW, JUMPED_FEW, 0, (2.228, 2.996)),
         (FEW, [2.1, 2.2, 2.0, 2.15], 0, None),
     ],
-    ids=["falls", "replays", "goes on", "replays the fall", "few", "few go on"],
+    ids=["falls", "replays", "restored", "replays the fall", "few", "few, restored"],
 )
 def test_a_jump_is_measured_from_the_last_losses(
     tmp_path: Path,
