@@ -119,6 +119,11 @@ _TIED = replace(
 )
 _EFFICIENT = {"fsdp_cpu_ram_efficient_loading": True}
 
+MODEL_ONLY = tuple(
+    Checkpoint(path=f"/x/checkpoint-{step}", kind="full", lost=("optimizer",), is_model_only=True)
+    for step in (150, 100)
+)
+
 PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("machine.memory", "8 ranks will be killed", _machine(memory=_memory(free_bytes=4 * GIB))),
     Pathology(
@@ -415,6 +420,16 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _checkpoint(path="/x/checkpoint-150", kind="full", lost=("optimizer",), is_model_only=True),
     ),
     Pathology(
+        "checkpoint.model-only",
+        "2 checkpoints hold the model only",
+        replace(HEALTHY, checkpoints=MODEL_ONLY),
+    ),
+    Pathology(
+        "checkpoint.resumed-model-only",
+        "the learning rate schedule started again",
+        replace(HEALTHY, checkpoints=MODEL_ONLY, logs=(replace(LOG, resumed=True),)),
+    ),
+    Pathology(
         "checkpoint.merge",
         "600.0 GiB of parts, 480.0 GiB of free memory",
         _checkpoint(kind="dcp", nbytes=600 * GIB),
@@ -446,6 +461,18 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "log.loss-jump",
         "jumped after checkpoint-150, from which a run may have resumed: 2.1 before, 9.8 after",
         replace(HEALTHY, logs=(replace(LOG, jump=("checkpoint-150", 2.1, 9.8), jump_is_certain=False),)),
+    ),
+    Pathology(
+        "log.lr-jump",
+        "jumped back at a resume: 0.007 before, 0.02 after",
+        replace(HEALTHY, logs=(replace(LOG, rate_jump=("line 58, epoch 0.6406", 0.007, 0.02)),)),
+    ),
+    Pathology(
+        "log.lr-jump",
+        "jumped back after checkpoint-40: 0.007 before, 0.02 after",
+        replace(
+            HEALTHY, logs=(replace(LOG, rate_jump=("checkpoint-40", 0.007, 0.02), jump_is_certain=False),)
+        ),
     ),
     Pathology(
         "log.nan-loss", "NaN or infinite", replace(HEALTHY, logs=(replace(LOG, not_a_number="loss: nan"),))

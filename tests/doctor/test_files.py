@@ -29,6 +29,7 @@ from shardwise.doctor.probe import look_at_place
 from shardwise.doctor.software import classes_of
 from shardwise.doctor.table import findings_of
 from shardwise.errors import FormatError
+from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.models.host_budget import host_budget
 from shardwise.store.publish import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
@@ -364,6 +365,24 @@ def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: se
     )
     given = arguments(tmp_path / "args.json", fsdp="", fsdp_config={}, save_only_model=True)
     check(found(tmp_path / "out", given), here, "checkpoint.model-only")
+    log = tmp_path / "train.log"
+    log.write_text(of_trainer(STEADY, 0.0) + ENDS + of_trainer(STEADY, 0.08))
+    told = found(tmp_path / "out", given, log)
+    check(told, here, "checkpoint.resumed-model-only")
+    assert next(f for f in told if f.rule == "checkpoint.resumed-model-only").kind == "problem"
+
+
+def test_checkpoints_of_a_shardwise_trainer_that_saves_the_model_only(tmp_path: Path, here: set[str]) -> None:
+    """Its steps have manifests. Found once for all of them, also for those that are only listed."""
+    plain = trainer(tmp_path / "out", qwen(), max_steps=5, save_steps=1, save_only_model=True)
+    ShardwiseTrainer(plain.model, plain.args, train_dataset=plain.train_dataset).train()
+    check(found(tmp_path / "out"), here, "checkpoint.model-only", words="5 checkpoints hold the model only")
+
+
+def test_pickles_of_several_checkpoints_are_noted_once(trained: Path) -> None:
+    told = [f for f in found(trained) if f.kind == "note"]
+    assert [f.rule for f in told if f.rule.startswith("checkpoint.")] == ["checkpoint.pickle"]
+    assert told[-1].where == f"{trained}: 3 checkpoints"
 
 
 def test_files_of_a_trainers_run_stand_for_themselves(trained: Path, tmp_path: Path, here: set[str]) -> None:
@@ -416,6 +435,7 @@ def test_an_adapter_next_to_what_fsdp_saves(model: Path, tmp_path: Path, here: s
 
 #: As the programs write them.
 LINES = {
+    "model-only": "restored step 40, saved by 1 rank, now 1; exact: no: the checkpoint holds the model only (save_only_model): optimizer and",
     "device-mesh": "[rank0]: AttributeError: 'Tensor' object has no attribute 'device_mesh'",
     "nccl-timeout": "[rank3]:[E ProcessGroupNCCL.cpp:629] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12",
     "cuda-oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
@@ -610,7 +630,7 @@ def test_what_a_log_says_of_the_loss(tmp_path: Path, lines: list[str], expected:
         rule for rule in LOSSES if LOSSES[rule] in told
     ]
     if expected == "jump":
-        assert log.jump == ("resuming from step 100", 2.1, 9.1)
+        assert log.jump == ("line 4, resuming from step 100", 2.1, 9.1)
 
 
 #: Losses of a run that lost its optimizer, before the resume and after it: they grow for some steps.
@@ -648,6 +668,81 @@ def test_a_jump_in_a_log_of_the_trainer(tmp_path: Path, sign: str, after: list[f
     assert all("trainer.resume_report" in f.do for f in jumps)
 
 
+#: Losses that fall, of a LoRA run of the Trainer, and those after it resumed without its optimizer and its schedule.
+FALLING = [3.317, 3.179, 3.113, 3.09, 2.992, 2.998, 2.913, 2.784, 2.778, 2.709]
+FALLING += [2.617, 2.546, 2.485, 2.553, 2.306, 2.364, 2.337, 2.184, 2.136, 2.127]
+JUMPED = [2.088, 4.228, 3.844, 3.509, 3.308, 3.225, 2.942, 2.826]
+#: The same run with ``logging_steps=5``.
+FEW, JUMPED_FEW = [5.364, 3.884, 3.63, 3.386, 3.138, 2.836, 2.501, 2.23], [3.395, 2.921, 2.671, 2.479]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "back", "jump"),
+    [
+        (FALLING, JUMPED, 0, (2.184, 3.86)),
+        ([*FALLING, 2.141, 2.199, 2.124, 2.086, 1.898], JUMPED, 5, (2.184, 3.86)),
+        (FALLING, [2.141, 2.199, 2.124, 2.086, 1.898], 0, None),
+        (FALLING, FALLING[5:13], 15, None),
+        (FEW, JUMPED_FEW, 0, (2.228, 2.996)),
+        (FEW, [2.1, 2.2, 2.0, 2.15], 0, None),
+    ],
+    ids=["falls", "replays", "restored", "replays the fall", "few", "few, restored"],
+)
+def test_a_jump_is_measured_from_the_last_losses(
+    tmp_path: Path,
+    before: list[float],
+    after: list[float],
+    back: int,
+    jump: tuple[float, float] | None,
+) -> None:
+    """Not from a mean over a fall; losses of steps that the resume replays are left out. The finding names the line of the jump."""
+    path = tmp_path / "train.log"
+    path.write_text(of_trainer(before, 0.0) + ENDS + of_trainer(after, (len(before) - back) / 100))
+    told = read_log(str(path)).jump
+    if jump is None:
+        assert told is None
+        return
+    assert told is not None
+    assert told[0] == f"line {len(before) + 2}, epoch {(len(before) - back + 1) / 100:g}"
+    assert told[1:] == pytest.approx(jump, abs=1e-3)
+
+
+#: Learning rates before and after a resume, and whether the second ones go back.
+RATES = {
+    "linear": ([0.0077, 0.0073, 0.007], [0.02, 0.0197, 0.0193], True),
+    "warmup": ([0.0077, 0.0073, 0.007], [0.0, 0.002, 0.004], True),
+    "restored": ([0.0077, 0.0073, 0.007], [0.0067, 0.0063, 0.006], False),
+    "restored in a warmup": ([0.001, 0.002, 0.003], [0.004, 0.005, 0.006], False),
+    "constant": ([0.01, 0.01, 0.01], [0.01, 0.01, 0.01], False),
+    "decay by epoch": ([0.01, 0.01, 0.01], [0.001, 0.001, 0.001], False),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_learning_rate_that_goes_back(tmp_path: Path, name: str) -> None:
+    """In a log, and in what the Trainer lists; at the resume, with losses that don't jump."""
+    before, after, back = RATES[name]
+    lines = [
+        f"{{'loss': '2.1', 'learning_rate': '{r:g}', 'epoch': '{k / 10:g}'}}\n"
+        for k, r in enumerate([*before, *after])
+    ]
+    path = tmp_path / "train.log"
+    path.write_text("".join([*lines[: len(before)], ENDS, *lines[len(before) :]]))
+    log = read_log(str(path))
+    assert log.rate_jump == (("line 5, epoch 0.3", before[-1], after[0]) if back else None)
+    assert log.resumed
+    assert [f.rule for f in found(path) if f.rule.startswith("log.")] == ["log.lr-jump"] * back
+    told = log_of_losses("x", {}, {2: "checkpoint-2"}, dict(enumerate([*before, *after])))
+    assert told.rate_jump == (("checkpoint-2", before[-1], after[0]) if back else None)
+    assert told.resumed == back
+
+
+def test_a_schedule_with_restarts_does_not_go_back() -> None:
+    rates = dict(enumerate([0.5 * (1 + math.cos(math.pi * (k % 25) / 25)) for k in range(100)]))
+    saved = {step: f"checkpoint-{step}" for step in range(100)}
+    assert log_of_losses("x", {}, saved, rates).rate_jump is None
+
+
 @pytest.mark.parametrize("sign", [ENDS, LOADS, ""])
 def test_another_training_in_the_same_log_is_no_resume(tmp_path: Path, sign: str) -> None:
     """Its epochs begin where those of the training before began."""
@@ -668,7 +763,7 @@ def test_a_noisy_healthy_run_has_no_jump(tmp_path: Path, noise: float) -> None:
         path.write_text(ENDS.join(parts))
         points = dict(enumerate(losses, 1))
         saved = {step: f"checkpoint-{step}" for step in range(10, 301, 10)}
-        told += [read_log(str(path)).jump, log_of_losses("x", points, saved).jump]
+        told += [read_log(str(path)).jump, log_of_losses("x", points, saved, {}).jump]
     assert [jump for jump in told if jump is not None] == []
 
 

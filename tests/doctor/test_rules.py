@@ -85,12 +85,15 @@ def shown_on() -> dict[str, str]:
     found |= {f"log.{name}": "line" for name in test_files.LINES}
     found |= dict.fromkeys(test_conditions.FAILED, "failing program")
     found |= {rule: "real file" for rules in test_files.CHECKPOINTS for rule in rules}
-    found |= dict.fromkeys(("checkpoint.incomplete", "checkpoint.model-only"), "real file")
+    found |= dict.fromkeys(
+        ("checkpoint.incomplete", "checkpoint.model-only", "checkpoint.resumed-model-only"), "real file"
+    )
     found |= dict.fromkeys(test_files.CASE_1, "real file")
     found |= dict.fromkeys(
         (
             *test_files.INSTALLED,
             *test_files.LOSSES,
+            "log.lr-jump",
             "path.absent",
             "path.unknown",
             "model.too-large",

@@ -111,13 +111,16 @@ def _of_others(path: str) -> Checkpoint:
 
 
 def look_for_lost(found: Checkpoint, names: Sequence[str], neighbors: Sequence[Sequence[str]]) -> Checkpoint:
-    """Add what ``found``, a numbered checkpoint of the HF Trainer or Accelerate, lacks; also by its neighbors' files.
+    """Add what ``found``, a numbered checkpoint of the HF Trainer, Accelerate or a ShardwiseTrainer, lacks; also by its neighbors' files.
 
     A directory without a number may be a finished model, and no run resumes from that. Rank-local; reads names, and the
     Trainer's arguments.
     """
-    if not OTHERS_NAME.fullmatch(os.path.basename(found.path)) or found.kind in ("step", "steps"):
+    if not OTHERS_NAME.fullmatch(os.path.basename(found.path)) or found.kind == "steps":
         return found
+    if found.kind == "step":  # of a ShardwiseTrainer; the manifest lists its files
+        only = "optimizer" not in names and _says_model_only(os.path.join(found.path, ARGUMENTS_FILE))
+        return replace(found, lost=("optimizer", "scheduler"), is_model_only=True) if only else found
     lost = lost_parts(names)
     return replace(
         found,

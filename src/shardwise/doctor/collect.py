@@ -14,7 +14,7 @@ from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
 from ..format.steps import OTHERS_NAME, TRAINER_FILE
 from ..limits import brief
-from ..runs.history import losses_in, losses_of_steps, numbered_steps, others_steps
+from ..runs.history import losses_in, losses_of_steps, numbered_steps, others_steps, rates_in
 from ..storage import absolute, is_directory, is_file, is_url, names_in
 from .bucket import look_at_bucket
 from .checkpoints import holds_checkpoint, look_at_checkpoint, look_for_lost
@@ -235,14 +235,14 @@ def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str
             found.checkpoints.append(look_for_lost(look_at_checkpoint(place, names), names, _beside(place)))
     for place in [*steps.values()][_STEPS_CHECKED:_STEPS_LISTED]:
         names = os.listdir(place)
-        if MANIFEST_NAME not in names:
-            older = look_for_lost(Checkpoint(path=place, kind="full"), names, _beside(place))
-            found.checkpoints += [older] * bool(older.lost or older.lost_files)
+        kind = "step" if MANIFEST_NAME in names else "full"
+        older = look_for_lost(Checkpoint(path=place, kind=kind), names, _beside(place))
+        found.checkpoints += [older] * bool(older.lost or older.lost_files)
     found.places.append(look_at_place(path))
     words = f"a run of the HF Trainer or Accelerate, {_some_steps(steps)}"
     if losses := losses_of_steps(steps):
         file, points = losses
-        found.logs.append(log_of_losses(file, points, steps))
+        found.logs.append(log_of_losses(file, points, steps, rates_in(file)))
         words += f"; {count(len(points), 'loss', 'losses')} in {os.path.relpath(file, path)}"
     return words
 
@@ -309,7 +309,7 @@ def _look_at_state(path: str, found: _Found) -> str:
     folder = os.path.dirname(path)
     root = os.path.dirname(folder) if OTHERS_NAME.fullmatch(os.path.basename(folder)) else folder
     points = losses_in(path)
-    found.logs.append(log_of_losses(path, points, numbered_steps(root)))
+    found.logs.append(log_of_losses(path, points, numbered_steps(root), rates_in(path)))
     return f"the state of the HF Trainer, {count(len(points), 'loss', 'losses')}"
 
 

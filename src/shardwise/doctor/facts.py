@@ -255,7 +255,11 @@ class Log:
     losses: int = 0
     """Losses of training that it has."""
     jump: tuple[str, float, float] | None = None
-    """The first resume after which the loss is higher than before: its line or checkpoint, the loss before and after."""
+    """The first resume after which the loss is higher than before: where it is or its checkpoint, the loss before and after."""
+    rate_jump: tuple[str, float, float] | None = None
+    """As ``jump``, of the learning rate: the first resume after which it goes back."""
+    resumed: bool = False
+    """Whether it shows that a run was resumed."""
     jump_is_certain: bool = True
     """Whether a run resumed there for certain: a log says so; of the Trainer's list of losses only the checkpoints are known."""
     not_a_number: str | None = None

@@ -8,13 +8,16 @@ import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, linear_regression, median, stdev
+from typing import TypeVar
 
 from ..errors import SourceError
 from ..objects import frozen
 from .facts import Log
 
 __all__ = ["KNOWN", "Known", "LoggedLosses", "log_of_losses", "losses_of_log", "read_log"]
+
+T = TypeVar("T")
 
 #: Of a longer log, its beginning and its end are read.
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
@@ -23,23 +26,38 @@ _LINE_CHARS = 400
 _LOSS = re.compile(r"loss(?<![\w-]loss)['\"]?\s*[:=]\s*['\"]?(\d{1,9}\.\d{1,16}|nan\b|inf\b)", re.IGNORECASE)
 #: A line in which a program says that it continues from a checkpoint.
 _RESUMES = re.compile(
-    r"\bresum(?:ed|ing)\b|\bcontinuing training from\b|\bload(?:ed|ing) checkpoint\b", re.IGNORECASE
+    r"\bresum(?:ed|ing)\b|\brestored step \d|\bcontinuing training from\b|\bload(?:ed|ing) checkpoint\b",
+    re.IGNORECASE,
 )
 #: Lines that programs write as they start or end. The training that follows is a resume if its epochs continue.
 _STARTS = re.compile(
     r"train_runtime|\*{5} Running training|Traceback \(most recent call last\)|Loading weights:|Loading checkpoint shards:|"
     r"\btrainable params:"
 )
+_RATE = re.compile(
+    r"\b(?:learning_rate|lr)['\"]?\s{0,9}[:=]\s{0,9}['\"]?(\d{1,9}(?:\.\d{1,20})?(?:e[-+]?\d{1,3})?)",
+    re.IGNORECASE,
+)
 _STEP = re.compile(r"\b(?:global_?)?step['\"]?\s{0,9}[:=]?\s{0,9}(\d{1,15})\b", re.IGNORECASE)
 _EPOCH = re.compile(r"\bepoch['\"]?\s{0,9}[:=]\s{0,9}['\"]?(\d{1,9}(?:\.\d{1,16})?)", re.IGNORECASE)
 #: Losses that are compared on either side of a resume.
 _BEFORE, _AFTER, _WORST = 20, 8, 3
-#: In a jump three losses are a tenth above the highest one before, and so many standard deviations above the mean.
+#: The last losses before a resume: a mean of more lags behind a loss that falls.
+_LAST = 5
+#: In a jump three losses are a tenth above the highest one before, and so many standard deviations above the level.
 _JUMP, _DEVIATIONS = 1.1, 4.0
 #: One loss, the first one, must be higher.
 _SPIKE, _SPIKE_DEVIATIONS = 1.5, 8.0
+#: The learning rate goes back if it grows by that factor, and by so many of its usual steps.
+_BACK, _BACK_STEPS = 1.1, 3.0
+#: A schedule with restarts has reached a smaller part of its highest rate when it restarts.
+_RESTARTS = 0.1
 #: With fewer losses before, their deviation says nothing: even the lowest of the next ones must be above the highest.
 _LEAST_BEFORE = 5
+#: The newest ones: a fall may have been steeper before. With fewer than so many, the last ones alone show a steep fall.
+_FEW = 10
+#: A line is a trend if it leaves this share of the variance, and a sure one if it leaves that share.
+_TREND, _SURE_TREND = 0.25, 0.04
 #: Losses before a checkpoint from which a run may or may not have resumed.
 _LEAST_BEFORE_SAVE = 10
 #: So many losses show a trend, and the last tenth is that much above the lowest one.
@@ -64,6 +82,14 @@ class Known:
 
 
 KNOWN = (
+    Known(
+        name="model-only",
+        lines=("the checkpoint holds the model only (save_only_model)",),
+        source="case 5",
+        bites="The run was resumed from a checkpoint that has only the model.",
+        why="It was saved with save_only_model=True, so the optimizer's moments and the learning rate schedule started again.",
+        do="Set save_only_model to false. Checkpoints that were saved with it are for inference, or to start a new training from.",
+    ),
     Known(
         name="device-mesh",
         lines=("'Tensor' object has no attribute 'device_mesh'",),
@@ -238,7 +264,7 @@ KNOWN = (
 
 def read_log(path: str) -> Log:
     """The known lines of a text file. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
-    text = _text_of(path)
+    text, is_whole = _text_of(path)
     lines = {known.name: line for known in KNOWN if (line := _first_line(known, text))}
     losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text)]
     finite = [(place, loss) for place, loss in losses if math.isfinite(loss)]
@@ -248,24 +274,27 @@ def read_log(path: str) -> Log:
         lines=lines,
         first_loss=finite[0][1] if finite else None,
         losses=len(losses),
-        jump=_jump_in(text, finite),
+        jump=_jump_in(text, finite, counts_lines=is_whole),
+        rate_jump=_rate_jump_in(text, finite, counts_lines=is_whole),
+        resumed="model-only" in lines or bool(_resumes(text, finite)),
         not_a_number=None if bad is None else _line_at(text, bad),
         rise=_rise([loss for _, loss in finite]),
     )
 
 
-def _text_of(path: str) -> str:
-    """A log, or its beginning and its end. Raises :class:`SourceError`."""
+def _text_of(path: str) -> tuple[str, bool]:
+    """A log, or its beginning and its end, and whether it is all of the log. Raises :class:`SourceError`."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
-            raw = file.read(_BEGIN_BYTES if size > _BEGIN_BYTES + _END_BYTES else _BEGIN_BYTES + _END_BYTES)
-            if size > _BEGIN_BYTES + _END_BYTES:
+            is_whole = size <= _BEGIN_BYTES + _END_BYTES
+            raw = file.read(_BEGIN_BYTES + _END_BYTES if is_whole else _BEGIN_BYTES)
+            if not is_whole:
                 file.seek(-_END_BYTES, os.SEEK_END)
                 raw += b"\n" + file.read(_END_BYTES)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
-    return raw.decode(errors="replace")
+    return raw.decode(errors="replace"), is_whole
 
 
 @frozen
@@ -283,7 +312,7 @@ class LoggedLosses:
 
 def losses_of_log(path: str) -> LoggedLosses:
     """The losses of a text file, and where resumes begin. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
-    text = _text_of(path)
+    text, _ = _text_of(path)
     losses = [(m.start(), float(m[1])) for m in _LOSS.finditer(text) if math.isfinite(float(m[1]))]
     named = [_step_at(text, place) for place, _ in losses]
     steps = [step for step in named if step is not None]
@@ -311,8 +340,12 @@ def _step_at(text: str, place: int) -> int | None:
     return None if found is None else int(found[1])
 
 
-def log_of_losses(path: str, points: Mapping[int, float], saved: Mapping[int, str]) -> Log:
-    """The facts of losses by step that a file of the Trainer's lists; a run may have resumed from each of the ``saved`` steps. Pure."""
+def log_of_losses(
+    path: str, points: Mapping[int, float], saved: Mapping[int, str], rates: Mapping[int, float]
+) -> Log:
+    """The facts of losses and learning rates by step that a file of the Trainer's lists; a run may have resumed from each of the
+    ``saved`` steps. Pure."""
+    jump, rate_jump = _jump_after(points, saved), _rate_jump_after(rates, saved)
     losses = [points[step] for step in sorted(points)]
     finite = [loss for loss in losses if math.isfinite(loss)]
     bad = next((loss for loss in losses if not math.isfinite(loss)), None)
@@ -321,21 +354,79 @@ def log_of_losses(path: str, points: Mapping[int, float], saved: Mapping[int, st
         lines={},
         first_loss=finite[0] if finite else None,
         losses=len(losses),
-        jump=_jump_after(points, saved),
+        jump=jump,
+        rate_jump=rate_jump,
+        resumed=jump is not None or rate_jump is not None,
         jump_is_certain=False,
         not_a_number=None if bad is None else f"loss {bad}",
         rise=_rise(finite),
     )
 
 
-def _jump_in(text: str, losses: Sequence[tuple[int, float]]) -> tuple[str, float, float] | None:
+def _jump_in(
+    text: str, losses: Sequence[tuple[int, float]], *, counts_lines: bool
+) -> tuple[str, float, float] | None:
     """The line of the first resume after which the loss is higher than before, and the loss before and after."""
-    found = _resumes(text, losses)
-    values = [loss for _, loss in losses]
-    for (place, first, at), (_, _, end) in pairwise([*found, (0, 0, len(values))]):
-        if jump := _higher(values[max(first, at - _BEFORE) : at], values[at : min(end, at + _AFTER)]):
-            return _line_at(text, place), *jump
+    values, epochs = [loss for _, loss in losses], _on_lines(_EPOCH, text, [place for place, _ in losses])
+    for (place, first, at), (_, _, end) in pairwise([*_resumes(text, losses), (0, 0, len(values))]):
+        before = _before_resume(values, epochs, first, at)
+        if jump := _higher(before[-_BEFORE:], values[at : min(end, at + _AFTER)]):
+            return _where(text, losses[at][0], epochs[at], place, counts_lines=counts_lines), *jump
     return None
+
+
+def _where(text: str, loss: int, epoch: float | None, resume: int, *, counts_lines: bool) -> str:
+    """Where a run continues: the line and the epoch of its first loss, and the line that speaks of a resume."""
+    where = [f"line {text.count(chr(10), 0, loss) + 1}"] if counts_lines else []
+    where += [] if epoch is None else [f"epoch {epoch:g}"]
+    said = [_line_at(text, resume)] if _RESUMES.match(text, resume) else []
+    return ", ".join([*where, *said]) or _line_at(text, loss)
+
+
+def _rate_jump_in(
+    text: str, losses: Sequence[tuple[int, float]], *, counts_lines: bool
+) -> tuple[str, float, float] | None:
+    """As :func:`_jump_in`, of the learning rate that the same lines name."""
+    places = [place for place, _ in losses]
+    rates, epochs = _on_lines(_RATE, text, places), _on_lines(_EPOCH, text, places)
+    for (place, first, at), (_, _, end) in pairwise([*_resumes(text, losses), (0, 0, len(rates))]):
+        before = [rate for rate in _before_resume(rates, epochs, first, at) if rate is not None]
+        after = [rate for rate in rates[at : min(end, at + _LAST)] if rate is not None]
+        if _goes_back(before, after):
+            where = _where(text, places[at], epochs[at], place, counts_lines=counts_lines)
+            return where, before[-1], after[0]
+    return None
+
+
+def _rate_jump_after(rates: Mapping[int, float], saved: Mapping[int, str]) -> tuple[str, float, float] | None:
+    """As :func:`_jump_after`, of the learning rate. A schedule that restarts has come to its end before."""
+    steps = sorted(rates)
+    values = [rates[step] for step in steps]
+    for step in sorted(saved):
+        at = bisect(steps, step)
+        before, after = values[:at], values[at : at + _LAST]
+        if _goes_back(before, after) and before[-1] > _RESTARTS * max(before):
+            return os.path.basename(saved[step]), before[-1], after[0]
+    return None
+
+
+def _goes_back(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether a learning rate grows all at once, or falls back to the start of a warmup that was over."""
+    near = before[-_LAST:]
+    if len(near) < 2 or not after:
+        return False
+    usual = max(abs(one - other) for part in (near, after) for one, other in pairwise(part))
+    if after[0] > max(_BACK * near[-1], near[-1] + _BACK_STEPS * usual):
+        return True
+    return near[-1] <= near[0] and after[-1] > after[0] and _BACK * after[0] < near[-1]
+
+
+def _before_resume(values: Sequence[T], epochs: Sequence[float | None], first: int, at: int) -> Sequence[T]:
+    """The values of a run before its resume, without those of steps that the resume replays."""
+    epoch = epochs[at]
+    if epoch is None:
+        return values[first:at]
+    return [values[k] for k in range(first, at) if (own := epochs[k]) is None or own < epoch]
 
 
 def _resumes(text: str, losses: Sequence[tuple[int, float]]) -> list[tuple[int, int, int]]:
@@ -344,7 +435,8 @@ def _resumes(text: str, losses: Sequence[tuple[int, float]]) -> list[tuple[int, 
     A line says so, or epochs continue after a start, or an epoch is lower than the one before. A run whose epochs begin where
     those of the last one began is another run.
     """
-    places, epochs = [place for place, _ in losses], _epochs(text, [place for place, _ in losses])
+    places = [place for place, _ in losses]
+    epochs = _on_lines(_EPOCH, text, places)
     said = {bisect(places, m.start()): m.start() for m in reversed([*_RESUMES.finditer(text)])}
     started = {bisect(places, m.start()): m.start() for m in reversed([*_STARTS.finditer(text)])}
     found, first = list[tuple[int, int, int]](), 0
@@ -361,10 +453,10 @@ def _resumes(text: str, losses: Sequence[tuple[int, float]]) -> list[tuple[int, 
     return found
 
 
-def _epochs(text: str, places: Sequence[int]) -> list[float | None]:
-    """The epoch that the line of each loss names, in the same order."""
+def _on_lines(number: re.Pattern[str], text: str, places: Sequence[int]) -> list[float | None]:
+    """The number that the line of each loss names after it, in the same order."""
     found: list[float | None] = [None] * len(places)
-    for m in _EPOCH.finditer(text):
+    for m in number.finditer(text):
         at = bisect(places, m.start()) - 1
         if (
             at >= 0
@@ -393,16 +485,36 @@ def _higher(before: Sequence[float], after: Sequence[float]) -> tuple[float, flo
     """The loss before and after, if it jumped: at the first step, or over several, as fresh moments make it grow."""
     if not before or not after:
         return None
-    highest = max(before)
     if len(before) < _LEAST_BEFORE:
-        lowest = min(after[:_WORST])
+        highest, lowest = max(before), min(after[:_WORST])
         return (highest, lowest) if lowest > _JUMP * highest else None
-    mean, deviation = fmean(before), stdev(before)
-    if after[0] > max(mean + _SPIKE_DEVIATIONS * deviation, _SPIKE * highest):
-        return mean, after[0]
-    least = max(mean + _DEVIATIONS * deviation, _JUMP * highest)
+    near = before[-_LAST:]
+    newest = before[-_FEW:]
+    flat = _without_trend(newest, _TREND)
+    if flat is newest:
+        flat = _without_trend(before, _TREND)
+    level = fmean(flat) if flat is before else max(fmean(flat), median(near))
+    highest, deviation = max(flat), stdev(flat)
+    if after[0] > max(level + _SPIKE_DEVIATIONS * deviation, _SPIKE * highest):
+        return level, after[0]
     worst = sorted(after)[-_WORST:]
-    return (mean, fmean(worst)) if len(worst) == _WORST and worst[0] > least else None
+    if len(worst) == _WORST and worst[0] > max(level + _DEVIATIONS * deviation, _JUMP * highest):
+        return level, fmean(worst)
+    falls = all(one > other for one, other in pairwise(near))
+    flat = _without_trend(near, _SURE_TREND)
+    first = after[:_WORST]
+    if len(before) >= _FEW or len(first) < _WORST or not falls or flat is near:
+        return None
+    least = max(fmean(flat) + _SPIKE_DEVIATIONS * stdev(flat), _JUMP * max(flat))
+    return (fmean(flat), fmean(first)) if min(first) > least else None
+
+
+def _without_trend(losses: Sequence[float], share: float) -> Sequence[float]:
+    """Losses that fall along a line, moved along it to its end; others as they are. The line leaves at most ``share`` of the variance."""
+    places = range(1 - len(losses), 1)
+    slope = linear_regression(places, losses).slope
+    flat = [loss - slope * k for k, loss in zip(places, losses, strict=True)]
+    return flat if slope < 0 and stdev(flat) ** 2 < share * stdev(losses) ** 2 else losses
 
 
 def _rise(losses: Sequence[float]) -> tuple[float, float] | None:

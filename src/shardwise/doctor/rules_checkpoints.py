@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .facts import Checkpoint, Facts
 from .rule import Bite, Rule, count, each, gib
@@ -67,8 +67,59 @@ def _lacking(facts: Facts) -> Iterator[Checkpoint]:
             yield checkpoint
 
 
-def _model_only(facts: Facts) -> Iterator[Checkpoint]:
-    return (c for c in facts.checkpoints if _is_model_only(facts, c))
+def _model_only(facts: Facts) -> list[Checkpoint]:
+    return [c for c in facts.checkpoints if _is_model_only(facts, c)]
+
+
+def _was_resumed(facts: Facts) -> bool:
+    return any(log.resumed for log in facts.logs)
+
+
+def _resumed(facts: Facts) -> Iterator[Bite]:
+    if (found := _model_only(facts)) and _was_resumed(facts):
+        yield Bite(
+            _places(found),
+            "The run was resumed from a checkpoint that has only the model: the optimizer's moments and the learning rate schedule "
+            "started again, and the loss jumps.",
+            "The run's TrainingArguments have save_only_model=True, and a log or trainer_state.json shows a resume.",
+            "Set save_only_model to false and start again from before the resume; these checkpoints can't restore what they don't have.",
+        )
+
+
+def _only_noted(facts: Facts) -> Iterator[Bite]:
+    if (found := _model_only(facts)) and not _was_resumed(facts):
+        holds = f"{_name(found[0])} holds" if len(found) == 1 else f"{len(found)} checkpoints hold"
+        yield Bite(
+            _places(found),
+            f"{holds} the model only: a resume starts with fresh moments and from the beginning of the learning rate schedule, and "
+            "the loss jumps.",
+            "The run's TrainingArguments have save_only_model=True.",
+            "Set save_only_model to false if you want to resume.",
+        )
+
+
+def _pickles(facts: Facts) -> Iterator[Bite]:
+    if found := [c for c in facts.checkpoints if c.pickles]:
+        names = tuple(dict.fromkeys(name for c in found for name in c.pickles))
+        which = "this checkpoint" if len(found) == 1 else f"one of these {len(found)} checkpoints"
+        yield Bite(
+            _places(found),
+            f"Opening {which} can run any code that its author put in: {some(names)}.",
+            "These files are pickles, and torch.load(weights_only=False) and DCP's reader execute them.",
+            "If it is not your own, read it only with shardwise: shardwise convert PATH OUT --to checkpoint.",
+        )
+
+
+def _places(found: Sequence[Checkpoint]) -> str:
+    """One path, or the directory of several and how many there are."""
+    if len(found) == 1:
+        return found[0].path
+    above = {os.path.dirname(c.path) for c in found}
+    return (
+        f"{above.pop()}: {len(found)} checkpoints"
+        if len(above) == 1
+        else f"{found[0].path} and {len(found) - 1} more"
+    )
 
 
 def _merge(facts: Facts) -> Iterator[Bite]:
@@ -85,6 +136,12 @@ def _merge(facts: Facts) -> Iterator[Bite]:
 
 
 CHECKPOINTS = (
+    Rule(
+        "checkpoint.resumed-model-only",
+        "a checkpoint-N of a run with save_only_model, and a log or trainer_state.json of a resume",
+        "case 5; Trainer of transformers 5.23",
+        _resumed,
+    ),
     Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
     each(
         _checkpoints,
@@ -119,17 +176,6 @@ CHECKPOINTS = (
         do="Resume once with that number of ranks, and save with DCP (use_dcp=True) or with shardwise.",
     ),
     each(
-        _checkpoints,
-        ("checkpoint.pickle", "pickled files", "case 20"),
-        kind="note",
-        when=lambda c: c.pickles,
-        bites=lambda c: (
-            f"Opening this checkpoint can run any code that its author put in: {some(c.pickles)}."
-        ),
-        why="These files are pickles, and torch.load(weights_only=False) and DCP's reader execute them.",
-        do="If it is not your own, read it only with shardwise: shardwise convert PATH OUT --to checkpoint.",
-    ),
-    each(
         _lacking,
         (
             "checkpoint.incomplete",
@@ -141,20 +187,12 @@ CHECKPOINTS = (
         why="A resume continues without these files and without an error. They were deleted, not copied, or the save was killed.",
         do="Resume from another checkpoint of the run, or copy the files from where this one came from.",
     ),
-    each(
-        _model_only,
-        (
-            "checkpoint.model-only",
-            "a checkpoint-N of a run with save_only_model",
-            "Trainer of transformers 5.23",
-        ),
+    Rule(
+        "checkpoint.model-only",
+        "a checkpoint-N of a run with save_only_model",
+        "Trainer of transformers 5.23",
+        _only_noted,
         kind="note",
-        when=lambda c: c.lost,
-        bites=lambda c: (
-            f"{_name(c)} holds the model only: a resume from it starts with fresh moments, and the loss jumps."
-        ),
-        why="The run's TrainingArguments have save_only_model=True.",
-        do="Set save_only_model to false if you want to resume.",
     ),
     Rule(
         "checkpoint.merge",
@@ -171,4 +209,5 @@ CHECKPOINTS = (
         why="Rank 0 writes that file last: the save was killed, or is still under way.",
         do="Use the previous checkpoint.",
     ),
+    Rule("checkpoint.pickle", "pickled files", "case 20", _pickles, kind="note"),
 )

@@ -50,6 +50,20 @@ def _jump(facts: Facts) -> Iterator[Bite]:
             )
 
 
+def _rate_jump(facts: Facts) -> Iterator[Bite]:
+    for log in facts.logs:
+        if log.rate_jump is not None:
+            line, before, after = log.rate_jump
+            at = "at a resume" if log.jump_is_certain else f"after {line}"
+            yield Bite(
+                f"{log.path}: {line}",
+                f"The learning rate jumped back {at}: {before:.4g} before, {after:.4g} after.",
+                "The scheduler wasn't restored: the schedule started again, or the run was resumed with other arguments.",
+                "Resume from a checkpoint that has scheduler.pt and the optimizer (the HF Trainer restores neither without both), and "
+                "keep learning_rate and max_steps as they were.",
+            )
+
+
 def _not_a_number(facts: Facts) -> Iterator[Bite]:
     for log in facts.logs:
         if log.not_a_number is not None:
@@ -82,6 +96,7 @@ LOGS = (
         "case 5",
         _jump,
     ),
+    Rule("log.lr-jump", "a learning rate that jumps back after a resume", "case 5", _rate_jump),
     Rule("log.nan-loss", "a loss that is NaN or infinite", "case 5", _not_a_number),
     Rule("log.rising-loss", "a loss that rises throughout the log", "case 5", _rise, kind="note"),
     Rule(

@@ -72,5 +72,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def findings_of(facts: Facts) -> list[Finding]:
-    """What the rules find, in the order of the table. Pure; takes milliseconds."""
-    return [finding for rule in RULES for finding in rule.findings(facts)]
+    """What the rules find, problems before notes, and in the order of the table. Pure; takes milliseconds."""
+    found = [finding for rule in RULES for finding in rule.findings(facts)]
+    return sorted(found, key=lambda finding: finding.kind == "note")

@@ -31,6 +31,7 @@ __all__ = [
     "numbered_steps",
     "others_steps",
     "ranks_of",
+    "rates_in",
     "steps_below",
 ]
 
@@ -213,16 +214,25 @@ def losses_of_steps(steps: Mapping[int, str]) -> tuple[str, dict[int, float]] | 
 
 def losses_in(file: str) -> dict[int, float]:
     """The losses by step that a ``trainer_state.json`` logs. Raises :class:`SourceError`, :class:`FormatError`."""
+    return _logged(file, "loss")
+
+
+def rates_in(file: str) -> dict[int, float]:
+    """As :func:`losses_in`, the learning rates."""
+    return _logged(file, "learning_rate")
+
+
+def _logged(file: str, name: str) -> dict[int, float]:
     history = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
     entries = history.get("log_history") if isinstance(history, dict) else None
     return {
-        entry["step"]: float(entry["loss"])
+        entry["step"]: float(entry[name])
         for entry in (entries if isinstance(entries, list) else ())
         if isinstance(entry, dict)
         and type(entry.get("step")) is int
-        and isinstance(entry.get("loss"), int | float)
+        and isinstance(entry.get(name), int | float)
         and 0 <= entry["step"] < 2**53
-        and abs(entry["loss"]) < 2**62
+        and abs(entry[name]) < 2**62
     }
 
 
