@@ -313,7 +313,7 @@ ACCELERATE = (
     Rule(
         "accelerate.tied-groups",
         "FSDP2 that wraps the embedding, for a model whose head is tied to it",
-        "case 8; FSDP2 of torch 2.12",
+        "case 8; FSDP2 in torch 2.12",
         _tied_groups,
         applies={"torch": ">=2.12"},
     ),

@@ -139,7 +139,7 @@ CHECKPOINTS = (
     Rule(
         "checkpoint.resumed-model-only",
         "a checkpoint-N of a run with save_only_model, and a log or trainer_state.json of a resume",
-        "case 5; Trainer of transformers 5.23",
+        "case 5; Trainer in transformers 5.23",
         _resumed,
     ),
     Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
@@ -180,7 +180,7 @@ CHECKPOINTS = (
         (
             "checkpoint.incomplete",
             "a checkpoint-N without an optimizer, a scheduler, RNG state or a file that its neighbors have",
-            "case 5; Trainer of transformers 5.23",
+            "case 5; Trainer in transformers 5.23",
         ),
         when=lambda c: c.lost or c.lost_files,
         bites=_incomplete,
@@ -190,7 +190,7 @@ CHECKPOINTS = (
     Rule(
         "checkpoint.model-only",
         "a checkpoint-N of a run with save_only_model",
-        "Trainer of transformers 5.23",
+        "Trainer in transformers 5.23",
         _only_noted,
         kind="note",
     ),

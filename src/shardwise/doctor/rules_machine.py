@@ -239,10 +239,10 @@ MACHINE = (
     Rule(
         "machine.cores",
         "more than two ranks per usable core (quota and affinity)",
-        "sched-bwc of Linux",
+        "Linux sched-bwc",
         _cores,
     ),
-    Rule("machine.clock", "a clock set to a date before 2024", "RequestTimeTooSkewed of S3", _clock),
+    Rule("machine.clock", "a clock set to a date before 2024", "S3's RequestTimeTooSkewed", _clock),
     Rule("machine.gpus-unseen", "NVIDIA devices that torch can't use", "torch.cuda", _gpus_unseen),
     Rule(
         "network.loopback",

@@ -183,7 +183,7 @@ MODELS = (
     ),
     each(
         _models,
-        ("model.lost-base", "an adapter whose base model doesn't exist", "PeftModel of peft 0.21"),
+        ("model.lost-base", "an adapter whose base model doesn't exist", "PeftModel in peft 0.21"),
         when=lambda m: m.base,
         bites=lambda m: f"The adapter can't be loaded by its config: its base {m.base} is not there.",
         why="adapter_config.json names it as base_model_name_or_path: the base was moved, or trained on another machine.",

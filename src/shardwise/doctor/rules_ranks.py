@@ -142,7 +142,7 @@ RANKS = (
     Rule(
         "ranks.clocks",
         "a clock that is more than 5 s off from the other ranks'",
-        "RequestTimeTooSkewed of S3",
+        "S3's RequestTimeTooSkewed",
         _clocks,
     ),
     Rule("ranks.files", "files you passed that differ in size across ranks", "case 18", _files),

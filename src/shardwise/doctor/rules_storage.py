@@ -195,7 +195,7 @@ STORAGE = (
     ),
     each(
         _mounted("overlay", "fuse.fuse-overlayfs", "aufs"),
-        ("storage.overlay", "a container's writable layer", "overlayfs of Linux"),
+        ("storage.overlay", "a container's writable layer", "Linux overlayfs"),
         when=lambda p: True,
         bites="Checkpoints here are lost with the container.",
         why="The path is in the container's own writable layer (overlay), not in a volume.",
@@ -304,7 +304,7 @@ STORAGE = (
     Rule(
         "storage.clock",
         "clocks of storage and this machine that are more than 5 s apart",
-        "RequestTimeTooSkewed of S3",
+        "S3's RequestTimeTooSkewed",
         _clocks,
     ),
     _bucket(

@@ -64,7 +64,7 @@ TRAINER = (
     Rule(
         "trainer.save-only-model",
         "save_only_model under FSDP",
-        "Trainer of transformers 5.23",
+        "Trainer in transformers 5.23",
         _model_alone,
     ),
     each(
