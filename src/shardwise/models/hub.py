@@ -73,8 +73,8 @@ class HubOptions:
     force_download: bool = False
     config: Any = field(default=None, repr=False)
     """The config object that the caller gave instead of the stored one: it may name the file of the weights."""
-    outlines: str | None = None
-    """A directory for outlines of models that the cache lacks: of their weights only the headers are fetched."""
+    outlines: Callable[[], str] | None = None
+    """Makes a directory for outlines of models that the cache lacks: of their weights only the headers are fetched."""
 
     @property
     def choice(self) -> Choice:
@@ -283,7 +283,7 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         if options.outlines is None or not at:
             raise
         code = [n for n in files if with_code and n.endswith(".py")]
-        return outline(options.outlines, model, options.revision, commit, [config, *code], common)
+        return outline(options.outlines(), model, options.revision, commit, [config, *code], common)
     if index is not None:
         found = hf_hub_download(model, index, revision=commit, **common)
         names += _listed_weights(found, options.subfolder.strip("/"))
@@ -296,7 +296,7 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         except SourceError:
             pass  # the cache lacks this commit: download it
     if options.outlines is not None:
-        return outline(options.outlines, model, options.revision, commit, names, common)
+        return outline(options.outlines(), model, options.revision, commit, names, common)
     _log.info("downloading %d files of %s at %s", len(names), model, commit)
     patterns = [glob.escape(name) for name in names]
     folder = str(snapshot_download(model, revision=options.revision, allow_patterns=patterns, **common))
@@ -351,7 +351,7 @@ def _cached_or_outline(model: str, options: HubOptions) -> str:
         if options.outlines is None:
             raise
         snapshot = _snapshot(model, options.revision, options)
-        found = outline_of_cache(options.outlines, model, snapshot, options.subfolder.strip("/"))
+        found = outline_of_cache(options.outlines(), model, snapshot, options.subfolder.strip("/"))
         if found is None:
             raise
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,7 +71,14 @@ def source_of(request: Pretrained) -> Iterator[Source]:
             catalog = _as_saved(_from_config(request, asked, directory, path, "auto"), path)
             yield Source(request, asked, directory, catalog, True, Requests(), path)
         return
-    with TemporaryDirectory(prefix="shardwise-plan-") as outlines:
+    with ExitStack() as stack:
+        made: list[str] = []
+
+        def outlines() -> str:  # of a model on the hub: other plans write nothing
+            if not made:
+                made.append(stack.enter_context(TemporaryDirectory(prefix="shardwise-plan-")))
+            return made[0]
+
         asked = replace(asked, hub=replace(asked.hub, outlines=outlines))
         with counting() as looks:  # those of rank 0 of a load
             located = locate(request, asked, Ranks())
@@ -82,7 +89,7 @@ def source_of(request: Pretrained) -> Iterator[Source]:
             else:
                 choice = choice_of(request, asked, directory)
                 catalog = open_for_all(located.found.lent or directory, Ranks(), choice=choice)
-        shown = path if directory.startswith(outlines) else catalog.root
+        shown = path if any(map(directory.startswith, made)) else catalog.root
         yield Source(request, asked, directory, catalog, is_alone, looks, shown)
 
 
