@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import time
@@ -71,6 +72,7 @@ def _descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Iterator[None]:
+    gc.collect()  # what tests before this one left in cycles
     before = _descriptors()
     yield
     assert not [t for t in threading.enumerate() if t.name.startswith("shardwise-lane")]
