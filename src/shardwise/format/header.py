@@ -183,7 +183,7 @@ def _entry(
     kinds: dict[tuple[object, ...], _Kind],
     path: str,
 ) -> Entry:
-    """One entry of a header. What a dtype and a shape take is worked out once for all tensors that have them, in ``kinds``."""
+    """One entry of a header. ``kinds`` caches the checked dtypes and shapes, because many tensors share them."""
     check_name(name, "tensor", path)
     try:
         dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]  # type: ignore[index]
@@ -225,7 +225,7 @@ def _kind(name: str, dtype: str, shape: list[int], path: str) -> _Kind:
 
 
 def _malformed(name: str, value: object, path: str) -> FormatError:
-    """What is wrong with the entry of a tensor."""
+    """The error for a malformed entry."""
     where = f"tensor {name!r}"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         return FormatError(f"{where}: expected dtype, shape and data_offsets", path=path)

@@ -219,10 +219,10 @@ def _with_memory(
 
 
 def _exchange(parameter: DTensor, made: DTensor) -> None:
-    """``torch.utils.swap_tensors``, for two DTensors of one spec, of which ``parameter`` keeps its attributes.
+    """Swap two DTensors with the same spec, as ``torch.utils.swap_tensors`` does. ``parameter`` keeps its attributes.
 
     torch 2.9-2.14: ``torch._C._swap_tensor_impl`` and ``Tensor._use_count``. The public function looks up the slots of both classes and
-    makes an autograd node for each tensor, which costs more than the exchange. Where something else holds the parameter, it decides.
+    makes an autograd node for each tensor, which costs more than the exchange. If anything else refers to the parameter, the public function is called.
     """
     count: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
     if getweakrefs(parameter) or count() > 1:

@@ -380,7 +380,7 @@ _OF_ONE_NUMBER = re.compile(r"(?<![A-Za-z0-9_\\])[0-9]|\\d(?![+*])")
 
 
 def _tell_no_numbers_apart(renamings: Sequence[Any], converters: Sequence[Any]) -> bool:
-    """Whether renames treat all numbers in names alike, and one name as if it were the only one.
+    """Whether the renames ignore the values of numbers in names, and keep no state between names.
 
     transformers 5.6-5.24: ``WeightTransform.rename_source_key``, which ``GroupWeightRename`` and others replace by methods with a
     state or with arithmetic. Without it, all 20,000 names of a mixture of experts go through the same dozen regular expressions.
@@ -400,9 +400,9 @@ def _renamed_by_kind(
     rename: Callable[[str], tuple[str, str | None]],
     wanted: Mapping[str, Any],
 ) -> dict[str, tuple[str, str | None]]:
-    """Renames names that differ only in numbers as the first and the last of them.
+    """Rename names that differ only in numbers the way the first and the last of them are renamed.
 
-    A name whose target isn't one of the model's is renamed by itself, and so are names whose first and last contradict each other.
+    A name is renamed individually if its target isn't in the model, or if the first and the last name of its group disagree.
     """
     found: dict[str, tuple[str, str | None]] = {}
     kinds: dict[str, list[tuple[str, list[str]]]] = {}
@@ -424,7 +424,7 @@ def _renamed_by_kind(
 def _form(
     members: Sequence[tuple[str, list[str]]], rename: Callable[[str], tuple[str, str | None]]
 ) -> tuple[list[str | int], str | None]:
-    """The target of names that differ only in numbers, with the places of the numbers, and its pattern. Empty if it isn't known."""
+    """The target of names that differ only in numbers, with placeholders for the numbers, and its pattern. Empty if unknown."""
     distinct = [(n, numbers) for n, numbers in members if len(set(numbers)) == len(numbers)]
     if len(members) < 3 or len(distinct) < 2:
         return [], None

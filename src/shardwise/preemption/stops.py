@@ -129,7 +129,7 @@ _TORCHRUN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 
 
 def _too_late_for_torchrun(policy: PreemptionPolicy) -> str | None:
-    """What is wrong with a deadline that torchrun doesn't wait for; None without torchrun."""
+    """The warning for a deadline longer than torchrun waits; None without torchrun."""
     deadline_s = policy.deadline_s
     if deadline_s is None or "SIGTERM" not in policy.stop_on or not dist.is_torchelastic_launched():
         return None

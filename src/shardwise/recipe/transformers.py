@@ -135,10 +135,10 @@ def _resolver(meta_model: Any, wanted: dict[str, torch.Tensor], conversions: lis
 
 
 class _Forms:
-    """What converters make of stored tensors, whatever the names: layers of one kind are traced twice, not one by one.
+    """Caches what converters make of stored tensors: layers of the same kind are traced twice, not once each.
 
-    A conversion may look at its patterns, at dtypes and shapes of stored tensors and of the model's own: groups that are equal in
-    these are made alike. The second group is traced, too, and compared with the first.
+    A conversion may look at its patterns, at dtypes and shapes of stored tensors and of the model's own: groups that agree in
+    these have the same result. The second group is traced as well, and compared with the first.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]) -> None:

@@ -460,7 +460,7 @@ def _is_module_installed(module: types.ModuleType) -> bool:
 
 @cache
 def _standard_folders() -> tuple[str, ...]:
-    """Folders of Python's own code: what is in them doesn't change from one run to the next with an argument."""
+    """Folders of Python's standard library."""
     import sysconfig  # which reads a file of its own
 
     return tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
