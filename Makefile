@@ -175,7 +175,7 @@ loggers: install
 	$(PIP) --target build/loggers wandb mlflow-skinny tensorboard
 	$(PIP) --target build/loggers --no-deps diffusers importlib_metadata zipp
 	$(PIP) --target build/loggers --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
-	PYTHONPATH=build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_ema.py tests/docs/test_deepspeed.py
+	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_ema.py tests/docs/test_deepspeed.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

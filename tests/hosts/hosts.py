@@ -257,7 +257,8 @@ class Hosts:
             disk = f'mount -o loop "{image}" /srv/disk'
         script = (
             f"mount --make-rprivate / && hostname host{number} && {disk} && mount -t proc proc /proc"
-            " && mount -t tmpfs none /dev/shm && mount -t tmpfs none /tmp"
+            " && mount -t tmpfs none /dev/shm"
+            f' && cd "{ROOT}" && mount -t tmpfs none /tmp {_here_again(ROOT)}'
             " && ip link set lo up && until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done"
             f" && ip addr add 10.77.0.{number + 1}/24 dev eth0 && ip link set eth0 up"
             " && echo ready && exec sleep infinity"
@@ -292,6 +293,13 @@ class Hosts:
         )
         _read_ready(process)
         return host
+
+
+def _here_again(root: Path) -> str:
+    """Shell: the directory that is current, at its own path again, if that was under the /tmp which a new one covers."""
+    if not root.is_relative_to("/tmp"):
+        return ""
+    return f'&& mkdir -p "{root}" && mount --no-canonicalize --bind . "{root}"'
 
 
 def _has_child(process: subprocess.Popen[bytes]) -> bool:
