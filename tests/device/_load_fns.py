@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
+from shardwise.transfer import lanes
 from tests.device._save_fns import MIB, spent
 from tests.harness import models
 
@@ -178,19 +181,21 @@ def onto_device_and_cpu(root: str, device: torch.device) -> Any:
 
 
 def loads(root: str, device: torch.device) -> dict[str, Any]:
-    """A load into a model on meta, and one into a model whose kernels are not finished, neither followed by a wait."""
+    """Loads into a model on meta, into one whose kernels are not finished, and by four threads; none is followed by a wait."""
     module: Any = torch.get_device_module(device)
     directory = Path(root) / f"source-{dist.get_rank()}"
     expected = source(directory)
     found: dict[str, Any] = {}
-    for name in ("meta", "live"):
+    for name in ("meta", "live", "in lanes"):
         torch.accelerator.empty_host_cache()
         pinned_before = module.pinned_bytes()
         model = sharded(Mixed("meta" if name == "meta" else str(device)), device)
-        if name == "live":
+        io, least = (IO, lanes.LEAST_FOR_THREADS) if name != "in lanes" else (replace(IO, read_threads=4), 0)
+        if name != "meta":
             for parameter in model.parameters():
                 parameter.detach().fill_(7)
-        report, counts = spent(device, lambda model=model: sw.load(model, directory, io=IO))
+        with mock.patch.object(lanes, "LEAST_FOR_THREADS", least):
+            report, counts = spent(device, lambda model=model, io=io: sw.load(model, directory, io=io))
         pinned = module.pinned_bytes() - pinned_before  # here: gloo pins copies of what it gathers from a GPU
         for parameter in model.parameters():
             parameter.detach().mul_(2)  # a kernel of the current stream, directly after
@@ -204,6 +209,7 @@ def loads(root: str, device: torch.device) -> dict[str, Any]:
             ],
             "names": len(halves),
             "counts": counts,
+            "reads": report.reads,
             "staging": report.staging_peak_bytes,
             "pinned": pinned,
             "bytes": report.bytes_read,

@@ -107,7 +107,7 @@ def load(
         allow_plain: ``fnmatch`` patterns of trainable parameters that may stay plain tensors among sharded ones. FSDP2 doesn't reduce their
             gradients, so you must. Parameters whose gradients ``shard`` reduces need no pattern.
 
-    Every rank of the default process group must call it. Memory: this rank's shards plus ``io.staging_bytes``. Raises
+    Every rank of the default process group must call it. Memory: this rank's shards plus ``io.staging_bytes``, or ``io.ring_bytes`` for a device. Raises
     :class:`PlanError` before payload is read (also for adapters without a sharded form: a method other than LoRA, an
     initialization that needs weights or data, a quantized base, or settings that differ from the model's),
     :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that aren't in ``allow_plain``), or

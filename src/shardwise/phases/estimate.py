@@ -269,7 +269,12 @@ class _Run:
         """Staging of a load."""
         most, planned = self.io.staging_bytes, self.load_staging_bytes
         text = f"at most IOOptions.staging_bytes = {most}"
-        if planned is None or self.works != "host":  # a device's rings of pinned memory
+        if self.works != "host":
+            ring = self.io.ring_bytes
+            return _up_to(
+                "staging", "host", ring, f"pinned memory: at most twice IOOptions.staging_bytes = {ring}"
+            )
+        if planned is None:
             return _up_to("staging", "host", most, text)
         text = (
             f"the largest read that is cast or converted, or a module that is initialized; its two buckets, if the ranks of a host "

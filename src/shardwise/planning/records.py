@@ -32,7 +32,7 @@ class IOOptions:
     """Limits and strategies for reading and writing files."""
 
     staging_bytes: int = 32 * 1024**2
-    """Host memory per rank for casts, strided reads and copies to a device."""
+    """Host memory per rank for casts and strided reads. Copies to a device go through twice as much pinned memory (:attr:`ring_bytes`)."""
 
     timeout_s: float = 300.0
     """A rank that makes no progress for this long counts as missing: the other ranks raise a :class:`RankError` that names it.
@@ -55,9 +55,9 @@ class IOOptions:
     faster one is used from then on. The load report gives the choice and the reason."""
 
     read_threads: int | None = None
-    """Number of threads with which this rank reads. With ``reads="auto"``, each thread reads a tensor (at most 16 MiB) at a time if its bytes are
-    in the page cache and go to CPU memory unchanged; any other read of 2 MiB or more is split among all threads. None: the host's cores
-    divided by its ranks, at most 4."""
+    """Number of threads with which this rank reads. With ``reads="auto"``, each thread reads a tensor (at most 16 MiB; 8 MiB for a device) at a
+    time if its bytes are in the page cache and go to a device, or to CPU memory unchanged; any other read of 2 MiB or more is split among all
+    threads. None: the host's cores divided by its ranks, at most 4, or 8 if the tensors go to a device."""
 
     strategy: Literal["auto", "own", "node", "once"] = "auto"
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per host, and the
@@ -66,6 +66,15 @@ class IOOptions:
     the same bytes; ``"node"`` if shards are stored in runs shorter than 16 KiB (shards of dim 1), or if the files are on a network file
     system and ranks of one host need the same bytes; otherwise ``"own"``. For object stores it chooses ``"node"`` on one host and ``"once"`` on several.
     The report gives the choice and the reason."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Pinned host memory per rank for copies to a device, given back at the end.
+
+        Twice ``staging_bytes``: eight threads that fill parts of 4 MiB read at half the rate of those that fill 8 MiB, since each part takes
+        Python's lock a few times (``docs/notes/measurements.md``).
+        """
+        return 2 * self.staging_bytes
 
     @property
     def parts_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -35,6 +35,7 @@ __all__ = [
     "fill",
     "holds",
     "parts_of",
+    "put",
     "read_direct",
     "spans_of",
     "write_back",
@@ -42,13 +43,27 @@ __all__ = [
 
 
 class Staging:
-    """A reusable host buffer, allocated on first use and never larger than the limit."""
+    """A reusable host buffer, and a ring of pinned memory for each device: made on first use, never larger than their limits."""
 
     def __init__(self, io: IOOptions, expected_bytes: int = 0) -> None:
-        self.limit_bytes = io.staging_bytes
+        self.limit_bytes, self._ring_bytes = io.staging_bytes, io.ring_bytes
         self._expected_bytes = expected_bytes
         self.peak_bytes = 0
         self._buffer: torch.Tensor | None = None
+        self._rings: DeviceRings | None = None
+
+    @contextmanager
+    def rings(self) -> Iterator[DeviceRings]:
+        """The rings. At the end the copies are done and the memory is given back: at that of the outermost block, if blocks lie in others."""
+        if self._rings is not None:
+            yield self._rings
+            return
+        try:
+            with DeviceRings(self._ring_bytes) as self._rings:
+                yield self._rings
+            self.peak_bytes = max(self.peak_bytes, self._rings.pinned_bytes)
+        finally:
+            self._rings = None
 
     def take(self, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` bytes of the buffer, as uint8. Overwrites the content of an earlier take."""
@@ -70,10 +85,6 @@ class Destination:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name]
-
-    def any_on_cpu(self) -> bool:
-        """Whether at least one of the tensors is on the CPU."""
-        return any(tensor.is_cpu for tensor in self._tensors.values())
 
     def view(self, name: str) -> memoryview:
         """The storage of a local CPU tensor as bytes, from the tensor's first element to the end."""
@@ -102,18 +113,18 @@ def execute(
     staging: Staging,
     memory: HostMemory | None = None,
 ) -> None:
-    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit for each device.
+    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit, and a ring for each device.
 
     ``transfers`` are gone through twice, in step: once to say what is read next. ``memory``: where the destination lies, if
     none of it is written yet.
     """
     filling = nullcontext if memory is None else memory.filling
-    with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
+    with staging.rings() as rings, reader.expecting(spans_of(transfers)):
         for transfer in transfers:
             device = destination.tensor(transfer.wanted).device
             if copies_late(device):
                 for part in parts_of(transfer, rings.slot_bytes):
-                    rings.put(destination.strided(part), part.bytes_to_read, partial(_read, part, reader))
+                    put(part, reader, destination, rings)
             elif (elements := reader.elements(transfer)) is not None:
                 for part, found in elements:
                     target = destination.strided(part)
@@ -126,7 +137,11 @@ def execute(
                     found, target = _stage(part, reader, staging), destination.strided(part)
                     with filling(target.nbytes):
                         fill(target, found)
-    staging.peak_bytes = max(staging.peak_bytes, rings.pinned_bytes)
+
+
+def put(part: Transfer, reader: ReadsInto, destination: Destination, rings: DeviceRings) -> None:
+    """Read a transfer of at most a slot's bytes into the ring of its device, which copies it from there. Several threads may call it."""
+    rings.put(destination.strided(part), part.bytes_to_read, partial(_read, part, reader))
 
 
 #: Elements that are in fp32 between two dtypes at a time.
@@ -156,7 +171,7 @@ def compare(
 ) -> None:
     """Check that stored copies equal the loaded tensors. Raises :class:`PlanError` naming both: the bytes are whole,
     but do not fit a model that ties the two."""
-    with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
+    with staging.rings() as rings, reader.expecting(spans_of(transfers)):
         for transfer in transfers:
             if copies_late(destination.tensor(transfer.wanted).device):
                 for part in parts_of(transfer, rings.slot_bytes):
@@ -170,7 +185,6 @@ def compare(
                     raise _differs(transfer)
         for transfer in rings.differing():
             raise _differs(transfer)
-    staging.peak_bytes = max(staging.peak_bytes, rings.pinned_bytes)
 
 
 def holds(transfers: Iterable[Transfer], reader: Reader, destination: Destination, staging: Staging) -> bool:
@@ -298,7 +312,7 @@ def _stage(transfer: Transfer, reader: Reader, staging: Staging) -> torch.Tensor
     return _read(transfer, reader, staging.take(transfer.bytes_to_read))
 
 
-def _read(transfer: Transfer, reader: Reader, buffer: torch.Tensor) -> torch.Tensor:
+def _read(transfer: Transfer, reader: ReadsInto, buffer: torch.Tensor) -> torch.Tensor:
     """Read a transfer into ``buffer``, which has its bytes; returns it as a view with the transfer's loops as dims."""
     size = itemsize(transfer.source_dtype)
     view = buffer.numpy().data

@@ -17,7 +17,7 @@ from ..ranks.patience import patiently
 from .ahead import LookAhead, Quicker
 from .arriving import arrival
 from .page_cache import Chosen, Pages
-from .threads import Threads, threads_of_this_rank
+from .threads import MOST_ONTO_DEVICE, Threads, threads_of_this_rank
 
 __all__ = ["FileReader"]
 
@@ -55,6 +55,7 @@ class FileReader:
         self._ahead: LookAhead | None = None
         self._quicker = Quicker()
         self._pages = Pages() if page_cache == "release" else None
+        self._asked_threads = threads
         self._threads = Threads(threads_of_this_rank() if threads is None else threads)
         self._opening = threading.Lock()
         self._fds: dict[str, int] = {}
@@ -130,13 +131,13 @@ class FileReader:
         with self._opening:
             return os.dup(self._fd(path))
 
-    @property
-    def lanes(self) -> int:
+    def lanes(self, *, onto_device: bool = False) -> int:
         """In how many lanes cached bytes may be read beside this reader; 0 unless it may choose how to read, and keeps pages."""
-        may = (
-            self._reads == "auto" and not self._from_storage and self._pages is None and self._arrive is None
-        )
-        return self._threads.count if may else 0
+        if self._reads != "auto" or self._from_storage or self._pages is not None or self._arrive is not None:
+            return 0
+        if onto_device and self._asked_threads is None:
+            return threads_of_this_rank(MOST_ONTO_DEVICE)
+        return self._threads.count
 
     def was_in_cache(self, nbytes: int, *, lanes: int) -> None:
         """Count bytes that so many lanes have read."""

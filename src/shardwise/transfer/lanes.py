@@ -1,7 +1,8 @@
 """Reads cached bytes in lanes: threads of a rank, each of which takes the plan's next read.
 
 One thread keeps one core busy when it copies from the page cache; a host may have more cores than ranks. In lanes the Python between two reads
-runs beside the reads of other lanes. Their reads fail rather than wait for storage (``RWF_NOWAIT``). The first that fails ends the lanes:
+runs beside the reads of other lanes. A read goes into the tensor's own memory, or into a slot of the ring of its device, from which the lane
+has the device copy it. Their reads fail rather than wait for storage (``RWF_NOWAIT``). The first that fails ends the lanes:
 all that is left goes, in the plan's order, to the one reader of the plan. It asks for bytes ahead, tries ways to read, makes the read that
 failed once more, and says what is wrong.
 """
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
+from ..devices import copies_late
 from ..errors import SourceError
 from ..models.host_memory import HostMemory
 from ..planning.records import Transfer
 from ..ranks.patience import current_watch, patiently, watched
 from .converted import Reader
-from .copy import Destination, Staging, execute, parts_of, read_direct
+from .copy import Destination, Staging, execute, parts_of, put, read_direct
 from .readers import SourceReader
+from .to_device import DeviceRings
 
 __all__ = ["LEAST_FOR_THREADS", "MOST_BYTES", "WINDOW", "CachedFiles", "execute_own"]
 
@@ -43,24 +46,25 @@ def execute_own(
     staging: Staging,
     memory: HostMemory,
 ) -> None:
-    """Carry out transfers on this rank: in lanes those that go from the page cache straight into CPU memory, then the others.
+    """Carry out transfers on this rank: in lanes those that go from the page cache onto a device, or straight into CPU memory; then the others.
 
     ``reader``: the source, of which ``files`` reads the files. Otherwise as :func:`.copy.execute`.
     """
     made = iter(transfers)
-    for start in range(0, len(transfers), WINDOW):
-        if not files.lanes or not destination.any_on_cpu():
-            execute(_Rest([], transfers, start), reader, destination, staging, memory)
-            return
-        window = list(islice(made, WINDOW))
-        lanes = _Lanes(_fitting(window, files, destination), files, destination, memory)
-        lanes.run()
-        left = lanes.left_of(window)
-        if lanes.has_failed:
-            execute(_Rest(left, transfers, start + WINDOW), reader, destination, staging, memory)
-            return
-        if left:
-            execute(left, reader, destination, staging, memory)
+    with staging.rings() as rings:
+        for start in range(0, len(transfers), WINDOW):
+            if not files.lanes():
+                execute(_Rest([], transfers, start), reader, destination, staging, memory)
+                return
+            window = list(islice(made, WINDOW))
+            lanes = _Lanes(_fitting(window, files, destination, rings), files, destination, rings, memory)
+            lanes.run()
+            left = lanes.left_of(window)
+            if lanes.has_failed:
+                execute(_Rest(left, transfers, start + WINDOW), reader, destination, staging, memory)
+                return
+            if left:
+                execute(left, reader, destination, staging, memory)
 
 
 class _Rest:
@@ -78,21 +82,27 @@ class _Rest:
 _Part = tuple[int, Transfer, int]
 
 
-def _fitting(window: Sequence[Transfer], files: SourceReader, destination: Destination) -> list[_Part]:
-    """Transfers whose bytes go as they are from a local file into CPU memory, the large ones in parts."""
+def _fitting(
+    window: Sequence[Transfer], files: SourceReader, destination: Destination, rings: DeviceRings
+) -> list[_Part]:
+    """Transfers from a local file, as it is into CPU memory or onto a device in any way; the large ones in parts."""
     found: list[_Part] = []
     for place, transfer in enumerate(window):
-        if not (
-            files.has_file(transfer.path)
-            and transfer.is_direct
-            and destination.tensor(transfer.wanted).is_cpu
-        ):
+        if not files.has_file(transfer.path):
+            continue
+        device = destination.tensor(transfer.wanted).device
+        if copies_late(device):
+            rings.prepare(device)
+            most = rings.slot_bytes
+        elif device.type == "cpu" and transfer.is_direct:
+            most = MOST_BYTES
+        else:
             continue
         nbytes = transfer.bytes_to_read
-        if nbytes <= MOST_BYTES:
+        if nbytes <= most:
             found.append((place, transfer, nbytes))
         else:
-            found += [(place, part, part.bytes_to_read) for part in parts_of(transfer, MOST_BYTES)]
+            found += [(place, part, part.bytes_to_read) for part in parts_of(transfer, most)]
     return found
 
 
@@ -100,10 +110,17 @@ class _Lanes:
     """Reads of one plan, each of which goes to whichever lane is free next."""
 
     def __init__(
-        self, parts: Sequence[_Part], files: SourceReader, destination: Destination, memory: HostMemory
+        self,
+        parts: Sequence[_Part],
+        files: SourceReader,
+        destination: Destination,
+        rings: DeviceRings,
+        memory: HostMemory,
     ) -> None:
-        self._parts, self._files, self._destination, self._memory = parts, files, destination, memory
-        self._count = files.lanes if sum(nbytes for _, _, nbytes in parts) >= LEAST_FOR_THREADS else 1
+        self._parts, self._files, self._destination = parts, files, destination
+        self._rings, self._memory = rings, memory
+        few = sum(nbytes for _, _, nbytes in parts) < LEAST_FOR_THREADS
+        self._count = 1 if few else files.lanes(onto_device=rings.are_used)
         self._next = iter(range(len(parts)))
         self._is_read = bytearray(len(parts))
         self._done = [0] * self._count
@@ -162,7 +179,10 @@ class _Lanes:
                     return
                 _, part, nbytes = self._parts[k]
                 try:
-                    read_direct(part, files, self._destination.view(part.wanted), self._memory)
+                    if self._destination.tensor(part.wanted).is_cpu:
+                        read_direct(part, files, self._destination.view(part.wanted), self._memory)
+                    else:
+                        put(part, files, self._destination, self._rings)
                 except (OSError, SourceError):  # the plan's reader says what is wrong
                     self.has_failed = True
                     return

@@ -72,10 +72,9 @@ class SourceReader:
         """As :meth:`.FileReader.descriptor`."""
         return self._files.descriptor(path)
 
-    @property
-    def lanes(self) -> int:
+    def lanes(self, *, onto_device: bool = False) -> int:
         """In how many lanes cached bytes may be read; 0 where the order of the reads counts."""
-        return self._files.lanes
+        return self._files.lanes(onto_device=onto_device)
 
     def was_in_cache(self, nbytes: int, *, lanes: int) -> None:
         """Count bytes that so many lanes have read beside this reader."""

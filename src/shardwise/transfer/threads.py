@@ -9,16 +9,18 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
-__all__ = ["LEAST_BYTES", "MOST_THREADS", "Threads", "threads_of_this_rank"]
+__all__ = ["LEAST_BYTES", "MOST_ONTO_DEVICE", "MOST_THREADS", "Threads", "threads_of_this_rank"]
 
 #: With more threads, those of one rank would wait for each other in the kernel, or for storage.
 MOST_THREADS = 4
+#: Reads into pinned memory cause no page faults, so more threads pay: 18 GB/s with 4, 27 with 8, 22 with 12 (H200, 16 cores).
+MOST_ONTO_DEVICE = 8
 #: A smaller part of a read costs less than handing it to a thread.
 LEAST_BYTES = 1024**2
 
 
-def threads_of_this_rank() -> int:
-    """The cores that the host has for each of its ranks, at least 1 and at most ``MOST_THREADS``. Rank-local.
+def threads_of_this_rank(most: int = MOST_THREADS) -> int:
+    """The cores that the host has for each of its ranks, at least 1 and at most ``most``. Rank-local.
 
     The ranks of a host are ``LOCAL_WORLD_SIZE``, which launchers set; without it, all ranks of the process group. A process that
     is bound to some cores uses no others.
@@ -27,7 +29,7 @@ def threads_of_this_rank() -> int:
     ranks = int(local) if local.isascii() and local.isdigit() else _world_size()
     cores = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(MOST_THREADS, bound, cores // max(1, ranks)))
+    return max(1, min(most, bound, cores // max(1, ranks)))
 
 
 class Threads:
