@@ -64,8 +64,8 @@ WRITTEN = (
     "runs/a/step-00001200",
     "scratch/qwen3-8b",
 )
-#: Not run here: pip needs PyPI, and the demo has tests of its own.
-LEFT_OUT = ("pip install ", "shardwise demo")
+#: Not run here: cloning and pip need a network, and the demo has tests of its own.
+LEFT_OUT = ("git clone ", "pip install ", "shardwise demo")
 
 
 def write_stored() -> None:

@@ -86,9 +86,13 @@ def test_which_status_asks_slurm_for_the_job_again(
     assert (found, said) == (status, "scontrol requeue 42\n" if again else "")
 
 
-def test_install_from_a_clone(tmp_path: Path, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("words", ["pip install ./shardwise", "pip wheel"])
+def test_install_from_a_clone(tmp_path: Path, environment: dict[str, str], words: str) -> None:
     """Without an index: what builds the wheel is installed, and what the package depends on."""
-    text = block_of("install.md", "git clone").text.replace("$ ", "").replace("REPOSITORY", str(ROOT))
+    clone, _ = block_of("install.md", "git clone").text.split("\n", 1)
+    text = block_of("install.md", words).text
+    text = text if clone in text else f"{clone}\n{text}"
+    text = text.replace("$ ", "").replace("REPOSITORY", str(ROOT))
     # PIP_NO_BUILD_ISOLATION=0 means --no-build-isolation.
     pip = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_TARGET": "installed"}
     text = re.sub(r"^pip ", "python -m pip ", text, flags=re.MULTILINE)
