@@ -99,7 +99,7 @@ GATES = {
         "FSDP in the Trainer without fsdp_config['version']",
         "transformers",
         ">=5.10",
-        "Without a version, older releases use FSDP1, and shardwise refuses its flat parameters.",
+        "Without a version, older releases use FSDP1, and shardwise rejects its flat parameters.",
         'Set fsdp_config={"version": 2}.',
         ShardError,
     ),

@@ -406,7 +406,7 @@ def base_from_a_checkpoint(kind: str, root: str, runs: str) -> None:
     sw.save(sw.TrainState(model=model), f"{runs}/whole")
     kind_of_error, words = failure(lambda: sw.export_hf(f"{runs}/whole", f"{runs}/out"))
     assert kind_of_error == "CheckpointError"
-    assert "PEFT adapters has no hub format" in words
+    assert "a PEFT model can't be exported in Hugging Face format" in words
     again = on_meta(kind, f"{root}/base")
     sw.shard(again, mesh_of())
     report = sw.load(again, f"{runs}/whole")

@@ -59,7 +59,7 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "other alpha": ("PlanError", ("'default': lora_alpha is 99 in", "but 8 in the model")),
     "mis-shaped": (
         "PlanError",
-        (f"mis-shaped: '{HELD}' expects shape [4, 24], but 'default:{A}'", "[2, 24]"),
+        (f"shape mismatch: '{HELD}' expects shape [4, 24], but 'default:{A}'", "[2, 24]"),
     ),
     "missing": ("PlanError", ("1 problems", f"missing: parameter '{HELD}'", "give key_mapping=")),
     "foreign": (

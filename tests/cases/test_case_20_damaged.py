@@ -134,10 +134,10 @@ def manifest_of_a_later_version(folder: Path) -> None:
 
 DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
     pickled: (FormatError, TORCH, "not a file of torch.save"),
-    pickled_by_torch: (FormatError, TORCH, "refused: its pickle asks for"),
+    pickled_by_torch: (FormatError, TORCH, "rejected: its pickle asks for"),
     pickled_compressed: (FormatError, TORCH, "compressed"),
     pickled_under_any_name: (SourceError, "", "give the path of the one"),
-    pickled_into_chunks: (FormatError, ".metadata", "refused: its pickle asks for"),
+    pickled_into_chunks: (FormatError, ".metadata", "rejected: its pickle asks for"),
     pickled_under_another_name: (FormatError, SINGLE, "header claims"),
     pickled_beside_an_index: (FormatError, "x.bin", "header"),
     index_leaves_the_directory: (FormatError, INDEX, "not a plain file name"),

@@ -107,7 +107,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(saved: Path, tmp_path: Path, 
         metadata = metadata_of(folder)
         setattr(metadata, where, {"x": evil})
         write_metadata(folder, metadata)
-    with pytest.raises(FormatError, match="refused: its pickle asks for"):
+    with pytest.raises(FormatError, match="rejected: its pickle asks for"):
         read_dcp(folder)
     assert not mark.exists()
 

@@ -88,7 +88,7 @@ def test_hostile_files_are_refused_and_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "was-run"
     for content in (Evil(mark), {"x": Evil(mark)}, {"model": {"weight": Evil(mark)}}):
         torch.save(content, tmp_path / "evil.pt")
-        with pytest.raises(FormatError, match="refused: its pickle asks for"):
+        with pytest.raises(FormatError, match="rejected: its pickle asks for"):
             open_catalog(tmp_path / "evil.pt")
     torch.save({"weight": torch.ones(2), "x": Evil(mark)}, tmp_path / "evil.pt")
     catalog = open_catalog(tmp_path / "evil.pt")

@@ -30,9 +30,9 @@ def test_a_directory_of_steps_is_named(tmp_path: Path) -> None:
         lambda: sw.diff(root, root),
     ]
     for held, said in (
-        ((5,), f"holds step 5; give {root}/step-00000005"),
-        ((5, 123456789), f"holds steps 5, 123456789; give one of them, e.g. {root}/step-123456789"),
-        ((5, 6, 7, 8), f"holds 4 steps, the newest 6, 7, 8; give one of them, e.g. {root}/step-00000008"),
+        ((5,), f"contains step 5; give {root}/step-00000005"),
+        ((5, 123456789), f"contains steps 5, 123456789; give one of them, e.g. {root}/step-123456789"),
+        ((5, 6, 7, 8), f"contains 4 steps, the newest 6, 7, 8; give one of them, e.g. {root}/step-00000008"),
     ):
         shutil.rmtree(root, ignore_errors=True)
         for step in held:

@@ -31,7 +31,7 @@ def _model_named_outside(root: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "holds step 1, not 2": _old_manifest,
+    "contains step 1, but step 2": _old_manifest,
     "optimizer.groups[0]: expected a mapping": _in_state,
     "rng: expected a mapping": _on_one_rank,
     "is not a word": _model_named_outside,

@@ -50,8 +50,8 @@ def not_json(root: Path) -> None:
 
 
 DAMAGE: dict[Callable[[Path], None], str] = {
-    old_manifest: "holds step 1, not 2",
-    old_step: "holds step 1, not 2",
+    old_manifest: "contains step 1, but step 2",
+    old_step: "contains step 1, but step 2",
     malformed: "optimizer: expected a mapping",
     not_json: "bytes, expected",
 }
@@ -79,12 +79,12 @@ def test_the_step_before_is_resumed(
 def test_verify_says_what_a_name_promises(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = ("manifest.json: holds step 1, not 2 as its name says",)
+    said = ("manifest.json: contains step 1, but step 2 was expected",)
     old_step(root)
     assert [p.startswith(said) for p in sw.verify(step_path(root, 2)).problems] == [True]
     monkeypatch.chdir(step_path(root, 2))
     assert [p.startswith(said) for p in sw.verify(".").problems] == [True]
-    with pytest.raises(IntegrityError, match="holds step 1, not 2"):
+    with pytest.raises(IntegrityError, match="contains step 1, but step 2"):
         quick_check(str(step_path(root, 2)), 2)
     (tmp_path / "link").symlink_to(step_path(root, 1))
     for other in (step_path(root, 1), tmp_path / "link", root.rename(tmp_path / "moved") / "step-00000001"):
@@ -108,9 +108,7 @@ def test_a_run_whose_only_step_was_renamed_says_its_name(tmp_path: Path) -> None
     step_path(tmp_path, 5).rename(step_path(tmp_path, 6))
     with (
         sw.Checkpointer(tmp_path) as checkpoints,
-        pytest.raises(
-            NoCheckpointError, match=r"holds step 5, not 6.*give it the name that it was published under"
-        ),
+        pytest.raises(NoCheckpointError, match=r"contains step 5, but step 6.*restore its original name"),
     ):
         checkpoints.resume(run())
     assert step_path(tmp_path, 6).is_dir(), "nothing was set aside"

@@ -188,7 +188,7 @@ def test_one_holder_in_a_process(tmp_path: Path) -> None:
 def test_a_directory_with_another_steps_name_is_not_resumed(tmp_path: Path) -> None:
     sw.save(run(), tmp_path / "saved")  # step=0, by default
     (tmp_path / "saved").rename(tmp_path / "step-00000100")
-    with sw.Checkpointer(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="holds step 0"):
+    with sw.Checkpointer(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="contains step 0"):
         checkpoints.resume(run())
 
 

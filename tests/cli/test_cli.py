@@ -470,7 +470,7 @@ def test_verify(saved: Path) -> None:
     shown = run("verify", saved)
     assert shown.exit_code == 0
     assert shown.stdout.count("\nok\n") == 2
-    assert shown.stdout.endswith("\na resume uses step 20\n")
+    assert shown.stdout.endswith("\nresuming would use step 20\n")
     assert shown.stderr == ""
 
 
@@ -505,7 +505,7 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
     shown = run("verify", steps)
     assert shown.exit_code == 1
     assert "problem: " in shown.stdout
-    assert shown.stdout.endswith("\na resume uses step 10, not 20\n")
+    assert shown.stdout.endswith("\nresuming would use step 10, not 20\n")
     assert every["resumes_from"] == 10
 
 

@@ -142,12 +142,16 @@ def _beside() -> Iterator[_Damage]:
         f"{beside}: copy of step 2 as step 3",
         lambda r: _copy_in_part(r, third(r).name),
         2,
-        ("holds step 2, not 3",),
+        ("contains step 2, but step 3",),
         verify_finds=False,
     )
     renamed: Callable[[Path], Any] = lambda r: second(r).rename(third(r))  # noqa: E731
-    yield _Damage("step under another's name", f"{whole}: renamed", renamed, words=("holds step 2, not 3",))
-    yield _Damage("old manifest", f"{whole}: of step 1", _other_manifest, words=("holds step 1, not 2",))
+    yield _Damage(
+        "step under another's name", f"{whole}: renamed", renamed, words=("contains step 2, but step 3",)
+    )
+    yield _Damage(
+        "old manifest", f"{whole}: of step 1", _other_manifest, words=("contains step 1, but step 2",)
+    )
     for what, work, words in (
         ("later format version", _later_version, ("format version 7",)),
         ("no step valid", _damage_all, ("none is valid",)),

@@ -235,7 +235,7 @@ def _look_at_url(before: Before, place: Place, folder: Path, heard: Heard) -> tu
         if is_there:
             wrong.append("was saved a second time")
     except CheckpointError as error:
-        if not any(text in str(error) for text in ("exists already", "another save has claimed it")):
+        if not any(text in str(error) for text in ("exists already", "claimed by another save")):
             wrong.append(f"the next save: {error}")
         if not is_there:  # what the error says
             place.clear()

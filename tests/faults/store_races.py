@@ -40,7 +40,7 @@ _PAUSE_S, _AMONG = 0.25, 90
 _TEXTS = (
     "another run has taken over these steps",
     "that this run did not resume from",
-    "another save has claimed it",
+    "claimed by another save",
     "exists already",
 )
 

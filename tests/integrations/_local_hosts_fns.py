@@ -75,7 +75,7 @@ def accelerate(hosts: str, places: Sequence[int], automatic: bool) -> dict[str, 
         found["torn"] = report.step, report.path
         found["again"] = [script.train()]
         found["saved again"] = script.save().path
-        found["warned"] = [text for text in warned if "lost its part" in text or "killed" in text]
+        found["warned"] = [text for text in warned if "files are missing on" in text or "killed" in text]
         found["digest"] = str(sw.digest(script.model))
         script = _Script(at, automatic=automatic, local=True)
         found["newest"] = script.resume().step

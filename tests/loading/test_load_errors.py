@@ -77,11 +77,11 @@ EXPECTED = {
     ),
     "mis-shaped": (
         "PlanError",
-        ["mis-shaped", "'blocks.0.down.weight'", "[8, 17]", "[17, 8]", "mis-shaped/model.safetensors"],
+        ["shape mismatch", "'blocks.0.down.weight'", "[8, 17]", "[17, 8]", "mis-shaped/model.safetensors"],
     ),
     "un-castable": (
         "PlanError",
-        ["un-castable", "'blocks.0.down.weight'", "F32", "I32", "model.safetensors"],
+        ["dtype mismatch", "'blocks.0.down.weight'", "F32", "I32", "model.safetensors"],
     ),
     "twice": ("FormatError", ["'blocks.0.down.weight'", "twice", "a.safetensors", "b.safetensors"]),
     "twice-by-index": ("FormatError", ["'blocks.0.down.weight'", "twice", "a.safetensors", "b.safetensors"]),

@@ -94,7 +94,7 @@ def test_what_goes_between_nodes(moe: Path) -> None:
     assert report.run is not None
     flows = {flow.what: flow for flow in report.run.network}
     assert flows["tensor parallelism"].node_bytes == flows["tokens to experts"].node_bytes == 0
-    gathers = flows["FSDP's gathers"]
+    gathers = flows["FSDP all-gathers"]
     # Dense parameters: 2 rings of 4 ranks, of which a node has 2; experts: 4 rings of 2 ranks.
     assert 2 * gathers.rank_bytes < gathers.node_bytes < 4 * gathers.rank_bytes
     small = sw.plan(moe, ranks=8, nodes=8, tp=2, ep=4, training=CPU).run

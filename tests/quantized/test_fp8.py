@@ -138,11 +138,11 @@ PROBLEMS = {
     missing: r"missing: scales of the FP8 codes 'w\.weight' \('w\.weight_scale_inv' or 'w\.weight_scale'\)",
     surplus: r"surplus: 'v\.weight_scale_inv' scales 'v\.weight', which is not stored",
     of_plain_weights: r"surplus: 'v\.weight_scale_inv' scales 'v\.weight', which is F32, not FP8",
-    transposed: r"mis-shaped: the scales 'w\.weight_scale_inv' of the codes 'w\.weight' \[48, 32\] have shape \[2, 3\]",
+    transposed: r"shape mismatch: the scales 'w\.weight_scale_inv' of the codes 'w\.weight' \[48, 32\] have shape \[2, 3\]",
     too_few: r"have shape \[2, 2\], expected \[\] for one, or \[3, 2\] for blocks of \[16, 16\], or \[48\]",
     two: r"ambiguous: 'w\.weight_scale_inv' and 'w\.weight_scale' both scale the codes 'w\.weight'; remove one",
     of_a_plain_tensor: r"surplus: 'v\.weight_scale' goes with 'v\.weight', which is stored in another way",
-    integers: r"un-castable: the scales 'w\.weight_scale_inv' are I32",
+    integers: r"dtype mismatch: the scales 'w\.weight_scale_inv' are I32",
 }
 
 

@@ -255,7 +255,7 @@ def test_sources_that_no_layer_can_hold_are_named(
         (
             (fp8, "missing: scales of the FP8 codes", {f"{stem}.weight_scale_inv": None}),
             (fp8, "stored as BF16", {f"{stem}.weight": plain, f"{stem}.weight_scale_inv": None}),
-            (fp8, "mis-shaped", {f"{stem}.weight_scale_inv": torch.ones(3, 3)}),
+            (fp8, "shape mismatch", {f"{stem}.weight_scale_inv": torch.ones(3, 3)}),
             (fp8, "both scale the codes", {f"{stem}.weight_scale": torch.ones(1)}),
             (ints, "has no .*weight_scale next to it", {f"{stem}.weight_scale": None}),
         )

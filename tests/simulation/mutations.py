@@ -115,7 +115,7 @@ def _unchecked_parts(path: str, step: int, tick: Any, *, heads: bool = True) -> 
 
 
 def _lost(held: Any, damage: str, at: Any) -> None:
-    raise IntegrityError(damage or f"{held.path}: a host has lost its part")
+    raise IntegrityError(damage or f"{held.path}: this step's files are missing on a host")
 
 
 _bring = copies._bring

@@ -146,7 +146,7 @@ def test_damage_is_found(step: Path, proxy: Proxy, server: S3Server) -> None:
 def test_what_is_not_there(step: Path, proxy: Proxy) -> None:
     with pytest.raises(SourceError, match="no such directory"):
         sw.verify(f"{ROOT}/none")
-    with pytest.raises(SourceError, match="holds step 1; give s3://bucket/checkpoints/step-00000001"):
+    with pytest.raises(SourceError, match="contains step 1; give s3://bucket/checkpoints/step-00000001"):
         sw.verify(f"{ROOT}/")
     with pytest.raises((SourceError, IntegrityError)):
         sw.restore(sw.TrainState(model=torch.nn.Linear(2, 2)), f"{ROOT}/none")

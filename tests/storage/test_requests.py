@@ -181,7 +181,7 @@ def test_the_command_says_it(hub: Path, proxy: Proxy) -> None:
     shown = runner().invoke(main, ask, env={"COLUMNS": "300"})
     assert shown.exit_code == 0, shown.output
     assert costs_line(plan) in shown.stdout
-    assert "once: one request costs as much" in shown.stdout
+    assert "once: request latency outweighs transfer time, so all ranks share reads" in shown.stdout
     found = json.loads(runner().invoke(main, [*ask, "--json"]).stdout)["store"]
     assert (found["requests"], found["looks"], found["nbytes"]) == (store.requests, store.looks, store.nbytes)
 

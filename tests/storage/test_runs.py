@@ -328,7 +328,7 @@ def test_no_save_goes_on_from_a_resume_that_could_not_set_newer_steps_aside(
 
 def test_a_second_run_that_did_not_resume(proxy: Proxy, root: str) -> None:
     saved(root, 1)
-    with pytest.raises(CheckpointError, match=r"holds steps \[1\] that this run did not resume from"):
+    with pytest.raises(CheckpointError, match=r"contains steps \[1\] that this run did not resume from"):
         saved(root, 2)
 
 
@@ -545,7 +545,9 @@ def test_described_and_verified(proxy: Proxy, server: S3Server, root: str) -> No
     assert [(s.step, s.ok, s.fate) for s in contents.set_aside] == [(3, True, "superseded")]
     assert all(s.written and s.written.startswith("20") for s in contents.steps)
     assert contents.leftovers == ("step-00000007.0123456789abcdef",)
-    with pytest.raises(SourceError, match=f"holds steps 1, 2; give one of them, e.g. {root}/{head.steps[2]}"):
+    with pytest.raises(
+        SourceError, match=f"contains steps 1, 2; give one of them, e.g. {root}/{head.steps[2]}"
+    ):
         sw.verify(root)
     run = runner().invoke(main, ["verify", root, "--json"])
     assert run.exit_code == 0, run.output
@@ -563,5 +565,5 @@ def test_a_step_under_the_name_of_another(proxy: Proxy, server: S3Server, root: 
         report = checkpoints.resume(small_state(99))
         assert report is not None
         assert report.step == 1
-        assert "holds step 1, not 2" in report.damaged[2]
+        assert "contains step 1, but step 2" in report.damaged[2]
     assert not sw.verify(f"{root}/{head.steps[2]}").ok

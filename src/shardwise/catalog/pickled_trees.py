@@ -43,9 +43,9 @@ def check_walk(value: Any, most: int) -> None:
             done[frame.key] = frame.visits, frame.depth
             continue
         if id(inner) in open_here:
-            raise FormatError("refused: a container of its pickle holds itself")
+            raise FormatError("rejected: a container of its pickle holds itself")
         if len(frames) == MAX_PICKLE_DEPTH:
-            raise FormatError(f"refused: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
+            raise FormatError(f"rejected: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
         open_here.add(id(inner))
         frames.append(_Frame(inner))
 
@@ -80,10 +80,10 @@ class _Frame:
                     return part
             if self.visits > most:
                 raise FormatError(
-                    f"refused: its pickle repeats shared parts, and a walk meets more than {most} values"
+                    f"rejected: its pickle repeats shared parts, and a walk meets more than {most} values"
                 )
         if self.depth > MAX_PICKLE_DEPTH:
-            raise FormatError(f"refused: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
+            raise FormatError(f"rejected: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
         return None
 
 

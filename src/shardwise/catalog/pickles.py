@@ -147,7 +147,7 @@ class _Machine:
             else:
                 at = self.taken - 1
                 raise FormatError(
-                    f"refused: opcode {code:#04x} at byte {at} of its pickle is none of torch's"
+                    f"rejected: opcode {code:#04x} at byte {at} of its pickle is none of torch's"
                 )
 
     # -- bytes
@@ -292,7 +292,7 @@ class _Machine:
             asked = f"{module}.{name}"
             asked = asked if len(asked) <= _MAX_LINE_BYTES and asked.isprintable() else brief(asked)
             raise FormatError(
-                f"refused: its pickle asks for {asked}, which is not part of the format"
+                f"rejected: its pickle asks for {asked}, which is not part of the format"
             ) from None
 
     def call(self) -> None:
@@ -306,7 +306,7 @@ class _Machine:
         self._copied += len(args) + sum(len(one) for one in args if type(one) in _SIZED)
         if self._copied > self.taken * MAX_ARGUMENTS_PER_BYTE:
             raise FormatError(
-                f"refused: calls in its pickle copy shared arguments, more than {MAX_ARGUMENTS_PER_BYTE} values for each byte"
+                f"rejected: calls in its pickle copy shared arguments, more than {MAX_ARGUMENTS_PER_BYTE} values for each byte"
             )
         self._stack.append(name.make(*args))
 

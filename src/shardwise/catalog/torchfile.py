@@ -249,7 +249,7 @@ class Archive:
         self._name_chars_left -= len(name)
         if self._name_chars_left < 0:
             raise FormatError(
-                "refused: its pickle repeats shared parts, and the names of their tensors are far longer than it",
+                "rejected: its pickle repeats shared parts, and the names of their tensors are far longer than it",
                 path=self._path,
             )
         return name
@@ -362,7 +362,7 @@ def _entry(key: Any, value: Any) -> str:
 
 def _asks_for(value: Record) -> str:
     kind = value.kind if value.kind.isprintable() else brief(value.kind)
-    return f"refused: its pickle asks for {kind}, which is not part of the format"
+    return f"rejected: its pickle asks for {kind}, which is not part of the format"
 
 
 def _not_plain(name: Any, value: Record) -> str:

@@ -122,8 +122,8 @@ def _manifest_of(path: str, step: int | None) -> Manifest:
     manifest = read_manifest(path)
     if step is not None and manifest.step != step:
         raise IntegrityError(
-            f"holds step {manifest.step}, not {step}: an old manifest, or a step under another step's name. If it was renamed, "
-            f"give it the name that it was published under",
+            f"contains step {manifest.step}, but step {step} was expected: either the manifest is old or the directory was renamed. If it "
+            f"was renamed, restore its original name",
             path=path,
         )
     return manifest

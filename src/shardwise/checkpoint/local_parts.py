@@ -128,7 +128,7 @@ def _refuse_lost(held: _Held, damage: str, at: LocalPlaces) -> NoReturn:
         text = describe_absent(path, places, away, holder="the hosts of this run hold")
         raise CheckpointError(f"{path}: {text}")
     hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
-    raise IntegrityError(damage or f"{path}: {hosts} has lost its part")
+    raise IntegrityError(damage or f"{path}: this step's files are missing on {hosts}")
 
 
 class Parts:

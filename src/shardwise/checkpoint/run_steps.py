@@ -161,7 +161,7 @@ class RunSteps:
             steps = line.held_steps()
             if steps and not has_begun:
                 raise CheckpointError(
-                    f"{line.root}: holds steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
+                    f"{line.root}: contains steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
                     f"or give this run another directory"
                 )
             if steps and step <= max(steps):

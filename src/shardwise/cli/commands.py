@@ -274,9 +274,9 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     if as_json:
         print_json({"path": root, "ok": ok, "resumes_from": newest, "steps": documents})
     elif newest is None:
-        click.echo("no step is intact: a resume raises NoCheckpointError")
+        click.echo("no step is intact: resuming would raise NoCheckpointError")
     elif not any(document["part"] for document in documents):  # of parts, all hosts' together decide
-        click.echo(f"a resume uses step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
+        click.echo(f"resuming would use step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
     return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
 
 

@@ -157,7 +157,7 @@ def planned_lines(report: PlanReport, *, is_own_dtype: bool) -> list[str]:
     ]
     if is_own_dtype and {"bfloat16", "float16"}.issuperset(setup.trained):
         lines.append(
-            "  with fp32 weights and bf16 compute: --dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
+            "  for fp32 weights and bf16 compute, use: --dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
         )
     return lines
 
@@ -189,7 +189,7 @@ def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
         for one in run.files
     ]
     between = "" if run.nodes == 1 else f", and {nodes} {size(run.node_bytes_per_step)} from other nodes"
-    parts = "; ".join(f"{flow.what} {size(flow.rank_bytes)}" for flow in run.network)
+    parts = "; ".join(f"{flow.what}: {size(flow.rank_bytes)}" for flow in run.network)
     lines += [
         f"largest all-gather {size(run.largest_gather_bytes)}, largest reduce-scatter {size(run.largest_reduce_bytes)}",
         f"each rank receives {size(run.network_bytes_per_step)} per step{between}"

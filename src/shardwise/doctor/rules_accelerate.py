@@ -186,7 +186,7 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
         for name in (n for n in ("cp", "sp") if sizes[n] > 1):
             yield Bite(
                 settings.path,
-                f"shardwise refuses the accelerator: {name}_size is {sizes[name]}.",
+                f"shardwise rejects the accelerator: {name}_size is {sizes[name]}.",
                 "Context and sequence parallelism through parallelism_config are not supported here.",
                 f"Set {name}_size to 1, or shard the model yourself and fill it with shardwise.load.",
             )
@@ -260,7 +260,7 @@ ACCELERATE = (
         _fsdp,
         ("accelerate.fsdp1", "FSDP1", "docs/howto/accelerate.md"),
         when=lambda one: one.version != 2,
-        bites="shardwise refuses the model: this asks for FSDP1, whose flat parameters nothing here can fill or save.",
+        bites="shardwise rejects the model: this asks for FSDP1, whose flat parameters nothing here can fill or save.",
         why="Accelerate's YAML means version 1 unless fsdp_version says 2, and so do TrainingArguments before transformers 5.10.",
         do=lambda one: (
             "Set fsdp_version: 2 (accelerate to-fsdp2 rewrites a YAML)."
@@ -328,7 +328,7 @@ ACCELERATE = (
         ("accelerate.other-engine", "DeepSpeed or Megatron-LM", "docs/howto/accelerate.md"),
         when=lambda s: str(s.values.get("distributed_type", "")).upper() in ("DEEPSPEED", "MEGATRON_LM"),
         bites=lambda s: (
-            f"shardwise refuses the accelerator: distributed_type is {s.values['distributed_type']}."
+            f"shardwise rejects the accelerator: distributed_type is {s.values['distributed_type']}."
         ),
         why="That engine shards, loads and saves models in its own way, without DTensors.",
         do="Set distributed_type: FSDP with fsdp_version: 2, or leave shardwise out of this run.",

@@ -138,7 +138,7 @@ def _merge(facts: Facts) -> Iterator[Bite]:
 CHECKPOINTS = (
     Rule(
         "checkpoint.resumed-model-only",
-        "a checkpoint-N of a run with save_only_model, and a log or trainer_state.json of a resume",
+        "a checkpoint-N saved with save_only_model, and a log or trainer_state.json that shows a resume",
         "case 5; Trainer in transformers 5.23",
         _resumed,
     ),
@@ -189,7 +189,7 @@ CHECKPOINTS = (
     ),
     Rule(
         "checkpoint.model-only",
-        "a checkpoint-N of a run with save_only_model",
+        "a checkpoint-N saved with save_only_model",
         "Trainer in transformers 5.23",
         _only_noted,
         kind="note",

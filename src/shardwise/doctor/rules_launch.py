@@ -162,7 +162,7 @@ def _fsdp1(facts: Facts) -> Iterator[Bite]:
     if is_on(told.get("ACCELERATE_USE_FSDP", "")) and told.get("FSDP_VERSION", "1") != "2":
         yield Bite(
             "FSDP_VERSION",
-            "shardwise refuses the model: this launch asks for FSDP1, whose flat parameters nothing here can fill or save.",
+            "shardwise rejects the model: this launch asks for FSDP1, whose flat parameters nothing here can fill or save.",
             "Accelerate takes version 1 unless FSDP_VERSION says 2.",
             "Set fsdp_version: 2 in the YAML, or FSDP_VERSION=2.",
         )

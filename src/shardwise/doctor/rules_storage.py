@@ -233,7 +233,7 @@ STORAGE = (
     _failed(
         ("storage.no-locks", "files can't be locked", _LOCKS),
         "lock",
-        bites="A Checkpointer refuses this directory: files can't be locked ({why}).",
+        bites="A Checkpointer rejects this directory: files can't be locked ({why}).",
         why="The lock keeps a second run from writing to the same steps; Lustre and NFS may be mounted without locks.",
         do="Mount it with locks (Lustre: flock; NFS: without nolock), or use a local disk or an object store.",
     ),
@@ -303,7 +303,7 @@ STORAGE = (
     ),
     Rule(
         "storage.clock",
-        "clocks of storage and this machine that are more than 5 s apart",
+        "a storage clock more than 5 s off from this machine's",
         "S3's RequestTimeTooSkewed",
         _clocks,
     ),
@@ -321,7 +321,7 @@ STORAGE = (
         "replace",
         bites="Two runs may overwrite each other's steps: {why}.",
         why="A step is published by one conditional write (If-None-Match, If-Match), which this store ignores or "
-        "refuses.",
+        "rejects.",
         do="Use a store or a release with conditional writes, or give each run a prefix of its own.",
     ),
     _bucket(

@@ -121,7 +121,7 @@ class AsSourceJob:
         news = [name for name in self._hub.hub if name not in self._source.meant.tensors]
         olds = [name for name in coded if name not in self._hub.hub]
         problems = [
-            f"mis-shaped: {name!r} is {list(spec.shape)} in the model, and its codes in the source are of {list(coded[name].tensor.shape)}"
+            f"shape mismatch: {name!r} is {list(spec.shape)} in the model, but its codes in the source are for {list(coded[name].tensor.shape)}"
             for name, spec in self._hub.hub.items()
             if name in coded and coded[name].tensor.shape != spec.shape
         ]

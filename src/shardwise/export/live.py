@@ -68,7 +68,7 @@ class LiveJob:
         """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
         if has_adapters(self.live.root):
             raise CheckpointError(
-                "adapters were injected into this model, which is not a PeftModel: it has no hub format. Wrap it with "
+                "adapters were injected into this model, which is not a PeftModel: it can't be exported in Hugging Face format. Wrap it with "
                 "peft.get_peft_model(), and export_hf writes the adapters"
             )
         origin = recall(self.live.root)

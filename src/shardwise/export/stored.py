@@ -143,7 +143,7 @@ class StoredJob:
         blocks = [n for n, spec in self._stored.specs.items() if spec.dtype == "U8" and n.endswith(".weight")]
         if blocks:
             raise CheckpointError(
-                f"{self._path}: holds weights in 4-bit blocks ({blocks[0]} and {len(blocks) - 1} more), which have no hub format: "
+                f"{self._path}: holds weights in 4-bit blocks ({blocks[0]} and {len(blocks) - 1} more), which can't be exported in Hugging Face format: "
                 f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantizes them"
             )
 
@@ -160,8 +160,8 @@ class StoredJob:
         folder = directory("model", self._model)
         if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
             raise CheckpointError(
-                f"{self._path}: the checkpoint of a model with PEFT adapters has no hub format: write the adapters of the "
-                f"live model with export_hf; the base is what it was loaded from"
+                f"{self._path}: a checkpoint of a PEFT model can't be exported in Hugging Face format: export the adapters of the "
+                f"live model with export_hf; the base hasn't changed"
             )
         if "config.json" not in self._documents:
             return as_named(specs)

@@ -42,8 +42,8 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
     if named is None or named == step:
         return None
     return (
-        f"holds step {step}, not {named} as its name says: an old manifest, or a step under another step's name. If it "
-        f"was renamed, give it the name that it was published under"
+        f"contains step {step}, but step {named} was expected: either the manifest is old or the directory was renamed. If it "
+        f"was renamed, restore its original name"
     )
 
 
@@ -65,7 +65,7 @@ def describe_steps(root: str) -> str | None:
     newest = sorted(steps)[-3:]
     path = os.path.join(root, steps[newest[-1]])
     if len(steps) == 1:
-        return f"holds step {newest[0]}; give {path}"
+        return f"contains step {newest[0]}; give {path}"
     listed = ", ".join(map(str, newest))
     some = f"{len(steps)} steps, the newest {listed}" if len(steps) > len(newest) else f"steps {listed}"
-    return f"holds {some}; give one of them, e.g. {path}"
+    return f"contains {some}; give one of them, e.g. {path}"

@@ -24,7 +24,7 @@ __all__ = ["as_stored_in", "kept_parts", "refuse_policy"]
 def kept_parts(catalog: Catalog) -> Catalog:
     """The catalog, with a note of which tensors are codes and what goes with them. Pure.
 
-    Raises as :func:`.dequantized` does: parts that are missing, surplus, mis-shaped, or that contradict the config.
+    Raises as :func:`.dequantized` does: parts that are missing, surplus or of the wrong shape, or that contradict the config.
     """
     if catalog.has_module_names:
         return catalog

@@ -214,8 +214,8 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
     if problems:
         raise PlanError(
             "parameters that can't be initialized by any of the model's rules. Give the module that owns them a "
-            "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of init_weights(only=…), "
-            "or out of load(allow_missing=…) with a source that holds them",
+            "reset_parameters(), or the model an _init_weights(module). Or load these parameters "
+            "from files that contain them, and make sure that the patterns in init_weights(only=…) or load(allow_missing=…) don't match them",
             tuple(problems),
         )
     planned = [

@@ -164,7 +164,10 @@ def _chosen(
     if asked != "auto":
         return asked, "asked for"
     if any(one.in_store for one in facts):
-        return ("node" if hosts == 1 else "once"), "one request costs as much as transferring many shards"
+        who = "the ranks on a host" if hosts == 1 else "all ranks"
+        return (
+            "node" if hosts == 1 else "once"
+        ), f"request latency outweighs transfer time, so {who} share reads"
     if short and len(facts) > hosts:
         return "node", "shards are stored in short runs"
     if not any(one.network for one in facts):

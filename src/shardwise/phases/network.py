@@ -76,9 +76,9 @@ def flows_of(step: Step, variant: Variant, sent: Sequence[Sent], itemsize: int) 
 
 
 _GATHER, _REDUCE, _COPIES, _TP, _TOKENS = (
-    "FSDP's gathers",
-    "FSDP's reductions",
-    "reduction over replicas",
+    "FSDP all-gathers",
+    "FSDP reduce-scatters",
+    "all-reduces across replicas",
     "tensor parallelism",
     "tokens to experts",
 )

@@ -74,7 +74,8 @@ def plan(
 
     Builds the model on meta, shards it over a fake process group (1-D, or 2-D with ``replicas`` rows), and creates the plan that each rank
     would create. With ``tp`` or ``ep``, the model class's own plans split the model first, as transformers'
-    ``DistributedConfig(tp_size=…, ep_size=…)`` does, and FSDP2 shards it over the remaining ranks, if any; :func:`load` can load such models.
+    ``DistributedConfig(tp_size=…, ep_size=…)`` does. FSDP2 then shards each slice across the groups, if there are several. :func:`load` can load
+    such models.
     Memory: the model's buffers and the plans. Call it in one process without a process group; it leaves none behind. Not thread-safe.
 
     With ``training``, the report also says what a rank holds in each phase of a run (build, load, steps, saves, resume, export), with

@@ -20,7 +20,7 @@ __all__ = ["build_plan", "merge_loops", "transfers_of", "with_results"]
 def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions) -> Plan:
     """The reads that fill one rank's boxes. Pure and rank-local.
 
-    Raises :class:`PlanError` with every problem at once (missing, unused, mis-shaped, un-castable,
+    Raises :class:`PlanError` with every problem at once (missing, unused, of the wrong shape, not castable,
     duplicated, not covered) before anything is read; the text is the same on every rank.
     """
     catalog, source_bytes = with_results(catalog, matched), catalog.nbytes

@@ -91,7 +91,7 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[Named]] | None = No
     """The source, with each quantized tensor as one of the dtype that its codes stand for. The same catalog if none is.
 
     ``own`` gives the model's tensors; it is called only where the source looks quantized. A model that has scales of such a name itself
-    is filled with the stored tensors. Pure; the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, mis-shaped or contradicts the config;
+    is filled with the stored tensors. Pure; the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, of the wrong shape, or contradicts the config;
     :class:`UnsupportedConversionError` for a method that can't be dequantized.
     """
     looks = quantized(catalog.tensors)

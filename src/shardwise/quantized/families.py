@@ -29,7 +29,7 @@ class Found:
 
     coded: dict[str, Coded] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """One sentence each, which names the stored tensor: missing, surplus, mis-shaped, of a wrong dtype, contradicting settings."""
+    """One sentence each, which names the stored tensor: missing, surplus, of a wrong shape or dtype, contradicting settings."""
     unused: set[str] = field(default_factory=set)
     """Stored tensors that say how to run the model in codes, and not what its weights are (input scales)."""
 

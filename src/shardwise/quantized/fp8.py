@@ -95,7 +95,7 @@ def _scales_of(name: str, source: Source) -> Iterator[StoredTensor]:
 def _add(found: Found, codes: StoredTensor, scales: StoredTensor, block: tuple[int, ...] | None) -> None:
     if scales.dtype not in _SCALES:
         found.problems.append(
-            f"un-castable: the scales {scales.name!r} are {scales.dtype}, expected one of {', '.join(_SCALES)}"
+            f"dtype mismatch: the scales {scales.name!r} are {scales.dtype}, expected one of {', '.join(_SCALES)}"
         )
         return
     sizes = _block_of(codes, scales, block)
@@ -106,7 +106,7 @@ def _add(found: Found, codes: StoredTensor, scales: StoredTensor, block: tuple[i
         if block is not None:
             per = f" or {list(_grid(codes.shape, block))} for blocks of {brief(list(block))},"
         found.problems.append(
-            f"mis-shaped: the scales {scales.name!r} of the codes {codes.name!r} {list(codes.shape)} have shape "
+            f"shape mismatch: the scales {scales.name!r} of the codes {codes.name!r} {list(codes.shape)} have shape "
             f"{list(scales.shape)}, expected [] for one,{per} or {list(codes.shape[:-1])} for channels"
         )
         return

@@ -217,7 +217,7 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
         if repeated:
             stored = ", ".join(_origin(m, catalog) for m in found if m.target == repeated[0])
             result.problems.append(
-                f"duplicated: {w.name!r} would be made from {stored}; rename or remove one"
+                f"duplicated: {stored} all map to {w.name!r}; rename or remove all but one"
             )
             return
         order = (w.name, *w.aliases)
@@ -238,13 +238,13 @@ def _misfit(w: Wanted, made: Made, catalog: Catalog, rules: Rules) -> str | None
     if made.shape != w.shape:
         hint = _in_blocks(w, made) + _missing_parts(made, catalog) or _other_vocabulary(w, made, rules)
         return (
-            f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {_origin(made, catalog)} "
+            f"shape mismatch: {w.name!r} expects shape {list(w.shape)}, but {_origin(made, catalog)} "
             f"has {list(made.shape)}{hint}"
         )
     if not castable(made.dtype, w.dtype):
         is_coded = any(is_part(source, catalog.tensors) for source in made.sources)
         advice = "quantized codes" if is_coded else "convert it first or load with that dtype"
-        return f"un-castable: {w.name!r} expects {w.dtype}, but {_origin(made, catalog)} is {made.dtype}; {advice}"
+        return f"dtype mismatch: {w.name!r} expects {w.dtype}, but {_origin(made, catalog)} is {made.dtype}; {advice}"
     return None
 
 

@@ -96,7 +96,7 @@ def claim(url: str) -> None:
     own = json.dumps({"nonce": secrets.token_hex(8), "began": began}).encode()
     if not patiently(store.create, place.key, own):
         raise LockedError(
-            f"{url}: another save has claimed it ({_claimed(place.url)}), or was killed; if none is under way, delete {place.url} "
+            f"{url}: claimed by another save ({_claimed(place.url)}), which is still running or was killed; if no save is running, delete {place.url} "
             f"and everything below {url}, or save to another URL"
         )
     try:
