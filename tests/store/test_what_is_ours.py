@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.ranks.patience import remove_tree
 from shardwise.store import marks, publish
+from tests.faults.calls import record_into, recorded, watched
+from tests.faults.disk import CRASHES, Disk, Tree, read_tree, write_tree
 
 NONCE = "0123456789abcdef"
 
@@ -119,6 +123,48 @@ def test_a_deletion_takes_its_proof_last(tmp_path: Path, monkeypatch: pytest.Mon
         sw.Checkpointer(root).close()
         assert names(root) == [".lock", "latest"], at
     raise AssertionError("a deletion makes more calls than were tried")
+
+
+def _delete_step(root: Path) -> None:
+    publish.discard(str(root / "step-00000001"))
+
+
+def _delete_view(root: Path) -> None:
+    """Of a step that several hosts hold: its manifest is not synced, because no view outlives its process."""
+    view = root / f".tmp-{NONCE}-view"
+    os.mkdir(view)
+    marks.mark(str(view))
+    fd = os.open(view / "manifest.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.write(fd, (root / "step-00000001" / "manifest.json").read_bytes())
+    os.close(fd)
+    marks.remove_ours(str(view))
+
+
+@pytest.mark.parametrize("delete", [_delete_step, _delete_view])
+def test_a_power_loss_in_a_deletion_leaves_a_whole_step_or_what_is_told_to_be_ours(
+    tmp_path: Path, delete: Callable[[Path], None]
+) -> None:
+    """After any call, and whatever of the unsynced names and contents is lost."""
+    root, log, draw = tmp_path / "run", tmp_path / "log", random.Random(0)
+    with sw.Checkpointer(root) as checkpoints:
+        checkpoints.save(state(), 1)
+    before = read_tree(root)
+    disk = Disk(before)
+    with watched(root, record_into(log, 0)):
+        delete(root)
+    images: list[Tree] = []
+    for call in recorded(log):
+        disk.replay(call)
+        kinds = [*CRASHES, *["any part of the rest"] * 15]
+        images += [image for kind in kinds if (image := disk.crash(kind, draw)) not in images]
+    assert disk.now() == read_tree(root)
+    for number, image in enumerate(images):
+        crashed = tmp_path / str(number)
+        write_tree(crashed, image)
+        publish.sweep_leftovers(str(crashed))
+        left = read_tree(crashed)
+        assert left in (before, {name: before[name] for name in (".lock", "latest")}), image.keys()
+    assert len(images) > 10
 
 
 def test_retention_counts_and_deletes_only_steps_of_this_run(tmp_path: Path) -> None:

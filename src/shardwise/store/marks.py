@@ -5,7 +5,8 @@
   either it is ours only while nothing else is in it. The note goes when the manifest is on the disk.
 * A file under such a name holds what its kind may hold, or the beginning of it, or zeros, as a power loss leaves it.
 
-So a deletion takes the note and the manifest last: what it leaves when it is cut can be told again. Links are never ours.
+So a deletion takes the note last, or the manifest where there is no note: what it leaves when it is cut, also by a power loss, can be told
+again. Links are never ours.
 """
 
 from __future__ import annotations
@@ -116,11 +117,13 @@ def remove_ours(path: str) -> None:
         with contextlib.suppress(OSError):
             patiently(os.unlink, path)
         return
-    remove_tree(path, spared=_PROOFS)
+    # Not both: a power loss could take the note alone, and leave a manifest that never came to the disk.
+    proofs = (NOTE_NAME,) if has_note(path) else _PROOFS
+    remove_tree(path, spared=proofs)
     with contextlib.suppress(OSError, CheckpointError):
-        if all(name in _PROOFS for name in patiently(os.listdir, path)):
+        if all(name in proofs for name in patiently(os.listdir, path)):
             fsync_directory(path)  # a power loss must not bring back what they prove without them
-            for name in _PROOFS:
+            for name in proofs:
                 with contextlib.suppress(FileNotFoundError):
                     patiently(os.unlink, os.path.join(path, name))
             patiently(os.rmdir, path)

@@ -259,6 +259,8 @@ def discard(path: str) -> None:
         raise CheckpointError(f"{path}: is a link, which is neither followed nor deleted")
     trash = temporary_beside(path, _TRASH)
     patiently(os.rename, path, trash)
+    # A power loss must not bring back the step's name for what is left of it.
+    fsync_directory(os.path.dirname(trash))
     with contextlib.suppress(CheckpointError):  # on a full disk the manifest tells that it is ours
         mark(trash)
     remove_ours(trash)
