@@ -199,8 +199,8 @@ def test_a_load_copies_through_a_ring(two: Parts) -> None:
             assert found["pinned"] == 0, "torch's cache of pinned memory gave it back"
             assert counts["waits for a stream"] == 1, "at the end"
             if name == "in lanes":
-                assert "by 4 threads" in found["reads"]
-                continue  # a thread's counts are its own
+                assert found["reads"].startswith("plain: all bytes were in the page cache")
+                continue  # a thread's counts are its own, and which thread reads what is chance
             assert counts["copies to a device, pinned, late"] >= 17, "slots are used again and again"
             # The second copy of the tied weight is compared on the device, in two parts.
             assert counts["waits for an event"] == counts["copies to a device, pinned, late"] - 8 - 2, (
