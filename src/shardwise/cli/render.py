@@ -173,7 +173,7 @@ def _show_root(out: Console, root: RootContents) -> None:
 
 def _what_was_checked(steps: Sequence[StepSummary]) -> Iterator[str]:
     if any(s.ok for s in steps):
-        yield "ok: manifest, headers and sizes agree (to check every byte, run shardwise verify)"
+        yield "ok: manifest, headers and sizes agree; run verify to check every byte"
     if any(s.ok is None for s in steps):
         yield "not checked: without checksums; shardwise doctor looks for lost files"
 
