@@ -231,13 +231,16 @@ def judge_end(run: Run, launch: int, files: Files) -> None:
     newest = max(run.said, default=0)
     if f"step-{newest:08d}" not in steps and newest:
         problems.append(f"lost: step {newest} is not among {steps}")
-    if run.keep_last is not None and len(steps) > run.keep_last:
+    # A guest that took the free directory after this launch, and died once its step had its name: it has not applied retention.
+    of_guests = {f"step-{s:08d}" for of, s in run.tried if run.has_guest and of < launch and s > newest}
+    unsaid = of_guests.intersection(steps)
+    if run.keep_last is not None and len(steps) > run.keep_last + len(unsaid):
         problems.append(f"kept: {steps}, but keep_last is {run.keep_last}")
     if not run.was_damaged and any("damaged" in n or "superseded" in n for n in names):
         problems.append(f"damage: {names}")
     if files.has(f"{run.home}/latest"):
         hint = bytes(files.node(f"{run.home}/latest").content).decode().strip()
-        if hint != f"step-{newest:08d}" and newest:
+        if hint not in {f"step-{newest:08d}", *unsaid} and newest:
             problems.append(f"hint: latest says {hint}, the newest is {newest}")
     else:
         problems.append("hint: there is none")

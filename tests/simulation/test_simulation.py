@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.faults.disk import Disk
 from tests.simulation.agreements import TIMEOUT_S, Call, Story
+from tests.simulation.files import Files
 from tests.simulation.installed import Stage
 from tests.simulation.many import simulated
 from tests.simulation.mutations import Mutation, found_at, mutations
+from tests.simulation.run_judge import Run, judge_end
 from tests.simulation.schedules import KINDS, run_seed
+from tests.simulation.world import World
 
 #: The operations of a rank in the rounds of `_story`, at most.
 _OPERATIONS = 60
@@ -44,6 +48,22 @@ def test_a_seed_replays_its_schedule(stage: Stage) -> None:
         first, again = (run_seed(stage, 7, kind, traced=True) for _ in range(2))
         assert len(first.trace) > 30
         assert first == again
+
+
+@pytest.mark.parametrize(
+    ("steps", "has_guest", "problems"), [((1, 2), True, 0), ((1, 2), False, 2), ((0, 1, 2), True, 1)]
+)
+def test_only_the_step_of_a_guest_may_stay_unsaid(
+    steps: tuple[int, ...], has_guest: bool, problems: int
+) -> None:
+    """A process of an earlier launch may save once the last launch is done, and be killed before its retention: seed 26057 of runs."""
+    world = World(0)
+    files, home = Files(world), "home/run"
+    tree = {f"{home}/step-{step:08d}": None for step in steps}
+    files.disk = Disk({"home": None, home: None, **tree, f"{home}/latest": b"step-00000002\n"})
+    run = Run(world, [files], "sync", 1, said={1: 1}, tried={(0, 1), (1, 1), (0, 2)}, has_guest=has_guest)
+    judge_end(run, 1, files)
+    assert len(world.problems) == problems
 
 
 @pytest.mark.parametrize(
