@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.demo.crash import die_in_next_save
+from shardwise.demo.course import die_in_next_save
 
 STEPS, SAVE_EVERY, KILL_AT, RANKS = 180, 30, 120, 2
 LENGTH, GLOBAL_BATCH = 96, 16

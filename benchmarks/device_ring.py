@@ -1,6 +1,6 @@
 """The ring of a load onto a device in simulated time: ``python -m benchmarks.device_ring``.
 
-The ring itself (``transfer/to_device.py``) runs on the simulated device of ``tests/device``. Its copies take the time that
+The ring itself (``engine/files.py``) runs on the simulated device of ``tests/device``. Its copies take the time that
 their bytes need at a rate, a read takes what a model of the storage says, and a wait of the host lasts until what it waits
 for has ended. So the seconds are exact and the same on every machine. Two tables:
 
@@ -70,7 +70,7 @@ STORAGE: dict[str, Callable[[], Read]] = {
 
 def seconds(read: Read, copy_rate: float, slot_bytes: int, slots: int) -> tuple[float, float]:
     """Simulated seconds of a load through the ring, and of its reads alone."""
-    from shardwise.transfer import to_device
+    from shardwise.engine import files as to_device
 
     device: Any = torch.get_device_module("simgpu")
     device.copies_take(copy_rate / SCALE)

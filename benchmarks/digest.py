@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from shardwise.digests.digest import partial_sum
+from shardwise.digests import partial_sum
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (8192, 4096),

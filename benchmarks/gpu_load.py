@@ -97,7 +97,7 @@ def ours(directory: Path, layers: int, threads: int | None, staging: int) -> dic
     from torch.distributed.fsdp import fully_shard
 
     import shardwise as sw
-    from shardwise.loading import carry_out
+    from shardwise.loading import load as carry_out
 
     mesh = init_device_mesh(DEVICE, (1,))
     with sw.meta_init():

@@ -26,8 +26,8 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks.fresh import from_fresh_process
-from shardwise.models.host_budget import memory_cgroups
-from shardwise.operations.recorder import phase
+from shardwise.operations.host_budget import memory_cgroups
+from shardwise.operations.operation import phase
 
 _MOST, _MOST_OFF = 0.01, 0.02
 _ROUNDS = 3

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.models.host_budget import memory_cgroups
+from shardwise.operations.host_budget import memory_cgroups
 
 __all__ = ["MemoryLimit", "limited_memory"]
 

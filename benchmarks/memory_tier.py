@@ -39,7 +39,7 @@ import shardwise as sw
 from benchmarks.fresh import on_fresh_ranks
 from benchmarks.loading.counters import anonymous_bytes
 from benchmarks.restore import train_state
-from shardwise.layout.model import local_tensor
+from shardwise.tensors.live import local_tensor
 
 DISK_BYTES_PER_S = 200e6
 COPIES = 2

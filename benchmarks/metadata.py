@@ -38,31 +38,30 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
-from shardwise.checkpoint.collect import Collected, Lineage
-from shardwise.checkpoint.compare import comparable
-from shardwise.checkpoint.document_files import checked_text
-from shardwise.checkpoint.fill_optimizer import TrainedBy, plan_states
-from shardwise.checkpoint.optimizer import stored_states
-from shardwise.checkpoint.own_files import own_parts
-from shardwise.checkpoint.save_manifest import file_records, manifest_of, merged_records, outline_of
-from shardwise.checkpoint.snapshot import Snapshot, plain_sums, take_snapshot
-from shardwise.checkpoint.space import payload_bytes
-from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
+from shardwise.checkpoint.optimizer import TrainedBy, plan_states, stored_states
+from shardwise.checkpoint.save import (
+    checked_text,
+    file_records,
+    manifest_of,
+    merged_records,
+    outline_of,
+    payload_bytes,
+)
+from shardwise.checkpoint.snapshot import Snapshot, comparable, own_parts, plain_sums, take_snapshot
+from shardwise.checkpoint.stored import StoredCheckpoint
+from shardwise.checkpoint.take import Collected, Lineage
 from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from shardwise.format.slices import boxes_to_write, file_name, header_bytes
-from shardwise.format.spread import file_count
+from shardwise.format.slices import boxes_to_write, file_count, file_name, header_bytes
 from shardwise.internals.fsdp import lazy_chunks
-from shardwise.layout.live import describe
-from shardwise.loading.fingerprint import fingerprint, in_words
-from shardwise.loading.load import plan_load
-from shardwise.loading.strategy import facts_of
-from shardwise.models.host_memory import HostMemory
+from shardwise.loading.load import fingerprint, in_words, plan_load
+from shardwise.loading.strategies import facts_of
 from shardwise.objects import gc_paused
-from shardwise.planning import IOOptions, Plan
+from shardwise.planning.match import Rules
+from shardwise.planning.plan import IOOptions, Plan
 from shardwise.ranks.ranks import Ranks
-from shardwise.recipe.match import Rules
 from shardwise.state.optimizer import place_states
-from shardwise.state.places import Places
+from shardwise.state.typed_json import Places
+from shardwise.tensors.live import HostMemory, describe
 
 HIDDEN, EXPERT, EXPERTS, LAYER = 2048, 1728, 64, 200
 VOCABULARY = 129_280

@@ -16,10 +16,9 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import shardwise as sw
 from benchmarks.phase_cases import Case
-from shardwise.phases.activations import Step, step_of
-from shardwise.phases.plan import _fake_ranks
-from shardwise.phases.spread import Spread
-from shardwise.phases.variant import Variant
+from shardwise.fit.network import Spread, Step, step_of
+from shardwise.fit.plan import _fake_ranks
+from shardwise.fit.records import Variant
 from shardwise.sharding.fsdp import shard_with_experts
 
 __all__ = ["Layout", "planned_step"]

@@ -9,8 +9,8 @@ import shardwise as sw
 from benchmarks.phase_cases import Case
 from benchmarks.phase_layouts import planned_step
 from benchmarks.phase_summary import ACTIVATIONS
-from shardwise.models.arguments import Pretrained
-from shardwise.phases.source import source_of
+from shardwise.fit.plan import source_of
+from shardwise.models.hub import Pretrained
 
 __all__ = ["planned_phases"]
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from benchmarks.fresh import on_fresh_ranks
-from shardwise.layout.model import local_tensor
+from shardwise.tensors.live import local_tensor
 
 PARTS, WIDTH = 24, 4096
 _READ_BYTES = 8 * 2**20

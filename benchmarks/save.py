@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 import shardwise as sw
 from benchmarks.fresh import on_fresh_ranks
 from benchmarks.loading.counters import anonymous_bytes
-from shardwise.layout.model import local_tensor
+from shardwise.tensors.live import local_tensor
 
 MIB = 1024**2
 TENSORS = 40

@@ -38,12 +38,12 @@ from benchmarks.metadata import (
     timed,
 )
 from benchmarks.scale_store import measured_apart
-from shardwise.checkpoint.save_manifest import manifest_of, merged_records
+from shardwise.checkpoint.save import manifest_of, merged_records
 from shardwise.format.manifest import parse_manifest
 from shardwise.objects import gc_paused
-from shardwise.ranks.messages import pack, unpack
+from shardwise.ranks.protocol import packed_message as pack
+from shardwise.ranks.protocol import ranks_below, unpack
 from shardwise.ranks.ranks import Ranks
-from shardwise.ranks.tree import ranks_below
 
 RANKS = (64, 256, 1024, 4096)
 #: The rank that plans. It holds a part of each tensor; where there are more ranks than rows, later ones hold nothing of most.

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch.distributed as dist
 
-from shardwise.digests.replicas import added_sums
+from shardwise.digests import added_sums
 from tests.harness.thread_ranks import ThreadRanks, rank_on
 
 MEBI = 2**20

@@ -36,7 +36,7 @@ from benchmarks.loading.counters import anonymous_bytes, sampled
 from benchmarks.peers import FROM_STORES
 from benchmarks.stores.saving import measured_saves
 from benchmarks.stores.served import as_client, served
-from shardwise.transfer.objects import PART_BYTES
+from shardwise.engine.objects import PART_BYTES
 from tests.harness.servers import ceph_is_installed
 
 MIB = 2**20

@@ -14,15 +14,8 @@ import pytest
 
 from shardwise import errors
 from shardwise.cli import main
-from shardwise.cli.manual import ERRORS
-from shardwise.errors import (
-    IntegrityError,
-    PlanError,
-    RankError,
-    ShardwiseError,
-    SourceError,
-    StateError,
-)
+from shardwise.cli.program import ERRORS
+from shardwise.errors import IntegrityError, PlanError, RankError, ShardwiseError, SourceError, StateError
 from tests.harness.command import runner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.transfer.shared import SharedReader
+from shardwise.engine.shared import SharedReader
 
 __all__ = [
     "CollectiveBytes",

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.loading.cases import Case, sharded_model
 from benchmarks.stores.served import MODEL
+from shardwise.engine.objects import PART_BYTES, REQUESTS
 from shardwise.storage import fetch
-from shardwise.transfer.objects import PART_BYTES, REQUESTS
 
 NAME = "bare client"
 WHOLE = False

@@ -17,7 +17,7 @@ from benchmarks.fresh import in_fresh_process, on_fresh_ranks
 from benchmarks.loading.counters import anonymous_bytes, sampled
 from benchmarks.save import make_state
 from benchmarks.stores.served import as_client, served
-from shardwise.layout.model import local_tensor
+from shardwise.tensors.live import local_tensor
 from tests.harness.object_store import BUCKET, SECRET
 
 __all__ = ["measured_saves"]

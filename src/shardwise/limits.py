@@ -15,7 +15,8 @@ from reprlib import Repr
 from typing import Any, TypeGuard
 
 from .errors import FormatError, SourceError
-from .storage import is_url, read_whole
+from .storage import read_whole
+from .storage.records import is_url
 
 #: Dims of a tensor: torch's own limit. It also keeps products of sizes small enough to multiply and print.
 MAX_DIMS = 64

@@ -7,12 +7,12 @@ from .checkpoint.resume_report import ResumeReport
 from .checkpoint.save import SaveReport
 from .checkpoint.verify import VerifyReport
 from .export.hub import ExportReport
-from .loading.report import LoadReport
-from .operations.records import Progress
-from .phases.report import PlanReport
+from .fit.plan import PlanReport
+from .loading.load import LoadReport
+from .operations.operation import Progress
+from .publish.copy import CopyReport
 from .runs.convert import ConvertReport
 from .runs.diff import DiffReport
-from .store.copy import CopyReport
 
 __all__ = [
     "ConvertReport",

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .devices import own_device
 from .errors import StateError
+from .host import own_device
 from .names import modules_once, own_tensors
 from .objects import frozen
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import RankError, ShardwiseError
-from shardwise.layout.model import reshard
 from shardwise.names import canonical_name, named_tensors
+from shardwise.tensors.live import reshard
 from tests.harness.models import Mixed, Plain, fill_with_noise
 from tests.integrations._accelerate_fns import accelerator_with
 from tests.loading._load_fns import (

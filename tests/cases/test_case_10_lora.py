@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.adapters import _peft_fns as fns
 from tests.harness import models
 from tests.harness.pool import RankPool
+from tests.loading import _peft_fns as fns
 
 
 def _plain(base: Path, adapter: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

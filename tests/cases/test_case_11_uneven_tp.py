@@ -24,14 +24,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.catalog import catalog_of_safetensors
+from shardwise.engine.engine import Destination, Staging, execute
+from shardwise.engine.files import FileReader
 from shardwise.format.slices import SliceTensor, file_name, rank_files
-from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_boxes, local_shape
-from shardwise.layout.wanted import Layout, Wanted, contiguous_strides
-from shardwise.planning import IOOptions, build_plan
-from shardwise.recipe.match import match
-from shardwise.store.slice_file import write_slices
-from shardwise.transfer import FileReader
-from shardwise.transfer.copy import Destination, Staging, execute
+from shardwise.planning.match import match
+from shardwise.planning.plan import IOOptions, build_plan
+from shardwise.publish.write import write_slices
+from shardwise.tensors.boxes import Layout, Wanted, contiguous_strides
+from shardwise.tensors.placements import Cut, Geometry, cut_boxes, local_boxes, local_shape
 
 ROWS, COLUMNS = 38, 3
 FULL = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)

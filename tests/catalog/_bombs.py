@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.check import quick_check
+from shardwise.checkpoint.verify import quick_check
 from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
 from tests.harness.hostile import edit_documents, edit_manifest, put_file

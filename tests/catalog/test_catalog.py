@@ -22,7 +22,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.dtypes import ITEMSIZE, itemsize, torch_dtype
 from shardwise.errors import FormatError, SourceError
 from shardwise.format.header import MAX_HEADER_BYTES, read_header
-from shardwise.layout.boxes import Box, whole
+from shardwise.tensors.boxes import Box, whole
 from tests.harness.tiers import examples
 
 INDEX = "model.safetensors.index.json"

@@ -187,7 +187,7 @@ GADGETS: dict[str, Any] = {
 @pytest.mark.parametrize("gadget", GADGETS)
 def test_gadgets_are_refused_and_not_run(saved: Path, tmp_path: Path, gadget: str, inside: str) -> None:
     """As the whole description, as state of one of its records, and in the description of a tensor."""
-    from shardwise.catalog.torchfile import read_torch_file
+    from shardwise.catalog.torch_files import read_torch_file
 
     mark = tmp_path / "was-run"
     body = GADGETS[gadget](str(mark))

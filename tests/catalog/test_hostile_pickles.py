@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.catalog.dcp import read_dcp
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, ShardwiseError, SourceError
-from shardwise.runs.pickled_values import Objects, plain_values
-from shardwise.runs.third_party import ThirdPartyRun
+from shardwise.runs.third_party import Objects, ThirdPartyRun, plain_values
 from tests.harness.bombs import refused_within, run_apart
 
 METADATA = "torch.distributed.checkpoint.metadata"

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import shardwise as sw
-from shardwise.adapters.files import open_adapter
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, ShardwiseError, SourceError
-from shardwise.models.assets import read_assets
+from shardwise.loading.adapters import open_adapter
 from shardwise.models.classes import read_config
+from shardwise.models.homes import read_assets
 from shardwise.runs.third_party import find_run
 from tests.fuzz.seeds import make_model
 from tests.harness.bombs import refused_within, run_apart

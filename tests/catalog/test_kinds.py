@@ -18,11 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.catalog.kinds import KINDS, kind_in
 from shardwise.catalog.open import open_catalog
+from shardwise.catalog.records import KINDS, kind_in
 from shardwise.cli import main
-from shardwise.doctor.collect import collect
-from shardwise.doctor.table import findings_of
+from shardwise.doctor.examine import collect, findings_of
 from shardwise.errors import FormatError, ShardwiseError, SourceError
 from tests.catalog import _dcp_fns
 from tests.harness.command import runner

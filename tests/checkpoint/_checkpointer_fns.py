@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.store.marks import mark
+from shardwise.publish.lock import mark
 from tests.checkpoint._resume_fns import assert_same_bits, bits, listing
 from tests.harness.logged import warnings_logged
 from tests.harness.versions import quiet_dcp

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.layout.model import local_tensor
 from shardwise.names import named_tensors
+from shardwise.tensors.live import local_tensor
 
 WIDTH = 6
 BEFORE, AFTER = 3, 10

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.store.lock import DirectoryLock
+from shardwise.publish.lock import DirectoryLock
 from tests.checkpoint._checkpointer_fns import failure
 
 IO = sw.IOOptions(timeout_s=30)

@@ -105,7 +105,7 @@ def slow_cleanup(root: str) -> list[tuple[str, str]]:
 
 def hangs(seconds: float) -> list[tuple[str, str, float]]:
     """What is no progress: Python that hangs; one call that takes longer than any may, where it is told to be short."""
-    from shardwise.ranks.patience import patiently
+    from shardwise.ranks.ranks import patiently
 
     found: list[tuple[str, str, float]] = []
     ranks = Ranks.current(timeout_s=0.3)

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.layout.model import local_tensor, reshard
 from shardwise.names import named_tensors
+from shardwise.tensors.live import local_tensor, reshard
 
 WIDTH = 8
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.collect import Lineage, collect
-from shardwise.checkpoint.stage import detached_documents
+from shardwise.checkpoint.take import Lineage, collect, detached_documents
 from shardwise.ranks.ranks import Ranks
 from tests.checkpoint import _async_save_fns as fns
 from tests.harness.pool import RankPool

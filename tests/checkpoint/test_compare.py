@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.compare import differing_in, differing_tensors, merged
+from shardwise.checkpoint.snapshot import differing_in, differing_tensors, merged
 from tests.harness.thread_ranks import ThreadRanks, on_threads
 
 RANKS = 40

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.check import quick_check
+from shardwise.checkpoint.verify import quick_check
 from shardwise.errors import IntegrityError, NoCheckpointError, StateError, VersionError
 from tests.harness.hostile import edit_documents, run
 

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 import shardwise.checkpoint.optimizer as optimizer_module
-import shardwise.digests.live as live_module
-from shardwise.digests.digest import tensor_digest
-from shardwise.digests.pending import partial_sums
+import shardwise.digests as live_module
+from shardwise.digests import partial_sums, tensor_digest
 from shardwise.errors import IntegrityError, RankError, ShardwiseError
 from tests.harness.on_ranks import on_ranks
 

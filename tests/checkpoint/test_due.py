@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.due import Due
+from shardwise.checkpoint.run import Due
 from shardwise.ranks.ranks import Ranks
 from tests.checkpoint import _due_fns as fns
 from tests.harness.pool import RankPool

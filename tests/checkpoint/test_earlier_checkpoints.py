@@ -11,7 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.format.manifest_records import VERSION, VERSION_OF_PLACES
+from shardwise.format.manifest import VERSION, VERSION_OF_PLACES
 from tests.checkpoint.earlier import runs
 from tests.harness.command import runner
 from tests.harness.pool import RankPool

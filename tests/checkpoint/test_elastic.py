@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.store.publish import published_steps
+from shardwise.publish.places import published_steps
 from tests.checkpoint import _elastic_fns as fns
 from tests.harness.elastic_log import lives
 from tests.harness.pool import RankPool

@@ -15,17 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.checkpoint.documents import restore_documents
 from shardwise.checkpoint.own import OwnState
-from shardwise.checkpoint.receivers import receivers_of
-from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
-from shardwise.cli.manual import rows_of
+from shardwise.checkpoint.receivers import receivers_of, restore_documents
+from shardwise.checkpoint.stored import StoredCheckpoint
+from shardwise.cli.program import rows_of
 from shardwise.errors import StateError
 from shardwise.format.manifest import read_manifest
-from shardwise.layout.live import describe
 from shardwise.ranks.ranks import Ranks
 from shardwise.state.beyond import differing_leaves, same, split_storable
-from shardwise.state.places import Places
+from shardwise.state.typed_json import Places
+from shardwise.tensors.live import describe
 from tests.harness.holder import Holder
 
 

@@ -14,11 +14,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
-from shardwise.checkpoint.check import quick_check
+from shardwise.checkpoint.verify import quick_check
 from shardwise.errors import CheckpointError
-from shardwise.format.places import rank_of_file
-from shardwise.store.part_target import delete_sealed, sealed_parts
-from shardwise.store.publish import sweep_leftovers
+from shardwise.format.manifest import rank_of_file
+from shardwise.publish.places import delete_sealed, sealed_parts, sweep_leftovers
 from tests.checkpoint import _local_fns as fns
 from tests.checkpoint._checkpointer_fns import _flip
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.own_files import own_parts
-from shardwise.checkpoint.snapshot import take_snapshot
+from shardwise.checkpoint.snapshot import own_parts, take_snapshot
 from shardwise.format.slices import rank_files
 from tests.harness.looks import looks
 

@@ -14,8 +14,8 @@ import xxhash
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.files import FileReader
 from shardwise.errors import CheckpointError, LockedError, NoCheckpointError, StateError, VersionError
-from shardwise.transfer import FileReader
 
 
 def net(*, seed: int = 0, sizes: tuple[int, ...] = (4, 3, 2)) -> nn.Sequential:

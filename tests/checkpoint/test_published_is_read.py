@@ -187,7 +187,7 @@ def test_nothing_changes_before_documents_are_checked(tmp_path: Path) -> None:
 def test_too_much_text_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the limit lowered: the real one takes seconds to reach."""
     from shardwise import limits
-    from shardwise.checkpoint import document_files
+    from shardwise.checkpoint import save as document_files
 
     monkeypatch.setattr(document_files, "MAX_JSON_BYTES", 10_000)
     with pytest.raises(StateError, match=r"the limit is 10000; most are of 'extra\.text'"):

@@ -12,8 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import CheckpointError, FormatError, PlanError, StateError
-from shardwise.format.manifest import parse_manifest, read_manifest
-from shardwise.format.manifest_records import checksum_of
+from shardwise.format.manifest import checksum_of, parse_manifest, read_manifest
 from tests.checkpoint import _referred_fns as fns
 from tests.harness.command import runner
 from tests.harness.pool import RankPool

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from shardwise.checkpoint import stage
-from shardwise.checkpoint.collect import _device_name
-from shardwise.checkpoint.stage import StagingBuffer, pinned_sizes, room_for
+from shardwise.checkpoint import take as stage
+from shardwise.checkpoint.take import StagingBuffer, _device_name, pinned_sizes, room_for
 
 MIB = 1024**2
 

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
 import shardwise as sw
 from shardwise.checkpoint import restore as restoring
-from shardwise.checkpoint.watch import reaches_others
-from shardwise.state.schedulers import class_text
+from shardwise.checkpoint.own import reaches_others
+from shardwise.state.documents import class_text
 
 
 class Meddler:

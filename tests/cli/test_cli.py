@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 
 from shardwise import Checkpointer, TrainState, load_pretrained, save
 from shardwise.catalog.records import StoredTensor
-from shardwise.cli import inspection, main
-from shardwise.cli.options import byte_count
+from shardwise.cli import main
+from shardwise.cli import render as inspection
+from shardwise.cli.program import byte_count, tree_of
 from shardwise.cli.render import size
-from shardwise.cli.tree import tree_of
-from shardwise.doctor.table import RULES
-from shardwise.models.host_budget import host_budget
+from shardwise.doctor.examine import RULES
+from shardwise.operations.host_budget import host_budget
 from tests.harness.command import runner
 from tests.harness.models import sparse_file
 from tests.harness.versions import quiet_dcp

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.doctor.collect import collect
-from shardwise.doctor.table import findings_of
+from shardwise.doctor.examine import collect, findings_of
 from tests.checkpoint._checkpointer_fns import _flip
 from tests.cli import _parts_fns as fns
 from tests.cli.test_cli import check_paragraph, run, run_json

@@ -14,8 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.demo.data import PairBatches, docstring_pairs, split
-from shardwise.demo.prepare import clear_output, prepare_model
+from shardwise.demo.course import PairBatches, clear_output, docstring_pairs, prepare_model, split
 from shardwise.demo.run import run_demo
 from shardwise.errors import ShardwiseError, SourceError, StateError
 from tests.docs.blocks import ROOT

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from tests.adapters._peft_fns import known_warnings
 from tests.device._save_fns import spent
 from tests.harness import models
+from tests.loading._peft_fns import known_warnings
 
 #: Kinds of models in the directory of sources, with their dtypes there.
 SOURCES = {"gpt2": torch.float32, "qwen3-tied": torch.bfloat16, "mixtral": torch.float32}

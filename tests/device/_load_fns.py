@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
-from shardwise.transfer import lanes
+from shardwise.engine import engine as lanes
 from tests.device._save_fns import MIB, spent
 from tests.harness import models
 

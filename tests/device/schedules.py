@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-import shardwise.transfer.to_device as to_device
+import shardwise.engine.files as to_device
 
 __all__ = ["MUTANTS", "mutant", "races"]
 

@@ -12,19 +12,19 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.digests import digest as module
-from shardwise.digests.digest import (
+from shardwise import digests as module
+from shardwise.digests import (
     finish,
     format_digest,
+    local_boxes,
     partial_sum,
     partial_sum_bytes,
+    partial_sums,
     tensor_digest,
 )
-from shardwise.digests.live import local_boxes
-from shardwise.digests.pending import partial_sums
 from shardwise.dtypes import ITEMSIZE, code_of, torch_dtype
 from shardwise.errors import FormatError
-from shardwise.layout.placements import Cut, Geometry, cut_boxes
+from shardwise.tensors.placements import Cut, Geometry, cut_boxes
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.digests.digest import random_odd
-from shardwise.digests.replicas import _STREAM, ReplicaTotals, added_sums
+from shardwise.digests import _STREAM, ReplicaTotals, added_sums, random_odd
 from shardwise.format.slices import replicas
-from shardwise.layout.placements import Cut, Geometry
+from shardwise.tensors.placements import Cut, Geometry
 
 RANKS = 12
 EVERY = tuple(range(RANKS))

@@ -115,7 +115,7 @@ EXAMPLES = {
     "fabric_loop.py": "examples/_loops_fns.py",
     "jobset.yaml": "launchers/test_jobset.py",
     "own_loop.py": "examples/_rl_engine_fns.py",
-    "preemptible.py": "preemption/test_torchrun.py",
+    "preemptible.py": "ranks/test_torchrun.py",
     "ray_train.py": "launchers/ray_train.py",
     "rl_engine.py": "examples/_rl_engine_fns.py",
     "titan_loop.py": "examples/_loops_fns.py",

@@ -29,7 +29,7 @@ pytestmark = [
 
 BLOCKS = [block for block, _ in site() if is_code(block) and runner(block) == CONSOLE]
 COMMANDS = {block: command for block, command in site() if command is not None}
-CONFIGS = ROOT / "tests/phases/configs"
+CONFIGS = ROOT / "tests/fit/configs"
 LLAVA = "PATH --ranks 8 --auto-class"
 LORA = "PATH --ranks 8 --adapter"
 #: What stands for a reader's path.

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardwise.doctor.collect import collect
-from shardwise.doctor.rule import Finding
-from shardwise.doctor.table import findings_of
+from shardwise.doctor.examine import collect, findings_of
+from shardwise.doctor.facts import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What depends on where the tests run: a container's own layer, or /tmp in memory.

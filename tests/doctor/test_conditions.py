@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shardwise.doctor.rule import Finding
+from shardwise.doctor.facts import Finding
 from tests.doctor.real import FSDP2, ROOT, WHERE, check, found
 from tests.doctor.test_system import forked
 from tests.faults.mounts import NEW_NAMES, CanNotMount, mount, mount_tmpfs, unshare, with_own_mounts

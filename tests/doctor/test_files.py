@@ -22,16 +22,14 @@ import yaml
 from accelerate.utils import dataclasses as accelerate_utils
 from safetensors.torch import load_file, save_file
 
-from shardwise.doctor.collect import collect
+from shardwise.doctor.examine import collect, findings_of
+from shardwise.doctor.facts import classes_of, mount_of
+from shardwise.doctor.files import look_at_place
 from shardwise.doctor.logs import KNOWN, log_of_losses, read_log
-from shardwise.doctor.mounts import mount_of
-from shardwise.doctor.probe import look_at_place
-from shardwise.doctor.software import classes_of
-from shardwise.doctor.table import findings_of
 from shardwise.errors import FormatError
 from shardwise.integrations.trainer import ShardwiseTrainer
-from shardwise.models.host_budget import host_budget
-from shardwise.store.publish import set_aside
+from shardwise.operations.host_budget import host_budget
+from shardwise.publish.places import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
 from tests.harness.bombs import run_apart
 from tests.harness.models import sparse_file

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.doctor.settings import read_settings
+from shardwise.doctor.files import read_settings
 from tests.doctor.real import FSDP2, NOISE, ROOT, WHERE, arguments, check, found
 from tests.harness.command import runner
 

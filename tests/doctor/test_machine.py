@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.doctor.machine import look_at_machine
-from shardwise.doctor.table import findings_of
+from shardwise.doctor.examine import findings_of
+from shardwise.doctor.facts import look_at_machine
 from tests.doctor.healthy import GIB, HEALTHY
 
 VERSION_2 = {

@@ -254,7 +254,7 @@ def test_a_rank_that_dies_meanwhile_is_named(tmp_path: Path) -> None:
 
 _DIES = """
 import os
-from shardwise.doctor.meet import assembly_of
+from shardwise.doctor.examine import assembly_of
 assert assembly_of(os.environ).store is not None
 os._exit(9)
 """

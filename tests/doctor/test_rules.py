@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor.rule import Finding
-from shardwise.doctor.rules_models import CUT_ON_DIM_0
-from shardwise.doctor.table import RULES, findings_of
+from shardwise.doctor.examine import RULES, findings_of
+from shardwise.doctor.facts import Finding
+from shardwise.doctor.rules_machine import CUT_ON_DIM_0
 from tests.doctor import test_conditions, test_files, test_meet, test_system
 from tests.doctor.healthy import HEALTHY, SOFTWARE, YAML, hundred, settings
 from tests.doctor.pathologies import PATHOLOGIES, Pathology

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor.rule import Finding
+from shardwise.doctor.facts import Finding
 from tests.doctor.real import WHERE, check, found
 from tests.faults.mounts import NEW_NAMES, CanNotMount, mount, mount_tmpfs, unshare, with_own_mounts
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from examples import own_loop, rl_engine
-from tests.adapters._peft_fns import known_warnings
+from tests.loading._peft_fns import known_warnings
 
 
 def run_engine(*arguments: str) -> dict[str, Any]:

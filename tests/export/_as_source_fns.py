@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.export import requantized, weights
+from shardwise.export import again as requantized
+from shardwise.export import again as weights
 from tests.quantized import _layout_fns as layouts
 
 __all__ = ["CHANGED", "export_all", "export_one", "touch"]

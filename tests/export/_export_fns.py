@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise as sw
 from shardwise.names import named_tensors
-from shardwise.store.write import FileWriter
+from shardwise.publish.write import FileWriter
 from tests.checkpoint._checkpointer_fns import failure
 from tests.harness.versions import is_open
 
@@ -84,7 +84,7 @@ def export_both_ways(source: str, out: str, options: dict[str, Any]) -> dict[str
 
 def export_fails(source: str, out: str, failing_rank: int) -> tuple[str, str]:
     """One rank fails to write: an error on all, and nothing is left."""
-    from shardwise.transfer.copy import FileFiller
+    from shardwise.engine.engine import FileFiller
 
     model = sw.load_pretrained(source, _mesh())
     own = FileFiller.write_at
@@ -330,7 +330,7 @@ def restore_packed(path: str, shape: tuple[int, int] | None) -> dict[str, Any]:
 
 
 def _boxes(model: nn.Module) -> dict[str, int]:
-    from shardwise.layout.live import describe
+    from shardwise.tensors.live import describe
 
     return {w.name: len(w.boxes) for w in describe(model).layout().wanted}
 

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.demo.memory import AnonymousPeak
-from shardwise.layout.model import local_tensor, reshard
-from tests.adapters._peft_fns import known_warnings
+from shardwise.demo.course import AnonymousPeak
+from shardwise.tensors.live import local_tensor, reshard
 from tests.export._export_fns import failure
 from tests.harness import models
+from tests.loading._peft_fns import known_warnings
 
 _runs = count()
 
@@ -73,7 +73,7 @@ def as_exported(kinds: tuple[str, ...], root: str) -> list[list[str]]:
 
 def fails(source: str, root: str) -> list[tuple[str, str]]:
     """Errors, alike on every rank; the next iteration works."""
-    import shardwise.export.gather as full
+    import shardwise.export.live as full
 
     model = trained(source)
     rank, own = dist.get_rank(), full._fill

@@ -23,7 +23,7 @@ from shardwise.errors import (
     StateError,
     UnsupportedConversionError,
 )
-from shardwise.quantized.dequantized import dequantized
+from shardwise.quantized.open import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
 from tests.harness.command import runner

@@ -15,12 +15,12 @@ import torch
 import transformers
 
 import shardwise as sw
-from shardwise.demo.prepare import default_model
+from shardwise.demo.course import default_model
+from shardwise.engine.engine import FileFiller
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, SourceError
-from shardwise.export.files import lay_out
-from shardwise.layout.spec import TensorSpec
-from shardwise.store.publish import discard, published_steps
-from shardwise.transfer.copy import FileFiller
+from shardwise.export.write import lay_out
+from shardwise.publish.places import discard, published_steps
+from shardwise.tensors.boxes import TensorSpec
 from tests.export import _export_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import worker_env
@@ -265,7 +265,7 @@ def test_a_step_that_is_deleted_in_the_middle_is_exported(
     """By the run itself, which keeps one step; of more files than are otherwise kept open."""
     state, step = sw.TrainState(model=fns.small_module()), tmp_path / "run" / "step-00000001"
     ranks.run_ranks(2, fns.save_small, str(step))
-    monkeypatch.setattr("shardwise.transfer.files._MOST_OPEN", 1)
+    monkeypatch.setattr("shardwise.engine.files._MOST_OPEN", 1)
     with sw.Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
         checkpointer.resume(state)
         _at_first_write(monkeypatch, lambda: checkpointer.save(state, 2))
@@ -285,7 +285,7 @@ def test_more_files_than_may_be_open(
     step = tmp_path / "step-00000001"
     ranks.run_ranks(2, fns.save_small, str(step))
     monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))
-    monkeypatch.setattr("shardwise.transfer.files._MOST_OPEN", 1)
+    monkeypatch.setattr("shardwise.engine.files._MOST_OPEN", 1)
     _at_first_write(monkeypatch, lambda: discard(str(step)))
     with pytest.raises(CheckpointError, match="step-00000001: was deleted while it was being read"):
         sw.export_hf(step, tmp_path / "out")

@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.cli.commands import main
 from shardwise.errors import CheckpointError
-from shardwise.export import to_directory
+from shardwise.export import write as to_directory
 from tests.harness.command import runner
 
 

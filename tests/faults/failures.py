@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.store.marks import mark
+from shardwise.publish.lock import mark
 from tests.faults.calls import WRITES, Hook, fail_at, phase_of, short_write_at, through, watched
 from tests.faults.mounts import CanNotMount, mount_tmpfs, with_own_mounts
 from tests.faults.rows import Case, Context, Row, agreed, judge, rows_of

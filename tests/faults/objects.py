@@ -15,8 +15,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.format.head import HEAD_NAME, Head, parse_head, stored_step
-from shardwise.store import head_line, in_store
+from shardwise.format.header import HEAD_NAME, Head, parse_head, stored_step
+from shardwise.publish import line as head_line
+from shardwise.publish import write as in_store
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 
 __all__ = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.store.marks import mark
+from shardwise.publish.lock import mark
 from tests.faults.calls import phase_of, slow_at, through, watched
 from tests.faults.rows import Context, Row, agreed, judge, rows_of
 from tests.faults.tiny import IO, TIMEOUT_S, Attempt, Found, Tiny, attempt, find, outcome_of

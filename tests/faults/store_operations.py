@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, LockedError, ShardwiseError
-from shardwise.format.head import parse_head
+from shardwise.format.header import parse_head
 from tests.faults.objects import (
     Place,
     Remembered,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.format.head import Head
+from shardwise.format.header import Head
 from shardwise.format.manifest import Manifest, parse_manifest
 from tests.faults.objects import (
     Place,

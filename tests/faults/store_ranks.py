@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.store import head_line
+from shardwise.publish import line as head_line
 from tests.faults.forks import Scenario
 from tests.faults.objects import Fault, Place, fresh_place, injected, proxy_of, use_directly, use_proxy
 from tests.faults.rows import Case, Context, Row, agreed, judge, rows_of

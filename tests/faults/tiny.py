@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import RankError, ShardwiseError
-from shardwise.store import direct, slice_file
+from shardwise.publish import write as direct
+from shardwise.publish import write as slice_file
 from tests.faults.calls import Hook, watched
 from tests.harness.logged import warnings_logged
 

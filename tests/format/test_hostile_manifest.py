@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.check import check_files, quick_check
+from shardwise.checkpoint.verify import check_files, quick_check
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, ShardwiseError, StateError
 from shardwise.format.manifest import read_manifest
 from tests.catalog import _bombs

@@ -30,23 +30,24 @@ from shardwise.format.manifest import (
     Packed,
     StateEntry,
     TensorEntry,
+    checksum_of,
     parse_manifest,
     read_manifest,
 )
-from shardwise.format.manifest_records import checksum_of
 from shardwise.format.slices import (
     Slice,
+    SliceAt,
     SliceTensor,
+    Spread,
     assign_owners,
     file_name,
     header_bytes,
     owner_ranks,
     rank_files,
 )
-from shardwise.format.spread import SliceAt, Spread
-from shardwise.layout.boxes import Box, find_overlap
-from shardwise.layout.placements import Cut, Geometry, cut_boxes
-from shardwise.store.slice_file import write_slices
+from shardwise.publish.write import write_slices
+from shardwise.tensors.boxes import Box, find_overlap
+from shardwise.tensors.placements import Cut, Geometry, cut_boxes
 
 PLAIN = Geometry((4,), ("world",), (Cut("replicate"),), (0, 1, 2, 3))
 FSDP = Geometry((4,), ("dp",), (Cut("shard", 0),), (0, 1, 2, 3))

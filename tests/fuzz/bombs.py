@@ -12,7 +12,7 @@ from pathlib import Path
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.checkpoint.check import quick_check
+from shardwise.checkpoint.verify import quick_check
 from tests.fuzz.targets import Call, Seeds, copied, fix_checksums, replaced, restored, resumed, verified
 
 __all__ = ["BOMBS", "CPU_S", "MEMORY_BYTES"]

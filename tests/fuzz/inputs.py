@@ -15,32 +15,35 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.adapters.files import _check_patterns, attach, open_adapter, read_adapter_config
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.weights import Choice, listed, weights_in
-from shardwise.doctor.checkpoints import holds_checkpoint, look_at_checkpoint
-from shardwise.doctor.collect import collect
-from shardwise.doctor.examine import Diagnosis
+from shardwise.doctor.examine import Diagnosis, collect, findings_of
 from shardwise.doctor.facts import Facts
+from shardwise.doctor.files import (
+    holds_checkpoint,
+    holds_weights,
+    is_accelerate,
+    is_arguments,
+    look_at_checkpoint,
+    look_at_model,
+    read_settings,
+)
 from shardwise.doctor.logs import KNOWN, read_log
-from shardwise.doctor.settings import is_accelerate, is_arguments, read_settings
-from shardwise.doctor.table import findings_of
-from shardwise.doctor.weights import holds_weights, look_at_model
+from shardwise.engine.objects import SourceReader
+from shardwise.engine.shared import DecodingReader
 from shardwise.errors import ShardwiseError
+from shardwise.format.header import describe_steps
 from shardwise.format.manifest import read_manifest
-from shardwise.format.steps import describe_steps
-from shardwise.memory.record import Record, read_or_make_record, write_record
-from shardwise.memory.ring import Ring
-from shardwise.memory.units import proved_units
+from shardwise.loading.adapters import _check_patterns, attach, open_adapter, read_adapter_config
 from shardwise.models.documents import code_of, read_documents
-from shardwise.planning.records import IOOptions
-from shardwise.quantized.dequantized import dequantized
-from shardwise.report.material import find_material
-from shardwise.report.write import render
+from shardwise.planning.plan import IOOptions
+from shardwise.publish.hosts import proved_units
+from shardwise.publish.lock import has_note, is_checkpoint, is_ours, mark, remove_ours
+from shardwise.publish.ring import Record, Ring, read_or_make_record, write_record
+from shardwise.quantized.open import dequantized
+from shardwise.report.records import find_material
+from shardwise.report.report import render
 from shardwise.runs.history import is_root, steps_below
-from shardwise.store.marks import has_note, is_checkpoint, is_ours, mark, remove_ours
-from shardwise.transfer import SourceReader
-from shardwise.transfer.decoded import DecodingReader
 from tests.fuzz.mutate import TEXTS, mutate_bytes, mutate_header, mutate_json, mutated_text
 from tests.fuzz.targets import Seeds, _bytes, _mutate_manifest, copied, removed, replaced, target
 

@@ -20,16 +20,25 @@ from typing import Any
 
 import xxhash
 
-import shardwise.storage.tries as tries
+import shardwise.storage.records as tries
 from shardwise.errors import CheckpointError
 from shardwise.format.manifest import FileEntry
-from shardwise.memory.copies import copy_units
-from shardwise.memory.link import _HASH_BYTES, _NONCE_BYTES, _REPLY, _REQUEST, Reader, Server, _keyed, _seals
-from shardwise.memory.remote import RemoteFiles
-from shardwise.memory.ring import Ring
-from shardwise.memory.units import Unit
+from shardwise.publish.hosts import (
+    _HASH_BYTES,
+    _NONCE_BYTES,
+    _REPLY,
+    _REQUEST,
+    Reader,
+    RemoteFiles,
+    Server,
+    Unit,
+    _keyed,
+    _seals,
+    copy_units,
+)
+from shardwise.publish.ring import Ring
 from shardwise.storage.by_obstore import ObstoreStore
-from shardwise.storage.explain import (
+from shardwise.storage.other_clients import (
     explained,
     has_answered,
     is_forbidden,
@@ -39,7 +48,7 @@ from shardwise.storage.explain import (
     is_unknown_upload,
     text_of,
 )
-from shardwise.storage.options import configure_storage
+from shardwise.storage.records import configure_storage
 from tests.fuzz.guard import Guard
 from tests.fuzz.mutate import NUMBERS, TEXTS, mutate_bytes
 from tests.fuzz.targets import Seeds, target

@@ -17,14 +17,12 @@ from safetensors.torch import load, save
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.checkpoint.hosts import OneForAll
+from shardwise.checkpoint.sites import OneForAll
 from shardwise.cli.commands import main
 from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
-from shardwise.integrations._trainer_data import DataPlace
-from shardwise.integrations._trainer_folder import newest
-from shardwise.integrations._trainer_line import trainer_line_of
-from shardwise.integrations._trainer_place import check_place
+from shardwise.integrations._trainer_data import DataPlace, check_place
+from shardwise.integrations._trainer_files import newest, trainer_line_of
 from shardwise.rng import capture_host_rng
 from shardwise.state.typed_json import decode, encode
 from tests.fuzz.mutate import (

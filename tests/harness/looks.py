@@ -13,8 +13,8 @@ from typing import Any
 
 from shardwise import names
 from shardwise.format import slices
-from shardwise.layout import model as layout
 from shardwise.ranks.protocol import Agreement
+from shardwise.tensors import live as layout
 
 __all__ = ["Looks", "looks"]
 

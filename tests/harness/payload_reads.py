@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from shardwise.transfer.files import FileReader
-from shardwise.transfer.lanes import CachedFiles
+from shardwise.engine.engine import CachedFiles
+from shardwise.engine.files import FileReader
 
 __all__ = ["before_each_read"]
 

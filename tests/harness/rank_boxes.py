@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from shardwise.layout.boxes import LocalBox
-from shardwise.layout.placements import Geometry, cut_boxes
+from shardwise.tensors.boxes import LocalBox
+from shardwise.tensors.placements import Geometry, cut_boxes
 
 __all__ = ["every_rank_boxes"]
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from shardwise.objects import frozen
-from shardwise.ranks.parts import Store
-from shardwise.ranks.protocol import Agreement
+from shardwise.ranks.protocol import Agreement, Store
 from shardwise.ranks.ranks import Ranks
 
 __all__ = ["ThreadRanks", "on_threads", "rank_on"]

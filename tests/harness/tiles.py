@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from shardwise.recipe.tiles import Tile
+from shardwise.tensors.tiles import Tile
 
 __all__ = ["Index", "pairs"]
 
@@ -12,7 +12,7 @@ Index = tuple[int, ...]
 
 
 def pairs(tile: Tile) -> list[tuple[Index, Index]]:
-    """(source index, target index) of every iteration, by the definition in the docstring of recipe/tiles.py."""
+    """(source index, target index) of every iteration, by the definition in the docstring of tensors/tiles.py."""
     found = []
     for steps in product(*(range(loop.size) for loop in tile.loops)):
         source, target = list(tile.source_start), list(tile.target_start)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.errors import StateError
 from shardwise.integrations import accelerate as swa
-from shardwise.integrations._accelerate_loaders import LoaderPositions
+from shardwise.integrations._loaders import LoaderPositions
 from shardwise.integrations.accelerate import ShardwiseAccelerator
 from tests.integrations._accelerate_fns import accelerator_with
 

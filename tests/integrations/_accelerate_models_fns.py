@@ -169,13 +169,13 @@ def limited(root: str) -> dict[str, Any]:
         optimizer: Any = torch.optim.AdamW(model.parameters())
         model, optimizer = accelerator.prepare(model, optimizer)
         swa.save_state(accelerator)
-        with mock.patch("shardwise.store.publish.remove_ours"):  # as if killed there
+        with mock.patch("shardwise.publish.places.remove_ours"):  # as if killed there
             swa.save_state(accelerator)
         dist.barrier()
         names = os.listdir(f"{root}/checkpoints")
         found["published"] = sorted(n for n in names if not n.startswith("."))
         found["remains"] = len(names) - len(found["published"])
-        with mock.patch("shardwise.store.publish.discard", side_effect=PermissionError("immutable")):
+        with mock.patch("shardwise.publish.places.discard", side_effect=PermissionError("immutable")):
             swa.save_state(accelerator)
         dist.barrier()
         found["refused"] = sorted(n for n in os.listdir(f"{root}/checkpoints") if not n.startswith("."))

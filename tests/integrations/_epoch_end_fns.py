@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.integrations.accelerate import ShardwiseAccelerator
-from shardwise.preemption.stops import PreemptionPolicy
+from shardwise.ranks.stop import PreemptionPolicy
 from tests.checkpoint._checkpointer_fns import failure
 from tests.harness.versions import lacking
 from tests.integrations._accelerate_fns import launched

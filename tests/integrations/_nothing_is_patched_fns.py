@@ -93,8 +93,8 @@ def use_the_rest(path: str, root: str, lora: Any) -> None:
 
     import shardwise as sw
     from shardwise.integrations import accelerate as swa
-    from tests.adapters._peft_fns import known_warnings
     from tests.integrations._accelerate_fns import accelerator_with
+    from tests.loading._peft_fns import known_warnings
 
     def built() -> Any:
         with sw.meta_init():

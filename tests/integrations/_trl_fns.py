@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.layout.model import reshard
+from shardwise.tensors.live import reshard
 from tests.harness.versions import lacking
 from tests.integrations._trainer_fns import checkpoints, history, stop_at, whole
 from tests.integrations._trainer_parts import arguments, tokenizer

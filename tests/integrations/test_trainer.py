@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwise.gates import GATES
-from shardwise.integrations._trainer_line import LOCK_NAME
-from shardwise.store.lock import DirectoryLock
+from shardwise.integrations._trainer_files import LOCK_NAME
+from shardwise.publish.lock import DirectoryLock
 from tests.harness.launch import Launch
 from tests.harness.models import build_reference
 from tests.harness.pool import RankPool

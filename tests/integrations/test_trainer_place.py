@@ -12,16 +12,20 @@ import pytest
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.checkpoint.hosts import OneForAll
+from shardwise.checkpoint.sites import OneForAll
 from shardwise.errors import FormatError, LockedError
 from shardwise.format.manifest import read_manifest
-from shardwise.integrations._trainer_data import DataPlace
-from shardwise.integrations._trainer_folder import Run, contents, newest, set_newer_aside
-from shardwise.integrations._trainer_line import trainer_line_of
-from shardwise.integrations._trainer_place import check_place
-from shardwise.integrations._trainer_stand_in import _without_best
+from shardwise.integrations._trainer_data import DataPlace, check_place
+from shardwise.integrations._trainer_files import (
+    Run,
+    _without_best,
+    contents,
+    newest,
+    set_newer_aside,
+    trainer_line_of,
+)
+from shardwise.publish.lock import DirectoryLock
 from shardwise.rng import capture_host_rng
-from shardwise.store.lock import DirectoryLock
 from tests.harness.hostile import edit_documents, run
 
 TRAINER = {

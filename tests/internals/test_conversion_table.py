@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import conversion_mapping
 
-from shardwise.internals import conversion_table
+from shardwise.internals import transformers as conversion_table
 
 
 def test_every_conversion_of_transformers_is_the_same():

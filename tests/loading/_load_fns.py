@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.errors import ShardError, ShardwiseError
-from shardwise.layout.model import reshard
-from shardwise.loading.report import LoadReport
+from shardwise.loading.load import LoadReport
+from shardwise.tensors.live import reshard
 from tests.harness.models import Mixed, Plain, fill_with_noise, hub_model
 from tests.harness.payload_reads import before_each_read
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.model import reshard
+from shardwise.tensors.live import reshard
 from tests.export import _full_fns as fns
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.loading.initialize import init_weights
-from shardwise.models.meta_init import meta_init
+from shardwise.models.meta import meta_init
 from shardwise.sharding.fsdp import shard
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool

@@ -15,9 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import shardwise as sw
 from shardwise import IOOptions, ShardPolicy, TrainState, load_pretrained, save
 from shardwise.errors import FormatError, PlanError, ShardError, SourceError
+from shardwise.fit import plan as planner
 from shardwise.loading import load as loading
-from shardwise.phases import plan as planner
-from shardwise.planning import Plan
+from shardwise.planning.plan import Plan
 from tests.harness.pool import RankPool
 
 

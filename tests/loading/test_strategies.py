@@ -22,11 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
-from shardwise.catalog.message import packed_catalog, unpacked_catalog
 from shardwise.catalog.open import open_catalog
+from shardwise.catalog.records import packed_catalog, unpacked_catalog
 from shardwise.errors import RankError
-from shardwise.loading import strategy
-from shardwise.loading.strategy import Facts
+from shardwise.loading import strategies as strategy
+from shardwise.loading.strategies import Facts
 from tests.harness import models
 from tests.harness.launch import Launch
 from tests.harness.on_ranks import on_ranks

@@ -21,9 +21,8 @@ import shardwise as sw
 from benchmarks.architectures import Architecture, architectures
 from benchmarks.sweeping.ordinary import differences, export_differences, ordinary_load
 from shardwise.catalog import catalog_of_safetensors
-from shardwise.recipe.match import Recipe
-from shardwise.recipe.origin import recall, remember
-from shardwise.recipe.tiles import Loop
+from shardwise.planning.match import Recipe, recall, remember
+from shardwise.tensors.tiles import Loop
 from tests.loading._load_fns import assert_same_whole, ordinary_model
 
 Made = dict[str, Any]

@@ -69,8 +69,8 @@ SPELLINGS: dict[str, str] = {
 #: Words that others chose, in the files that need them: a state of SLURM's, a stored tag, another vocabulary.
 _OF_OTHERS = {
     ("tests/harness/slurm.py", "CANCELLED"),
-    ("src/shardwise/state/decoding.py", "quantised"),
-    ("src/shardwise/state/encoding.py", "quantised"),
+    ("src/shardwise/state/typed_json.py", "quantised"),
+    ("src/shardwise/state/typed_json.py", "quantised"),
     ("tests/models/_tokenizers.py", "colour"),
 }
 

@@ -19,58 +19,16 @@ import shardwise
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 
-#: The rooms of the package, one total order: a module imports from its own room or an earlier one, wherever in the file
+#: The rooms of the package in five storeys, and in one total order: a module imports from its own room or an earlier one, wherever in the file
 #: the import stands. "" is the package itself, which gathers the public names.
-ORDER = (
-    *(
-        "errors",
-        "objects",
-        "gates",
-        "operations",
-        "storage",
-        "limits",
-        "devices",
-        "dtypes",
-        "names",
-        "rng",
-        "internals",
-        "ranks",
-        "preemption",
-        "layout",
-        "format",
-    ),
-    *(
-        "digests",
-        "sharding",
-        "catalog",
-        "quantized",
-        "models",
-        "ledgers",
-        "recipe",
-        "adapters",
-        "planning",
-        "transfer",
-        "loading",
-        "state",
-    ),
-    *(
-        "store",
-        "memory",
-        "checkpoint",
-        "runs",
-        "doctor",
-        "export",
-        "phases",
-        "reports",
-        "api",
-        "",
-        "integrations",
-        "report",
-        "demo",
-        "cli",
-        "__main__",
-    ),
-)
+STOREYS = {
+    "ground": ("errors", "dtypes", "objects", "storage", "limits", "gates", "names", "internals", "host"),
+    "tensors and sources": ("tensors", "format", "ranks", "catalog", "digests", "quantized", "rng"),
+    "plan and engine": ("models", "planning", "engine", "operations", "sharding"),
+    "flows": ("loading", "publish", "state", "checkpoint", "runs", "export"),
+    "faces": (*("fit", "api", "reports", "", "integrations", "doctor", "report", "demo", "cli", "__main__"),),
+}
+ORDER = tuple(room for rooms in STOREYS.values() for room in rooms)
 
 #: Fewer rooms than that keep a module in one of them.
 FEW = 5
@@ -98,7 +56,7 @@ BESIDE_ROOMS = {
 }
 
 #: Pure parts: planned and tested on plain integers.
-WITHOUT_TORCH = ("catalog", "format", "layout.boxes", "recipe.tiles", "planning")
+WITHOUT_TORCH = ("catalog", "format", "tensors.boxes", "tensors.tiles", "planning.plan", "planning.proof")
 
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill"}
 ENVIRONMENT_WRITES = {
@@ -211,14 +169,12 @@ def test_public_names_lie_where_type_checkers_see_them() -> None:
 
 #: What a first save in a process imports nothing of: it waits for every module. A module of 2 ms is 10 ms on two cores with 4 ranks.
 NOT_FOR_A_SAVE = (
-    "adapters",
     "export",
     "loading",
     "quantized",
     "runs",
     "sharding",
-    "store.copy",
-    "store.mirror",
+    "publish.copy",
 )
 
 
@@ -327,7 +283,7 @@ def test_rules_find_what_they_forbid() -> None:
     assert _within_package("shardwise.errors.PlanError") == "errors"
     assert _within_package("shardwise.nothing") == ""
     assert _within_package("torch.nn") is None
-    assert _room("errors") < _room("planning.build") < _room("store") < _room("") < _room("cli")
+    assert _room("errors") < _room("planning.plan") < _room("publish") < _room("") < _room("cli")
     source = "if TYPE_CHECKING:\n    import a\ndef f():\n    import b\n"
     seen = {
         n.names[0].name for n, _ in _nodes(ast.parse(source), for_types=True) if isinstance(n, ast.Import)

@@ -19,9 +19,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.fit import plan as planning
 from shardwise.integrations import accelerate as swa
-from shardwise.models.arguments import FromPretrained
-from shardwise.phases import plan as planning
+from shardwise.models.hub import FromPretrained
 from tests.harness import models
 
 API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api" / "index.md"

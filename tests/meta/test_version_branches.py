@@ -14,21 +14,21 @@ from tests.meta.test_internals import FILES, OUTSIDE, tree_of
 
 #: The other places: file, function and what it asks → why.
 ALLOWED = {
-    "adapters/files.py::_import_peft try: import peft": "an optional package: the error names the extra",
-    "checkpoint/collect.py::_version version(": "versions are written into the manifest, and compared by whoever resumes",
-    "checkpoint/collect.py::software_versions torch.__version__": "as above",
-    "demo/prepare.py::default_model importlib.util.find_spec(": "the package whose files the demo takes",
-    "demo/summary.py::draw_loss try: import matplotlib.figure": "an optional package: no picture without it",
-    "doctor/rule.py::is_version SpecifierSet(": "doctor's rules are about installed versions",
-    "doctor/rule.py::is_version Version(": "as above",
-    "doctor/rules_launch.py::_needs Requirement(": "as above",
-    "doctor/rules_launch.py::_release Version(": "as above",
-    "doctor/software.py::versions metadata.version(": "as above",
-    "doctor/software.py::_folder_of util.find_spec(": "where transformers' source is, without importing it",
+    "loading/adapters.py::_import_peft try: import peft": "an optional package: the error names the extra",
+    "checkpoint/take.py::_version version(": "versions are written into the manifest, and compared by whoever resumes",
+    "checkpoint/take.py::software_versions torch.__version__": "as above",
+    "demo/course.py::default_model importlib.util.find_spec(": "the package whose files the demo takes",
+    "demo/run.py::draw_loss try: import matplotlib.figure": "an optional package: no picture without it",
+    "doctor/facts.py::is_version SpecifierSet(": "doctor's rules are about installed versions",
+    "doctor/facts.py::is_version Version(": "as above",
+    "doctor/rules_machine.py::_needs Requirement(": "as above",
+    "doctor/rules_machine.py::_release Version(": "as above",
+    "doctor/facts.py::versions metadata.version(": "as above",
+    "doctor/facts.py::_folder_of util.find_spec(": "where transformers' source is, without importing it",
     "models/classes.py::_unknown transformers.__version__": "the error says which release lacks the class",
-    "phases/fit.py::_changes find_spec(": "an optional package: plans with adapters only where PEFT is installed",
-    "report/drawing.py::plotting try: import matplotlib": "an optional package: the error names the extra",
-    "storage/by_fsspec.py::FsspecStore.__init__ try: import fsspec.core": "an optional package: the error names it",
+    "fit/verdict.py::_changes find_spec(": "an optional package: plans with adapters only where PEFT is installed",
+    "report/records.py::plotting try: import matplotlib": "an optional package: the error names the extra",
+    "storage/other_clients.py::FsspecStore.__init__ try: import fsspec.core": "an optional package: the error names it",
     "storage/by_obstore.py::_credentials try: import obstore.auth.boto3": "an optional package: the error names it",
     "storage/by_obstore.py::ObstoreStore.__init__ try: import obstore": "an optional package: the error names the extra",
 }
@@ -133,8 +133,8 @@ def test_branches_stand_in_two_places() -> None:
 NO_BRANCHES = {
     "internals/torch.py::keep_metadata": "only state dicts that modules made have it",
     "internals/transformers.py::can_be_built": "Auto classes have the one, model classes the other",
-    "internals/trl.py::counts_as_grpo": "trainers of one release differ",
-    "internals/trl.py::keeps_completions": "trainers of one release differ",
+    "internals/trainers.py::counts_as_grpo": "trainers of one release differ",
+    "internals/trainers.py::keeps_completions": "trainers of one release differ",
 }
 
 _NAMED = re.compile(

@@ -6,8 +6,8 @@ import json
 
 import torch
 
-from shardwise.models.assets import asset_files
-from shardwise.models.meta_init import meta_init
+from shardwise.models.homes import asset_files
+from shardwise.models.meta import meta_init
 from tests.sharding import _shard_fns as fns
 
 

@@ -14,11 +14,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import SourceError
-from shardwise.models.assets import asset_files, read_assets
 from shardwise.models.documents import documents_among, files_below_modules, is_document
-from shardwise.models.homes import remember_home
-from shardwise.models.hub import _named_by_documents
-from shardwise.models.lend import _documents
+from shardwise.models.homes import asset_files, read_assets, remember_home
+from shardwise.models.hub import _documents, _named_by_documents
 from tests.harness.models import build_reference
 from tests.models import _tokenizers as every
 

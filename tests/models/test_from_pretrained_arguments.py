@@ -18,8 +18,7 @@ import shardwise as sw
 from shardwise.catalog.weights import Choice
 from shardwise.errors import SourceError
 from shardwise.integrations import accelerate as swa
-from shardwise.models.arguments import REFUSED, FromPretrained, understand
-from shardwise.models.hub import needed_files
+from shardwise.models.hub import REFUSED, FromPretrained, needed_files, understand
 
 _CONFIG = {
     "vocab_size": 64,

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.models.host_budget import HostBudget, host_budget
+from shardwise.operations.host_budget import HostBudget, host_budget
 from tests.harness.models import sparse_file
 
 GIB = 1024**3

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from shardwise.layout.live import describe
-from shardwise.models.host_memory import HUGE_PAGE_BYTES, LEAST_BYTES, HostMemory
-from shardwise.models.memory import materialize
+from shardwise.models.meta import materialize
+from shardwise.tensors.live import HUGE_PAGE_BYTES, LEAST_BYTES, HostMemory, describe
 from tests.harness.on_ranks import on_ranks
 
 MIB = 1024**2

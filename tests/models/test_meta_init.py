@@ -15,9 +15,8 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from shardwise.layout.live import describe
-from shardwise.models.memory import materialize
-from shardwise.models.meta_init import forget_meta_buffers, meta_buffers, meta_init
+from shardwise.models.meta import forget_meta_buffers, materialize, meta_buffers, meta_init
+from shardwise.tensors.live import describe
 
 TINY = {
     "hidden_size": 32,
@@ -212,7 +211,7 @@ def test_buffers_computed_from_a_parameter_are_remembered() -> None:
 
 
 def test_what_is_remembered_goes_with_its_module() -> None:
-    from shardwise.models import meta_init as place
+    from shardwise.models import meta as place
 
     before = len(place._remembered)
     with meta_init():

@@ -27,7 +27,7 @@ from transformers import (
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.weights import Choice, listed, weights_in
-from shardwise.cli.inspection import contents_of
+from shardwise.cli.render import contents_of
 from shardwise.errors import PlanError, SourceError
 from shardwise.models.hub import HubOptions, find_model
 from shardwise.ranks.ranks import Ranks

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.harness.object_store import use_store
-from tests.recipe import _fallback_fns
+from tests.planning import _fallback_fns
 
 Found = list[sw.reports.Progress]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.models.host_budget import HostBudget
+from shardwise.operations.host_budget import HostBudget
 from shardwise.operations.printed import Printed
 
 

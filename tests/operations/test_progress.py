@@ -14,12 +14,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.operations import operation as operations
-from shardwise.store.marks import mark
+from shardwise.publish.lock import mark
 from tests.harness import models
 from tests.harness.pool import RankPool
 from tests.operations import _progress_fns as fns
+from tests.planning import _fallback_fns
 from tests.quantized._made import fp8_directory
-from tests.recipe import _fallback_fns
 
 LOG = "shardwise.progress"
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
 from shardwise.format.manifest import read_manifest
-from shardwise.layout.live import describe
 from shardwise.loading.load import plan_load
-from shardwise.planning import IOOptions
+from shardwise.planning.match import Rules
+from shardwise.planning.plan import IOOptions
 from shardwise.ranks.protocol import Agreement
-from shardwise.recipe.match import Rules
+from shardwise.tensors.live import describe
 from tests.checkpoint import _reshard_fns
 from tests.harness.payload_reads import before_each_read
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.catalog.records import Chunk, StoredTensor
-from shardwise.layout.boxes import whole
-from shardwise.planning.buckets import Bucket, Buckets, Span, cut_into_buckets, one_reader_each
-from shardwise.transfer.objects import requests_for
+from shardwise.engine.objects import requests_for
+from shardwise.planning.proof import Bucket, Buckets, Span, cut_into_buckets, one_reader_each
+from shardwise.tensors.boxes import whole
 
 MOST = 1000
 

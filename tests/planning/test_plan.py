@@ -15,15 +15,20 @@ from hypothesis import strategies as st
 from shardwise.catalog import Catalog, Chunk, StoredTensor
 from shardwise.dtypes import itemsize
 from shardwise.errors import PlanError
-from shardwise.layout.boxes import Box, LocalBox, whole
-from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_shape
-from shardwise.layout.wanted import Layout, Wanted, contiguous_strides, whole_tensor
-from shardwise.planning import IOOptions, Plan, Transfer, build_plan
-from shardwise.planning.build import merge_loops, transfers_of
-from shardwise.planning.cover import cover_problems
-from shardwise.planning.records import StridedLoop
-from shardwise.recipe.match import Made, Matched, Recipe, Rules, as_stored, match, match_rules
-from shardwise.recipe.tiles import Loop, Tile, cut, identity, translate
+from shardwise.planning.match import Made, Matched, Recipe, Rules, as_stored, match, match_rules
+from shardwise.planning.plan import (
+    IOOptions,
+    Plan,
+    StridedLoop,
+    Transfer,
+    build_plan,
+    merge_loops,
+    transfers_of,
+)
+from shardwise.planning.proof import cover_problems
+from shardwise.tensors.boxes import Box, Layout, LocalBox, Wanted, contiguous_strides, whole, whole_tensor
+from shardwise.tensors.placements import Cut, Geometry, cut_boxes, local_shape
+from shardwise.tensors.tiles import Loop, Tile, cut, identity, translate
 from tests.harness.tiles import pairs
 
 Shape = tuple[int, ...]

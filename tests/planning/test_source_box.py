@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.catalog.records import Chunk, StoredTensor
-from shardwise.layout.boxes import Box, LocalBox, whole
-from shardwise.layout.wanted import Wanted, contiguous_strides
-from shardwise.planning.cuts import transfers_of
-from shardwise.planning.source_box import boxes_of_range
-from shardwise.recipe.tiles import Loop, Tile, identity
+from shardwise.planning.plan import transfers_of
+from shardwise.tensors.boxes import Box, LocalBox, Wanted, boxes_of_range, contiguous_strides, whole
+from shardwise.tensors.tiles import Loop, Tile, identity
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.catalog.open import open_catalog
 from shardwise.dtypes import torch_dtype
-from shardwise.layout.boxes import Box, whole
-from shardwise.quantized.coded import Coded
-from shardwise.quantized.families import Found, Source
+from shardwise.quantized.open import Found, Source
+from shardwise.quantized.rules import Coded
+from shardwise.tensors.boxes import Box, whole
 from tests.quantized._opened import check_opened, exactly
 
 State = dict[str, torch.Tensor]

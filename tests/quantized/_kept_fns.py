@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
 from shardwise.errors import ShardError
-from shardwise.models.kept import kept_in
+from shardwise.models.layers import kept_in
 from tests.quantized import _qlora_fns as qlora
 from tests.quantized._made import plain_tensors
 

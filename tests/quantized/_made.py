@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import Coded
-from shardwise.layout.boxes import Box, whole
-from shardwise.quantized.dequantized import dequantized
+from shardwise.quantized.open import dequantized
+from shardwise.tensors.boxes import Box, whole
 from tests.harness import models
 from tests.quantized._fp8_library import fp8_quantize
 from tests.quantized._opened import exactly

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.catalog.records import Coded, OpeningRule
 from shardwise.dtypes import torch_dtype
-from shardwise.layout.boxes import Box, whole
+from shardwise.tensors.boxes import Box, whole
 
 
 def exactly(one: Coded, found: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
-from tests.adapters._peft_fns import known_warnings
 from tests.loading._load_fns import whole
+from tests.loading._peft_fns import known_warnings
 
 STEPS = 10
 

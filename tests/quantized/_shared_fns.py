@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.planning.records import LEAST_STAGING_BYTES
+from shardwise.planning.plan import LEAST_STAGING_BYTES
 
 __all__ = ["Layers", "loaded"]
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import StoredTensor
-from shardwise.layout.boxes import Box, whole
-from shardwise.quantized.coded import Coded
-from shardwise.quantized.families import Source
+from shardwise.quantized.open import Source
+from shardwise.quantized.rules import Coded
+from shardwise.tensors.boxes import Box, whole
 from tests.quantized._opened import check_opened, exactly
 
 

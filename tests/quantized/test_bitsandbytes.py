@@ -13,9 +13,9 @@ import transformers
 
 from shardwise.catalog.records import Chunk, assemble
 from shardwise.errors import FormatError, IntegrityError
-from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.bitsandbytes import find
-from shardwise.quantized.stored import reshaped
+from shardwise.quantized.rules import reshaped
+from shardwise.tensors.boxes import Box, whole
 from tests.quantized._boxes import State, check_boxes, cut, found_in, read_elements, stored
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

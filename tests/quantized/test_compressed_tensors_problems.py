@@ -12,9 +12,9 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.internals.regex import check_patterns
-from shardwise.quantized.compressed_settings import read_settings
 from shardwise.quantized.compressed_tensors import find as compressed_tensors
-from shardwise.quantized.families import Source
+from shardwise.quantized.compressed_tensors import read_settings
+from shardwise.quantized.open import Source
 from tests.harness.bombs import refused_within
 from tests.quantized.boxes import with_part, without
 from tests.quantized.compressed_cases import Checkpoint
@@ -318,7 +318,7 @@ def test_simple_expressions_count_too(written: Written) -> None:
 
 
 def test_each_expression_is_compiled_once() -> None:
-    from shardwise.quantized import compressed_settings
+    from shardwise.quantized import compressed_tensors as compressed_settings
 
     settings = read_settings({"config_groups": {}, "ignore": [f"re:once.{k}.*x" for k in range(1_000)]})
     before = compressed_settings._compiled.cache_info().misses

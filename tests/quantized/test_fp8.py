@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import IntegrityError, PlanError
-from shardwise.quantized.codes import floats
-from shardwise.quantized.dequantized import dequantized
+from shardwise.quantized.open import dequantized
+from shardwise.quantized.rules import floats
 from tests.harness import models
 from tests.quantized._fp8_library import fp8_module
 from tests.quantized._made import boxes_of, decoded, fp8_directory, write_quantized
@@ -163,8 +163,8 @@ def test_wrong_scales_are_named(spoil: Any, tmp_path: Path, plain: Path) -> None
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_scale_that_is_no_number(wrong: float) -> None:
-    from shardwise.layout.boxes import whole
-    from shardwise.quantized.scaled import Scaled
+    from shardwise.quantized.rules import Scaled
+    from shardwise.tensors.boxes import whole
 
     scales = torch.ones(2, 2)
     scales[1, 1] = wrong

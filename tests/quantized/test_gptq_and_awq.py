@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import save_file
 
 from shardwise.errors import IntegrityError
-from shardwise.layout.boxes import Box, whole
 from shardwise.quantized import awq, gptq
+from shardwise.tensors.boxes import Box, whole
 from tests.quantized import _reference_awq, _reference_gptq
 from tests.quantized._boxes import State, check_boxes, cut, found_in, read_elements, stored
 from tests.quantized._packed import awq_parts, gptq_parts

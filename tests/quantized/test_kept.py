@@ -12,7 +12,7 @@ import transformers
 
 import shardwise as sw
 from shardwise.errors import PlanError, ShardError, UnsupportedConversionError
-from shardwise.models.kept import put_into
+from shardwise.models.layers import put_into
 from tests.harness import models
 from tests.harness.bombs import refused_within
 from tests.harness.pool import RankPool

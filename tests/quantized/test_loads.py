@@ -16,7 +16,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import PlanError
-from shardwise.quantized.dequantized import dequantized
+from shardwise.quantized.open import dequantized
 from tests.harness import models
 from tests.quantized._made import decoded, fp8_directory, plain_tensors, whole
 from tests.quantized.compressed_cases import CASES

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardwise.errors import IntegrityError
-from shardwise.layout.boxes import Box, whole
-from shardwise.quantized.families import Source
 from shardwise.quantized.mxfp4 import find as mxfp4
+from shardwise.quantized.open import Source
+from shardwise.tensors.boxes import Box, whole
 from tests.quantized.boxes import check_boxes, decoded, same_bits, source_of, stored_in, with_part, without
 
 UP = "model.layers.0.mlp.experts.gate_up_proj"

@@ -10,15 +10,13 @@ import torch
 
 from shardwise.catalog.open import open_catalog
 from shardwise.dtypes import itemsize
-from shardwise.layout.boxes import Box
-from shardwise.planning.build import transfers_of
-from shardwise.planning.records import IOOptions
-from shardwise.quantized.dequantized import dequantized
-from shardwise.recipe.tiles import Loop, Tile
-from shardwise.transfer import SourceReader
-from shardwise.transfer.box import wanted_box
-from shardwise.transfer.copy import Destination, Staging, execute
-from shardwise.transfer.decoded import DecodingReader
+from shardwise.engine.engine import Destination, Staging, execute, wanted_box
+from shardwise.engine.objects import SourceReader
+from shardwise.engine.shared import DecodingReader
+from shardwise.planning.plan import IOOptions, transfers_of
+from shardwise.quantized.open import dequantized
+from shardwise.tensors.boxes import Box
+from shardwise.tensors.tiles import Loop, Tile
 from tests.harness.tiers import nightly_but
 from tests.quantized._made import decoded, plain_tensors, quantized_directories, whole
 
@@ -53,7 +51,7 @@ def test_elements_in_steps_of_any_size(
     directories: list[Path], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a rank that reads for itself asks for them: rows, columns, inner boxes, transposed."""
-    monkeypatch.setattr("shardwise.transfer.decoded._ELEMENTS", elements)
+    monkeypatch.setattr("shardwise.engine.shared._ELEMENTS", elements)
     chance, cases = random.Random(elements), 0
     for directory in directories:
         stored, catalog = plain_tensors(directory), dequantized(open_catalog(directory))

@@ -9,11 +9,19 @@ import torch
 
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import Coded
-from shardwise.export.requantized import windows_in
-from shardwise.layout.boxes import Box, whole
-from shardwise.quantized.dequantized import dequantized
-from shardwise.quantized.encoders import Encoder, NestedFourBitEncoder, encoder_of
-from shardwise.quantized.packing import awq_words, field_words, fp4_bytes, integer_words, nibble_bytes
+from shardwise.export.again import windows_in
+from shardwise.quantized.again import (
+    Encoder,
+    NestedFourBitEncoder,
+    awq_words,
+    encoder_of,
+    field_words,
+    fp4_bytes,
+    integer_words,
+    nibble_bytes,
+)
+from shardwise.quantized.open import dequantized
+from shardwise.tensors.boxes import Box, whole
 from tests.harness.versions import lacking
 from tests.quantized import _reference_awq
 from tests.quantized._boxes import State

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import IntegrityError
-from shardwise.quantized.dequantized import dequantized
+from shardwise.quantized.open import dequantized
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_rows
 from tests.quantized import _scales_fns as fns
@@ -113,7 +113,7 @@ def test_without_room_to_keep_them(
     directories: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same weights; many scales are then checked while their codes are read, few ones before, and read twice."""
-    monkeypatch.setattr("shardwise.transfer.checked._KEPT_SHARE", 0)
+    monkeypatch.setattr("shardwise.engine.shared._KEPT_SHARE", 0)
     fp8_directory(directories[0].parent.parent / "llama", tmp_path / "few", (64, 64))
     for directory in (tmp_path / "few", *directories):
         read = sw.load(model := build_meta_of(str(directory), "bfloat16"), directory).bytes_read

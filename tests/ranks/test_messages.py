@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.ranks.messages import pack, unpack
+from shardwise.ranks.protocol import packed_message as pack
+from shardwise.ranks.protocol import unpack
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.engine.engine import FileFiller
 from shardwise.errors import CheckpointError
-from shardwise.ranks import patience
-from shardwise.ranks.patience import Watch, patiently, remove_tree, watched, write_behind
-from shardwise.store import direct
-from shardwise.store import write as write_module
-from shardwise.store.direct import DirectWriter
-from shardwise.store.write import FileWriter
-from shardwise.transfer.copy import FileFiller
+from shardwise.publish import write as direct
+from shardwise.publish import write as write_module
+from shardwise.publish.write import DirectWriter, FileWriter
+from shardwise.ranks import ranks as patience
+from shardwise.ranks.ranks import Watch, patiently, remove_tree, watched, write_behind
 
 SOURCE = Path(patience.__file__).parent
 MIB = 1024**2
@@ -189,7 +188,7 @@ def test_fsync_finds_little_to_write(
     """Each of 16 MiB is on its way to the disk after a MiB, so that no call has more than two of them to wait for."""
     monkeypatch.setattr(direct, "_O_DIRECT", 0)
     monkeypatch.setattr(direct, "BUFFER_BYTES", MIB // 4)
-    for module in ("shardwise.store.write", "shardwise.transfer.copy"):
+    for module in ("shardwise.publish.write", "shardwise.engine.engine"):
         monkeypatch.setattr(f"{module}.PIECE_BYTES", MIB, raising=False)
     left, own = [], os.fsync
 

@@ -14,7 +14,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from shardwise.errors import RankError
-from shardwise.ranks import beats, verdicts
+from shardwise.ranks import protocol as beats
+from shardwise.ranks import protocol as verdicts
 from shardwise.ranks.ranks import Ranks
 from tests.harness.process import Process, kill_all, spawn, worker_env
 from tests.harness.tiers import nightly

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardwise.errors import PlanError, RankError
+from shardwise.ranks.protocol import FAN, ranks_below
 from shardwise.ranks.ranks import Ranks
-from shardwise.ranks.tree import FAN, ranks_below
 from tests.harness.thread_ranks import ThreadRanks, on_threads
 
 #: Rank 1 has three ranks below it, 2 to 16 have none.

@@ -21,15 +21,13 @@ from click.testing import Result
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError, SourceError
-from shardwise.operations.recorder import phase
-from shardwise.phases.records import Amount, Checkpoint, RunPlan, Setup
-from shardwise.phases.records import Phase as PlannedPhase
-from shardwise.report import drawing
-from shardwise.report.against_plan import _peaks
-from shardwise.report.ledger_files import read_process, starts_of
-from shardwise.report.material import find_material
-from shardwise.report.sections import marks_of
-from shardwise.report.write import render, write_report
+from shardwise.fit.records import Amount, Checkpoint, RunPlan, Setup
+from shardwise.fit.records import Phase as PlannedPhase
+from shardwise.operations.operation import phase
+from shardwise.report import records as drawing
+from shardwise.report.plots import _peaks
+from shardwise.report.records import find_material, read_process, starts_of
+from shardwise.report.report import marks_of, render, write_report
 from tests.harness.bombs import run_apart
 from tests.harness.command import runner
 

@@ -10,8 +10,8 @@ import transformers
 from torch.optim.lr_scheduler import MultiStepLR
 
 import shardwise as sw
-from shardwise.catalog.kinds import FULL_STATE_STEM
 from shardwise.catalog.open import open_catalog
+from shardwise.catalog.records import FULL_STATE_STEM
 from tests.catalog import _dcp_fns
 from tests.export import _export_fns
 from tests.harness.pool import RankPool

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise.errors import ShardError
 from shardwise.loading.initialize import init_weights
-from shardwise.models.meta_init import meta_init
+from shardwise.models.meta import meta_init
 from shardwise.names import named_tensors
 from shardwise.sharding.fsdp import ShardPolicy, describe_groups, shard
 from tests.harness.versions import is_open

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.models.meta_init import meta_init
+from shardwise.models.meta import meta_init
 from shardwise.sharding.fsdp import describe_groups
 from tests.harness import models
 from tests.harness.command import runner

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.models.meta_init import meta_init
+from shardwise.models.meta import meta_init
 from shardwise.sharding.fsdp import ShardPolicy, describe_groups, largest_group, shard
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool

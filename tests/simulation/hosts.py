@@ -30,7 +30,7 @@ class _Served:
 
 
 class Network:
-    """Stands for the sockets of :mod:`shardwise.memory.link`. Connections take time, break, and wait for who is stopped."""
+    """Stands for the sockets of :mod:`shardwise.publish.hosts`. Connections take time, break, and wait for who is stopped."""
 
     def __init__(self, world: Callable[[], World], files: Callable[[], Files]) -> None:
         self._world, self._files = world, files

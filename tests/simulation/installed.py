@@ -9,18 +9,22 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from shardwise.checkpoint import (
-    async_save,
-    checkpointer,
-    local_parts,
-    local_places,
-    part_view,
-    shared_fs,
-    stage,
-)
-from shardwise.preemption import leases, stops
-from shardwise.ranks import beats, parts, patience, protocol, ranks, tree
-from shardwise.store import lock, publish
+from shardwise.checkpoint import checkpointer
+from shardwise.checkpoint import save as async_save
+from shardwise.checkpoint import sites as local_parts
+from shardwise.checkpoint import sites as part_view
+from shardwise.checkpoint import take as stage
+from shardwise.publish import lock
+from shardwise.publish import lock as shared_fs
+from shardwise.publish import places as publish
+from shardwise.publish import sites as local_places
+from shardwise.ranks import protocol, ranks
+from shardwise.ranks import protocol as beats
+from shardwise.ranks import protocol as parts
+from shardwise.ranks import protocol as tree
+from shardwise.ranks import ranks as patience
+from shardwise.ranks import stop as leases
+from shardwise.ranks import stop as stops
 from tests.simulation import threads
 from tests.simulation.files import Files, Hands
 from tests.simulation.hosts import Network, opened_new

@@ -10,23 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpoint import (
-    directories,
-    local_directories,
-    local_parts,
-    local_places,
-    parts,
-    run_steps,
-    save,
-)
+from shardwise.checkpoint import run as directories
+from shardwise.checkpoint import run as run_steps
+from shardwise.checkpoint import save
+from shardwise.checkpoint import sites as local_directories
+from shardwise.checkpoint import sites as local_parts
 from shardwise.errors import IntegrityError
-from shardwise.format.manifest import read_manifest
-from shardwise.format.places import absent_places
-from shardwise.memory import copies
-from shardwise.preemption import leases, stops
-from shardwise.ranks import beats, protocol, ranks
-from shardwise.ranks.verdicts import Request, Status
-from shardwise.store import line, lock, part_target, publish
+from shardwise.format.manifest import absent_places, read_manifest
+from shardwise.publish import hosts as copies
+from shardwise.publish import line, lock
+from shardwise.publish import places as part_target
+from shardwise.publish import places as publish
+from shardwise.publish import sites as local_places
+from shardwise.publish import sites as parts
+from shardwise.ranks import protocol, ranks
+from shardwise.ranks import protocol as beats
+from shardwise.ranks import stop as leases
+from shardwise.ranks import stop as stops
+from shardwise.ranks.protocol import Request, Status
 from tests.simulation.installed import Stage
 from tests.simulation.schedules import KINDS, run_seed
 

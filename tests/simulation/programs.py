@@ -17,14 +17,13 @@ import shardwise.checkpoint.checkpointer as checkpointer_module
 import shardwise.checkpoint.restore as restore_module
 import shardwise.checkpoint.save as save_module
 from shardwise.catalog.checkpoint import check_size
-from shardwise.checkpoint.collect import Collected, Lineage
-from shardwise.checkpoint.own_files import own_parts
-from shardwise.checkpoint.shared_fs import manifest_seen_by_first
-from shardwise.checkpoint.snapshot import ModelPart, Snapshot
-from shardwise.checkpoint.stored_documents import read_documents
+from shardwise.checkpoint.snapshot import ModelPart, Snapshot, own_parts
+from shardwise.checkpoint.stored import read_documents
+from shardwise.checkpoint.take import Collected, Lineage
 from shardwise.errors import CheckpointError, LockedError, RankError, ShardwiseError
 from shardwise.format.manifest import CONVERTED, Manifest
-from shardwise.planning import IOOptions
+from shardwise.planning.plan import IOOptions
+from shardwise.publish.lock import manifest_seen_by_first
 from shardwise.state.typed_json import decode, encode
 from tests.simulation.agreements import TIMEOUT_S
 from tests.simulation.files import ROOT

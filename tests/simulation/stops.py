@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import RankError
-from shardwise.preemption.stops import PreemptionPolicy, Stops
 from shardwise.ranks.ranks import Ranks
+from shardwise.ranks.stop import PreemptionPolicy, Stops
 from tests.simulation.agreements import TIMEOUT_S, born, limit_s
 from tests.simulation.store import Server
 from tests.simulation.world import Killed, Process, World

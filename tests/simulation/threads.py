@@ -149,7 +149,7 @@ class Threading:
 
 
 class TaskLocal:
-    """Stands for the one ``threading.local`` of :mod:`shardwise.ranks.patience`."""
+    """Stands for the one ``threading.local`` of :mod:`shardwise.ranks.ranks`."""
 
     def __init__(self, world: Callable[[], World]) -> None:
         object.__setattr__(self, "_world", world)
@@ -165,7 +165,7 @@ class TaskLocal:
 
 
 class Locks(MutableMapping[str, Any]):
-    """Stands for the locks that one process holds: :mod:`shardwise.store.lock` has them in a dict."""
+    """Stands for the locks that one process holds: :mod:`shardwise.publish.lock` has them in a dict."""
 
     def __init__(self, world: Callable[[], World]) -> None:
         self._world = world

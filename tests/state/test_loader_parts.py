@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.state.documents import check_position
-from shardwise.state.loader_parts import own_states, put_own_states, takes, unfit_generators
+from shardwise.state.parts import own_states, put_own_states, takes, unfit_generators
 from shardwise.state.typed_json import decode, encode
 
 GENERATORS: dict[str, Any] = {

@@ -13,17 +13,14 @@ import torchao.optim
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.fill_optimizer import trained_by
-from shardwise.checkpoint.low_bit_restore import check_low_bit
-from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
-from shardwise.checkpoint.stored_documents import decode_documents, read_documents
+from shardwise.checkpoint.optimizer import check_low_bit, trained_by
+from shardwise.checkpoint.stored import StoredCheckpoint, decode_documents, read_documents
 from shardwise.errors import FormatError, StateError
-from shardwise.format.manifest import Manifest, parse_manifest, read_manifest
-from shardwise.format.manifest_records import checksum_of
-from shardwise.layout.live import describe
+from shardwise.format.manifest import Manifest, checksum_of, parse_manifest, read_manifest
 from shardwise.limits import parse_json
 from shardwise.state.documents import check_form
-from shardwise.state.places import Places
+from shardwise.state.typed_json import Places
+from shardwise.tensors.live import describe
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.compile with fullgraph=True found no compiled frames:UserWarning"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.state.places import Places, own_device
-from shardwise.state.typed_json import decode, encode
+from shardwise.state.typed_json import Places, decode, encode, own_device
 
 
 def read(value: Any, kind: str) -> tuple[Any, Places]:

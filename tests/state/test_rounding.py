@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.state import rounding
+from shardwise.state import low_bit as rounding
 from tests.harness.logged import warnings_logged
 
 

@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise as sw
+from shardwise.checkpoint.own import reaches_others
 from shardwise.checkpoint.snapshot import classes_of
-from shardwise.checkpoint.watch import reaches_others
 from shardwise.state.data import data_caveats
-from shardwise.state.forms import check_state
-from shardwise.state.schedulers import functions_left_out
+from shardwise.state.documents import check_state, functions_left_out
 
 
 class Readable(dict[str, Any]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.cli.inspection import CheckpointContents, contents_of
+from shardwise.cli.render import CheckpointContents, contents_of
 from shardwise.errors import IntegrityError, SourceError
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store

@@ -21,8 +21,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
 from shardwise.operations import operation as operations
+from shardwise.publish.lock import mark
 from shardwise.storage import files_below
-from shardwise.store.marks import mark
 from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import nightly_but
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import shardwise as sw
-from shardwise.doctor.collect import collect
-from shardwise.doctor.table import findings_of
+from shardwise.doctor.examine import collect, findings_of
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
 from tests.storage.test_saves import small_state
 

@@ -18,15 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import CheckpointError, IntegrityError, LockedError, ShardwiseError
-from shardwise.export import job, requantized
+from shardwise.export import again as requantized
+from shardwise.export import write as job
 from shardwise.storage import exists, files_below, read_whole
-from tests.adapters._peft_fns import known_warnings
 from tests.export._as_source_fns import touch
 from tests.harness import models
 from tests.harness.command import runner
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but
+from tests.loading._peft_fns import known_warnings
 from tests.quantized import _qlora_fns as qlora
 from tests.quantized._made import fp8_directory
 

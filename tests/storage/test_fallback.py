@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.format.head import HEAD_NAME, parse_head
+from shardwise.format.header import HEAD_NAME, parse_head
 from shardwise.storage import folders_in, read_whole
 from tests.harness.models import build_reference
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy

@@ -24,8 +24,10 @@ from hypothesis import given
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, IntegrityError, ShardwiseError, SourceError
-from shardwise.storage import by_obstore, bytes_below, folders_in, names_in, pages, tries
-from shardwise.storage.explain import explained, is_lost, scrubbed, text_of
+from shardwise.storage import by_obstore, bytes_below, folders_in, names_in
+from shardwise.storage import records as pages
+from shardwise.storage import records as tries
+from shardwise.storage.other_clients import explained, is_lost, scrubbed, text_of
 from shardwise.storage.stores import store_of
 from tests.harness.object_store import BUCKET, Proxy, S3Server
 from tests.harness.tiers import examples

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.format.head import parse_head
+from shardwise.format.header import parse_head
 from shardwise.storage import files_below, folders_in, is_file, names_in, read_whole
 from tests.harness.launch import Launch
 from tests.harness.models import build_reference

@@ -13,8 +13,8 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, NoCheckpointError, SourceError
+from shardwise.publish import line as head_line
 from shardwise.storage import files_below, names_in
-from shardwise.store import head_line
 from tests.harness.object_store import Do, Proxy, S3Server
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_but

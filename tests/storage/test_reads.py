@@ -14,6 +14,15 @@ import pytest
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import StoredFile
+from shardwise.engine.files import steps
+from shardwise.engine.objects import (
+    GAP_BYTES,
+    IN_FLIGHT_BYTES,
+    LAST_BYTES,
+    PART_BYTES,
+    ObjectReader,
+    requests_for,
+)
 from shardwise.errors import FormatError, IntegrityError, SourceError
 from shardwise.limits import read_small
 from shardwise.storage import (
@@ -27,19 +36,10 @@ from shardwise.storage import (
     names_in,
     stat_of,
     stores,
-    tries,
 )
-from shardwise.storage.explain import text_of
+from shardwise.storage import records as tries
+from shardwise.storage.other_clients import text_of
 from shardwise.storage.records import Cut
-from shardwise.transfer.ahead import steps
-from shardwise.transfer.objects import (
-    GAP_BYTES,
-    IN_FLIGHT_BYTES,
-    LAST_BYTES,
-    PART_BYTES,
-    ObjectReader,
-    requests_for,
-)
 from tests.harness.object_store import BUCKET, SECRET, SIGNED, Do, Proxy, S3Server, use_store
 
 ROOT = f"s3://{BUCKET}"

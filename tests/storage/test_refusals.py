@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import CheckpointError, ShardwiseError, SourceError
 from shardwise.storage import is_file
-from shardwise.storage.explain import text_of
+from shardwise.storage.other_clients import text_of
 from tests.harness.object_store import BUCKET, SECRET, Do, Proxy, Reply, S3Server
 from tests.storage.test_saves import small_state
 

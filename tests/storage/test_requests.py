@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.cli.render import size
-from shardwise.loading import strategy as choosing
-from shardwise.phases import plan as planning
+from shardwise.engine.objects import PART_BYTES
+from shardwise.fit import plan as planning
+from shardwise.loading import strategies as choosing
+from shardwise.publish.write import ObjectWriter
 from shardwise.storage import bytes_below, counted_here, counting, files_below, stat_of, store_of
-from shardwise.store.in_store import ObjectWriter
-from shardwise.transfer.objects import PART_BYTES
 from tests.harness import models
 from tests.harness.command import runner
 from tests.harness.object_store import BUCKET, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_rows
-from tests.recipe import _fallback_fns as conversions
+from tests.planning import _fallback_fns as conversions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/howto/object-stores.md"
 ROOT = f"s3://{BUCKET}/requests"

@@ -15,17 +15,11 @@ import torch
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.cli.inspection import RootContents, contents_of
-from shardwise.errors import (
-    CheckpointError,
-    LockedError,
-    NoCheckpointError,
-    ShardwiseError,
-    SourceError,
-)
-from shardwise.format.head import parse_head
+from shardwise.cli.render import RootContents, contents_of
+from shardwise.errors import CheckpointError, LockedError, NoCheckpointError, ShardwiseError, SourceError
+from shardwise.format.header import parse_head
+from shardwise.publish import line as head_line
 from shardwise.storage import counting, files_below, folders_in, is_file, names_in, read_whole
-from shardwise.store import head_line
 from tests.harness import models
 from tests.harness.command import runner
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
@@ -437,7 +431,7 @@ def test_leftovers_are_swept_by_age(
 
 
 def parse_head_text() -> bytes:
-    from shardwise.format.head import Head
+    from shardwise.format.header import Head
 
     return Head().to_bytes()
 

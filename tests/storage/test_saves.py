@@ -19,9 +19,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, LockedError, ShardwiseError
 from shardwise.format.manifest import read_manifest
+from shardwise.publish.places import ObjectTarget
+from shardwise.publish.write import ObjectWriter, delete_below
 from shardwise.storage import exists, files_below, is_file, read_range, read_whole
-from shardwise.store.in_store import ObjectWriter, delete_below
-from shardwise.store.target import ObjectTarget
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool

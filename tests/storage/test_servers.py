@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.engine.objects import PART_BYTES
 from shardwise.errors import CheckpointError, IntegrityError, LockedError, ShardwiseError, SourceError
-from shardwise.format.head import parse_head
+from shardwise.format.header import parse_head
 from shardwise.storage import (
     exists,
     fetch,
@@ -27,7 +28,6 @@ from shardwise.storage import (
     stat_of,
 )
 from shardwise.storage.stores import store_of
-from shardwise.transfer.objects import PART_BYTES
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 from tests.harness.process import ROOT

@@ -16,9 +16,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from shardwise.format.head import parse_head
-from shardwise.storage import bytes_below, files_below, is_file, names_in, read_whole, tries
-from shardwise.store.in_store import ObjectWriter
+from shardwise.format.header import parse_head
+from shardwise.publish.write import ObjectWriter
+from shardwise.storage import bytes_below, files_below, is_file, names_in, read_whole
+from shardwise.storage import records as tries
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, Reply, S3Server, use_store
 from tests.harness.tiers import nightly_rows

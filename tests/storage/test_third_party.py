@@ -14,10 +14,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.catalog.dcp import read_dcp
 from shardwise.catalog.open import open_catalog
-from shardwise.cli.inspection import contents_of, to_json
+from shardwise.cli.render import contents_of, to_json
+from shardwise.engine.objects import SourceReader
 from shardwise.errors import IntegrityError, ShardwiseError, SourceError
 from shardwise.storage import exists
-from shardwise.transfer import SourceReader
 from tests.catalog._dcp_fns import Lines
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store

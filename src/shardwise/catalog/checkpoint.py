@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 
 from ..dtypes import itemsize
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
-from ..format.manifest import Manifest, read_manifest
-from ..format.places import refuse_part
-from ..format.slices import SliceTensor, file_name
-from ..format.spread import CutKind, SliceAt, Spread
-from ..format.states import StateKey, by_name
-from ..layout.boxes import Box
-from ..layout.placements import replicated
+from ..format.manifest import Manifest, read_manifest, refuse_part
+from ..format.slices import CutKind, SliceAt, SliceTensor, Spread, StateKey, by_name, file_name
 from ..limits import MAX_COUNT, brief, inside
 from ..objects import gc_paused
-from ..storage import files_in, is_url, stat_of_expected
+from ..storage import files_in, stat_of_expected
+from ..storage.records import is_url
+from ..tensors.boxes import Box
+from ..tensors.placements import replicated
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
 __all__ = [

@@ -18,16 +18,14 @@ from threading import Lock
 from typing import Any
 
 from ..errors import FormatError, IntegrityError, SourceError
-from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
 from ..objects import frozen
-from ..storage import is_url
-from .kinds import METADATA_NAME
-from .pickled_trees import Record
-from .pickles import Name, Names, is_name_of, unpickled
-from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
-from .small_reads import OpenFile, each, open_file
-from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
+from ..storage.records import is_url
+from ..tensors.boxes import Box
+from .pickles import Name, Names, Record, is_name_of, unpickled
+from .quantized import OpenFile, each, open_file
+from .records import METADATA_NAME, Catalog, Chunk, StoredFile, StoredTensor, assemble
+from .torch_files import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 
 __all__ = [
     "UNKNOWN_ENTRIES",

@@ -7,24 +7,24 @@ import os
 from dataclasses import replace
 
 from ..errors import SourceError
-from ..format.steps import describe_steps
+from ..format.header import describe_steps
 from ..limits import brief
 from ..ranks.ranks import Ranks
-from ..storage import is_directory, is_file, is_url, looking_once, place_of
-from .kinds import (
+from ..storage import is_directory, is_file, looking_once
+from ..storage.records import is_url, place_of
+from .quantized import with_quantization
+from .records import (
     FULL_STATE_STEM,
     METADATA_NAME,
+    Catalog,
     is_torch_file,
     kind_of,
     refuse_below,
     refuse_foreign,
     refuse_named,
 )
-from .modules import weights_of_modules
-from .quantization import with_quantization
-from .records import Catalog
 from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
-from .weights import Choice, Weights, weights_in
+from .weights import Choice, Weights, weights_in, weights_of_modules
 
 __all__ = ["holds_model", "open_catalog"]
 
@@ -118,13 +118,13 @@ def _of_dcp(root: str) -> Catalog:
 
 
 def _of_torch_file(path: str) -> Catalog:
-    from .torchfile import catalog_of_torch_file
+    from .torch_files import catalog_of_torch_file
 
     return catalog_of_torch_file(path)
 
 
 def _of_pickles(root: str, weights: Weights, choice: Choice) -> Catalog:
-    from .torchfile import catalog_of_torch_files
+    from .torch_files import catalog_of_torch_files
 
     return catalog_of_torch_files(root, weights, choice)
 

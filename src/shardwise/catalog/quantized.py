@@ -1,27 +1,48 @@
-"""Finds quantized weights in a source, by names and dtypes of its tensors, and tells how to dequantize them.
-
-Stored codes are not weights without their scales. A load that took them as weights would be wrong.
-"""
+"""Finds quantized weights in a source: its config, its tensors' names and dtypes, and small reads where those don't suffice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import replace
+from threading import Lock
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
+from ..errors import FormatError, SourceError
+from ..limits import read_shallow_json
 from ..objects import frozen
-from .records import StoredTensor
+from ..ranks.ranks import patiently
+from ..storage import is_file, read_range, stat_of
+from ..storage.records import is_url, join
+from .records import Catalog, Quantization, StoredFile, StoredTensor
 
 __all__ = [
+    "DESCRIBING",
     "NAMES_IN_CONFIG",
+    "OpenFile",
     "Quantized",
     "code_of_weight",
+    "each",
     "is_part",
     "method_of_config",
+    "open_file",
     "quantized",
     "settings_of_config",
     "stands_beside",
     "way_out",
+    "with_quantization",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds quantized weights in a source, by names and dtypes of its tensors, and tells how to dequantize them.
+#
+# Stored codes are not weights without their scales. A load that took them as weights would be wrong.
 
 #: Where a config says how its model is quantized.
 NAMES_IN_CONFIG = ("quantization_config", "compression_config")
@@ -192,3 +213,191 @@ def way_out(method: str) -> str:
     else:
         return "transformers can't dequantize this method: load the model from which it was quantized"
     return f"dequantize it first, in one process, and load OUT: {undo}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Small reads anywhere in a file or an object: the directory of an archive, a description, a short value.
+
+#: Of an object, so many bytes come at a time, and so many such blocks are kept: parts of one archive lie close together.
+_BLOCK_BYTES, _BLOCKS = 16 * 1024, 64
+#: Items whose places are looked up in a store at a time.
+_AT_ONCE = 16
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class OpenFile(Protocol):
+    """A file or an object that is open for small reads; leaving a block of it closes it."""
+
+    stored: StoredFile
+    """Its path, its size, and the version that is read."""
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Bytes from ``at`` on; fewer at the end. Raises :class:`SourceError`."""
+
+    def close(self) -> None:
+        """Close it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_file(path: str, known: StoredFile | None = None) -> OpenFile:
+    """Open a regular file or an object. ``known``: the object when it was first looked at, of which no other version is read.
+
+    Never blocks on a pipe. Raises :class:`SourceError` (from ``FileNotFoundError`` if there is none), :class:`FormatError`.
+    """
+    return _Object(path, known) if is_url(path) else _Local(path)
+
+
+def each(path: str, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """``work`` of every item; several at a time if the bytes come from a store, where each request takes milliseconds."""
+    if not is_url(path):
+        return list(map(work, items))
+    with ThreadPoolExecutor(_AT_ONCE, "shardwise-looks") as pool:
+        coming = [
+            pool.submit(copy_context().run, work, item) for item in items
+        ]  # with what was listed already
+        try:
+            return [one.result() for one in coming]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Closing:
+    """A context manager that closes."""
+
+    def close(self) -> None:
+        """Give back what was taken."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Local(_Closing):
+    """As :class:`OpenFile`."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:  # ValueError: NUL in the caller's path
+            raise SourceError(f"can't be opened: {getattr(error, 'strerror', error)}", path=path) from error
+        status = os.fstat(self._fd)
+        self.stored = StoredFile(path, status.st_size)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise FormatError("can't be read: not a regular file", path=path)
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        try:
+            return patiently(os.pread, self._fd, nbytes, at)
+        except OSError as error:
+            raise SourceError(f"can't be read: {error.strerror}", path=self.stored.path) from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _Object(_Closing):
+    """As :class:`OpenFile`. Thread-safe. Memory: a MiB."""
+
+    def __init__(self, url: str, known: StoredFile | None) -> None:
+        if known is None:
+            found = stat_of(url)
+            if found is None:
+                raise SourceError("can't be opened: no such object", path=url) from FileNotFoundError(url)
+            known = StoredFile(url, found.nbytes, found.version)
+        self.stored = known
+        self._blocks: dict[int, bytes] = {}
+        self._lock = Lock()
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        stop = min(at + nbytes, self.stored.nbytes)
+        if stop <= at:
+            return b""
+        if stop - at > _BLOCK_BYTES:
+            return self._fetch(at, stop)
+        first = at // _BLOCK_BYTES
+        content = b"".join(self._block(k) for k in range(first, (stop - 1) // _BLOCK_BYTES + 1))
+        return content[at - first * _BLOCK_BYTES : stop - first * _BLOCK_BYTES]
+
+    def _block(self, k: int) -> bytes:
+        with self._lock:
+            found = self._blocks.pop(k, None)
+        if found is None:
+            found = self._fetch(k * _BLOCK_BYTES, min((k + 1) * _BLOCK_BYTES, self.stored.nbytes))
+        with self._lock:
+            self._blocks[k] = found  # the last that would be dropped
+            while len(self._blocks) > _BLOCKS:
+                self._blocks.pop(next(iter(self._blocks)))
+        return found
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        return read_range(self.stored.path, start, stop, version=self.stored.version)
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a source says of its own quantization: the config beside it, and the small tensors that describe others.
+
+#: Suffixes of tensors that describe others, and the most bytes of one.
+_DESCRIBE = (
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+    ".weight_format",
+    ".weight_g_idx",
+)
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+#: Of packed integers: said by the scales, too, where these are for groups of columns. A model of many experts has 70,000.
+_SHAPE = ".weight_shape"
+#: All suffixes of tensors whose content is read.
+DESCRIBING = (*_DESCRIBE, _SHAPE)
+_MOST_BYTES = 1024**2
+
+
+def with_quantization(catalog: Catalog) -> Catalog:
+    """The catalog, with :attr:`.Catalog.quantization` if its tensors look quantized. Rank-local; reads ``config.json``, and a few
+    bytes of each tensor that describes others.
+
+    Raises :class:`SourceError`, :class:`FormatError`.
+    """
+    if quantized(catalog.tensors) is None and not any(t.dtype in _FLOAT8 for t in catalog.tensors.values()):
+        return catalog
+    file = join(catalog.root, "config.json")
+    config = read_shallow_json(file) if is_file(file) else {}
+    settings = settings_of_config(config) if method_of_config(config) else {}
+    return replace(catalog, quantization=Quantization(settings, _content(catalog, _describing(settings))))
+
+
+def _describing(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The suffixes of the tensors that are read."""
+    groups = settings.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
+    in_groups = [isinstance(w, dict) and w.get("strategy") == "group" for w in weights]
+    return _DESCRIBE if in_groups and all(in_groups) else DESCRIBING
+
+
+def _content(catalog: Catalog, describing: tuple[str, ...]) -> dict[str, bytes]:
+    by_file = defaultdict(list)
+    for name, tensor in catalog.tensors.items():
+        if name.endswith(describing) and tensor.nbytes <= _MOST_BYTES and len(tensor.chunks) == 1:
+            by_file[tensor.chunks[0].path].append(tensor)
+    known = {file.path: file for file in catalog.files}
+    found: dict[str, bytes] = {}
+    for path, tensors in by_file.items():
+        with open_file(path, known.get(path)) as file:
+            read = each(path, lambda t: file.read(t.chunks[0].offset_bytes, t.nbytes), tensors)
+        found.update(zip((t.name for t in tensors), read, strict=True))
+    return found

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 
 from ..errors import FormatError, SourceError
-from ..format.header import Entry, Header, read_headers
-from ..format.steps import describe_steps
-from ..layout.boxes import Box, whole
-from ..storage import exists, is_directory, is_file, is_url
+from ..format.header import Entry, Header, describe_steps, read_headers
+from ..storage import exists, is_directory, is_file
+from ..storage.records import is_url
+from ..tensors.boxes import Box, whole
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .weights import Choice, Listed, Weights, listed, names_of, weights_in
 
@@ -87,17 +87,17 @@ def _every(root: str) -> tuple[str, ...]:
 
 def _refuse_copies(root: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
     """Check that no listed file holds a copy of a tensor that the index finds in another one."""
-    for file_name, header in headers.items():
+    for file, header in headers.items():
         for name, entry in header.entries.items():
-            mapped = weight_map.get(name, file_name)
+            mapped = weight_map.get(name, file)
             if (
-                mapped != file_name
+                mapped != file
                 and entry.saved_offsets is None
                 and mapped in headers
                 and name in headers[mapped].entries
             ):
                 raise FormatError(
-                    f"tensor {name!r} is stored twice: the index maps it to {mapped}, and {file_name} holds "
+                    f"tensor {name!r} is stored twice: the index maps it to {mapped}, and {file} holds "
                     f"another copy; remove one",
                     path=root,
                 )
@@ -107,8 +107,8 @@ def _tensors(root: str, headers: dict[str, Header]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     boxes: dict[tuple[int, ...], Box] = {}
     in_parts: dict[str, list[Chunk]] = {}
-    for file_name, header in headers.items():
-        path = os.path.join(root, file_name)
+    for file, header in headers.items():
+        path = os.path.join(root, file)
         for name, entry in header.entries.items():
             box = boxes.get(entry.shape) if entry.saved_offsets is None else _box(entry)
             if box is None:

@@ -1,7 +1,4 @@
-"""Chooses the files of a directory that are its model, by the rule of transformers' ``from_pretrained``.
-
-Every entry point asks here: loads, plans, ``inspect``, ``convert``, exports, and downloads from the hub.
-"""
+"""Chooses the files of a directory that are its model, by the rule of transformers' ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -12,30 +9,73 @@ from dataclasses import field
 from typing import Any
 
 from ..errors import FormatError, SourceError
-from ..limits import brief, inside, is_inside, read_shallow_json
+from ..limits import brief, check_name, inside, is_inside, read_json, read_shallow_json
 from ..objects import frozen
-from ..storage import is_file, names_in
-from .index import read_weight_map
+from ..storage import is_directory, is_file, names_in
 
 __all__ = [
     "ADAPTER_CONFIG",
     "ADAPTER_WEIGHTS",
     "CONFIG_NAME",
+    "Choice",
     "INDEX_NAME",
+    "Listed",
+    "Module",
     "SINGLE_NAME",
     "TORCH_INDEX_NAME",
     "TORCH_SINGLE_NAME",
-    "Choice",
-    "Listed",
     "Weights",
     "chosen",
     "config_in",
     "listed",
+    "modules_in",
     "named_by",
     "names_of",
+    "read_weight_map",
     "weights_in",
+    "weights_of_modules",
     "with_variant",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The index of a model in several files (``*.index.json``): which file holds each tensor.
+
+
+def read_weight_map(path: str) -> dict[str, str]:
+    """File by tensor name, from the index at ``path``. Rank-local.
+
+    Raises :class:`SourceError` if it can't be read, :class:`FormatError` if it is not an index, or maps a tensor to
+    anything but the name of a file in its own directory.
+    """
+    document = read_json(path, "index with a weight_map")
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError("not an index: its weight_map is lost, empty or not an object", path=path)
+    plain: set[str] = set()
+    for name, file in weight_map.items():
+        check_name(name, "tensor", path)
+        if type(file) is not str or (file not in plain and not _is_plain(file)):
+            raise FormatError(
+                f"{brief(name)} is mapped to {brief(file)}, which is not a plain file name; such a name would lead "
+                f"outside its directory",
+                path=path,
+            )
+        plain.add(file)
+    return weight_map
+
+
+def _is_plain(file: str) -> bool:
+    try:
+        return inside("", check_name(file, "file")) == os.path.basename(file)
+    except FormatError:
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------
+# Chooses the files of a directory that are its model, by the rule of transformers' ``from_pretrained``.
+#
+# Every entry point asks here: loads, plans, ``inspect``, ``convert``, exports, and downloads from the hub.
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE_NAME, TORCH_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -228,3 +268,45 @@ def config_in(root: str) -> Mapping[str, Any]:
     except FormatError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reads ``modules.json``, by which sentence-transformers finds the modules of a model: transformers' and further ones.
+
+MODULES_NAME = "modules.json"
+_MOST = 100
+
+
+@frozen
+class Module:
+    """One module of a sentence-transformers model."""
+
+    folder: str
+    """Relative to the model's directory; empty for the directory itself."""
+    type: str
+    """The name of its class, with the Python module."""
+
+
+def modules_in(root: str) -> tuple[Module, ...]:
+    """The modules that ``modules.json`` of a directory lists, in order; empty without a file of this form. Rank-local."""
+    file = os.path.join(root, MODULES_NAME)
+    try:
+        document = read_shallow_json(file, "list of modules") if is_file(file) else []
+    except SourceError:
+        return ()
+    found = []
+    for entry in document[:_MOST] if isinstance(document, list) else []:
+        folder, kind = (entry.get("path"), entry.get("type")) if isinstance(entry, dict) else (None, None)
+        if isinstance(kind, str) and (folder == "" or is_inside(folder)):
+            found.append(Module(str(folder), kind))
+    return tuple(found)
+
+
+def weights_of_modules(root: str) -> tuple[str, ...]:
+    """The weights of modules in folders of their own (``2_Dense/model.safetensors``), relative to ``root``. Rank-local."""
+    found = []
+    for module in modules_in(root):
+        folder = os.path.join(root, module.folder)
+        if module.folder and is_directory(folder) and (weights := weights_in(folder, Choice())) is not None:
+            found.append(f"{module.folder}/{weights.name}")
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""``save`` and ``Checkpointer``: training state in and out of a checkpoint directory (format: docs/format.md)."""
+"""``save`` and ``Checkpointer``: training state in and out of a directory of steps (format: docs/format.md)."""
 
 from __future__ import annotations
 
@@ -7,37 +7,335 @@ import logging
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-from ..errors import CheckpointError, ShardwiseError
-from ..format.steps import checked_step
-from ..memory.options import InMemoryCheckpoints
+from ..engine.files import arriving
+from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
+from ..format.header import checked_step
 from ..objects import gc_paused
-from ..operations.announced import announced
-from ..planning import IOOptions
-from ..preemption.stops import PreemptionPolicy, Stops
+from ..operations.operation import announced
+from ..planning.plan import IOOptions
+from ..publish.places import Target, target_of
 from ..ranks.ranks import Ranks
-from ..state.train_state import TrainState
-from ..storage import absolute, is_url
-from ..store.target import Target, target_of
-from .async_save import AsyncSave, reserve_for
-from .collect import Lineage, collect
-from .directories import Directories, OneDirectory
-from .due import Due
-from .failures import FailurePolicy, Failures, RefusalError
-from .last_save import SaveTimes
-from .resuming import Resuming
-from .run_steps import Retention, RunSteps, Stored
-from .save import SaveReport, write_checkpoint
-from .stage import StagingBuffer
-from .stopping import Stopping
+from ..ranks.stop import PreemptionPolicy, Stops
+from ..state.optimizer import TrainState
+from ..storage import absolute
+from ..storage.records import counting, is_url
+from .held import HeldStep, MemorySteps
+from .resume_report import ResumeReport, logged
+from .run import (
+    SAVED,
+    Directories,
+    Due,
+    FailurePolicy,
+    Failures,
+    OneDirectory,
+    RefusalError,
+    Retention,
+    RunSteps,
+    SaveTimes,
+    Situation,
+    Stored,
+    way_for_all,
+)
+from .save import AsyncSave, SaveReport, reserve_for, write_checkpoint
+from .take import InMemoryCheckpoints, Lineage, StagingBuffer, collect
 
-__all__ = ["Checkpointer", "save", "save_at"]
+__all__ = [
+    "Checkpointer",
+    "Remembering",
+    "Resuming",
+    "Stopping",
+    "save",
+    "save_at",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The half of a Checkpointer that keeps steps in memory and takes them back from there.
 
 _log = logging.getLogger(__name__)
+
+
+class Remembering(ABC):
+    """The memory methods of :class:`.checkpointer.Checkpointer`."""
+
+    _memory: MemorySteps | None
+    _lineage: Lineage | None
+    _steps: RunSteps
+    _io: IOOptions
+    _on_disk: int | None
+    _stops: Stops
+
+    @abstractmethod
+    def _check_open(self) -> None: ...
+
+    @abstractmethod
+    def _ranks(self) -> Ranks: ...
+
+    @abstractmethod
+    def _begin_run(self, ranks: Ranks) -> Lineage: ...
+
+    @abstractmethod
+    def _name_of_next(self, step: int, place: int) -> str: ...
+
+    def _begin_memory(self, tier: InMemoryCheckpoints) -> MemorySteps:
+        return MemorySteps(tier, self._steps.root_of(0), self._ranks())
+
+    def _close_memory(self) -> None:
+        """Give the memory back, unless it holds a step that disk does not, or the run was told to stop."""
+        memory = self._memory
+        if memory is not None:
+            is_newer = memory.wait() is not None and (
+                self._on_disk is None or (memory.newest or 0) > self._on_disk
+            )
+            memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
+
+    def remember(self, state: TrainState, step: int) -> int:
+        """Keep ``state`` in the hosts' memory, if ``step`` is divisible by ``InMemoryCheckpoints.every``. Returns the bytes that this rank copied.
+
+        Call it after each step; it does nothing without ``memory=``. It returns once the state is copied; during the copy, a thread compares
+        it with the state of the other ranks. In the background, the thread then hashes the copy and exchanges slices with other hosts. Returns 0 if the step isn't due,
+        if the previous step is still being copied on some rank, or if ranks are missing. Failures (no room on tmpfs, a host that is gone)
+        are logged, and training continues. Every rank must call it. Raises :class:`StateError` for a state that can't be
+        stored, and :class:`CheckpointError` for a directory with steps of another run.
+        """
+        memory, step = self._memory, checked_step(step)
+        if memory is None or not memory.is_due(step):
+            return 0
+        self._check_open()
+        ranks = self._ranks()
+        if self._lineage is None:
+            ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, 0))
+            self._lineage = self._begin_run(ranks)
+        return memory.save(state, step, self._lineage, ranks)
+
+    def wait_for_memory(self) -> int | None:
+        """Block until the step that :meth:`remember` copied is complete on all hosts. Returns the newest step in memory."""
+        return None if self._memory is None else self._memory.wait()
+
+    def _resume_from_memory(
+        self, state: TrainState, held: HeldStep, ranks: Ranks, restore: Callable[..., ResumeReport]
+    ) -> ResumeReport | str:
+        """A report, or why the step can't be had from memory. Collective."""
+        assert self._memory is not None
+        view = None
+        try:
+            view = self._memory.view(held, ranks)
+            with ranks.agree("bring documents from memory"):
+                view.bring_documents()
+            with arriving(view.read_into):
+                report = restore(state, view.path, ranks, self._io)
+        except ShardwiseError as error:
+            if not is_damage(error) and not _is_of_memory(error):
+                raise
+            return str(error)
+        finally:
+            if view is not None:
+                view.remove()
+        path = f"memory: {self._memory.path_of(held)}"
+        return replace(report, path=path, from_memory=True, fetched=dict(view.taken))
+
+    def _from_memory(
+        self,
+        state: TrainState,
+        asked: int | None,
+        newest: int,
+        ranks: Ranks,
+        restore: Callable[..., ResumeReport],
+    ) -> ResumeReport | None:
+        """The newest step in memory that is not older than ``newest``, the next one on disk. Collective."""
+        if self._memory is None:
+            return None
+        for held in self._memory.candidates(ranks):
+            if held.step < newest or asked not in (None, held.step) or held in self._memory.failed:
+                continue
+            found = self._resume_from_memory(state, held, ranks, restore)
+            if isinstance(found, ResumeReport):
+                self._lineage = None
+                newer = ranks.on_first("rename newer steps", partial(self._steps.go_on_from, held.step, {}))
+                self._memory.begin_line(held.step, ranks)
+                self._memory.took(held)
+                self._lineage = Lineage(found.run_id, held.step)
+                return found.with_history({}, tuple(newer))
+            self._memory.failed.append(held)
+            if ranks.rank == 0:
+                _log.warning("skipping step %d in memory: %s", held.step, found)
+        return None
+
+
+def _is_of_memory(error: ShardwiseError) -> bool:
+    """Whether memory does not hold a step, on whichever rank: then disk may."""
+    if isinstance(error, CheckpointError):
+        return True
+    causes = getattr(error, "causes", {})
+    return bool(causes) and all(
+        c.startswith(("CheckpointError", "LowSpaceError", "IntegrityError")) for c in causes.values()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The half of a Checkpointer that resumes: the newest valid step, from disk or from memory.
+
+
+class Resuming(Remembering):
+    """The resuming methods of :class:`.checkpointer.Checkpointer`."""
+
+    _places: Directories
+
+    @abstractmethod
+    def wait(self) -> SaveReport | None:
+        """The Checkpointer's."""
+
+    @logged
+    @announced("resume", "step")
+    def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
+        """Restore the newest valid step (or exactly ``step``). Returns None only if nothing was ever published here.
+
+        Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed one are renamed to
+        ``step-N.superseded-…``, so that the next restart resumes from the steps of this run. A step also counts as damaged if its manifest is
+        that of another step (an old manifest, or a renamed directory) or if one of its documents is malformed. Every rank must call it.
+
+        Raises :class:`NoCheckpointError` if there are steps but none is valid, and :class:`PlanError` or :class:`StateError` if a
+        valid step doesn't fit the live objects (nothing is renamed then).
+        """
+        with counting() as asked:
+            report = self._resume(state, step, self._ranks())
+        return None if report is None else replace(report, requests=asked.total)
+
+    def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
+        from .restore import restore_into  # and with it what loads, for which no first save waits
+
+        self._check_open()
+        self.wait()
+        damaged: dict[int, dict[int, str]] = {}
+        for one in self._places.candidates(step, ranks):
+            if found := self._from_memory(state, step, one.step, ranks, restore_into):
+                return found
+            try:
+                report = self._places.restore(restore_into, state, one, ranks, self._io)
+            except ShardwiseError as error:
+                if is_unreadable(error):
+                    self._places.raise_if_taken(ranks)
+                if not is_damage(error):
+                    raise
+                damaged.setdefault(one.place, {})[one.step] = str(error)
+                if ranks.rank == 0:
+                    _log.warning("skipping damaged %s: %s", one.path, error)
+                continue
+            self._lineage = None  # no save goes on from this step while newer ones are not set aside
+            newer = self._places.go_on_from(one.step, damaged, ranks)
+            if self._memory is not None:
+                self._memory.begin_line(one.step, ranks)
+            self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
+            bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
+            return report.with_history(bad, tuple(s for s in newer if s not in bad))
+        if found := self._from_memory(state, step, 0, ranks, restore_into):
+            return found
+        self._places.raise_if_lost(step, damaged, ranks)
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------
+# The half of a Checkpointer that ends a run which was asked to stop.
+
+
+class Stopping(ABC):
+    """The stopping methods of :class:`.checkpointer.Checkpointer`."""
+
+    _stops: Stops
+    _times: SaveTimes
+    _pending: AsyncSave | None
+    _lineage: Lineage | None
+
+    @abstractmethod
+    def save(self, state: TrainState, step: int) -> SaveReport:
+        """The Checkpointer's."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The Checkpointer's."""
+
+    @abstractmethod
+    def _settle(self) -> tuple[int, str] | None: ...
+
+    @abstractmethod
+    def _check_open(self) -> None: ...
+
+    @abstractmethod
+    def _ranks(self) -> Ranks: ...
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the run was asked to stop, by a signal on any rank or by :meth:`request_stop`. True in the same call on every rank.
+
+        Call it after each step, and as often as you like in between: during a warm-up, or for each batch of an evaluation (with the training
+        step's number). Every rank must make the same calls with the same steps, from the main thread. A call isn't a collective and
+        waits for rank 0 only. It takes about a microsecond, and every 20 ms or so it also checks the process group's store
+        (docs/howto/preemption.md has numbers). If calls are 0.5 s or more apart, all ranks stop at the call in which rank 0 learns of the
+        signal, or at the next one. With more frequent calls, they stop at most 12 calls later.
+
+        When it returns True, call :meth:`stop` and exit with :attr:`exit_code`. Raises :class:`RankError` on all ranks if their calls differ, or if
+        rank 0 doesn't make the call within ``IOOptions.timeout_s``.
+        """
+        if not self._stops.has_stopped:
+            self._check_open()
+        return self._stops.should_stop(checked_step(step), self._ranks())
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, as a signal would: at a time limit, or when the loss is NaN, for example. One rank's call is enough."""
+        self._stops.request()
+
+    @property
+    def exit_code(self) -> int:
+        """Pass this to ``sys.exit``: ``exit_status`` (75) if the run was stopped, so that the scheduler or launcher restarts it, otherwise 0."""
+        return self._stops.exit_code
+
+    def stop(self, state: TrainState, step: int) -> int | None:
+        """Save ``state`` as ``step`` in the fastest safe way, and :meth:`close`. Returns the newest published step.
+
+        A step that is already saved, or about to be published by an async save, isn't saved again. A pending save is always awaited, because
+        no new save could be faster. If the time left until ``deadline_s`` is shorter than previous saves took, the run ends with the
+        previous step. A second signal, 2 s or more after the first, leaves no time. If the scheduler kills the process during the save,
+        the previous step is unaffected. Every rank must call it. Raises the errors of :meth:`save` and :meth:`close`.
+        """
+        step, ranks = checked_step(step), self._ranks()
+        for _ in range(2):  # what fails is tried once more, an async save in the fallback
+            saves, why = ranks.combine(
+                "plan the last save", lambda: self._situation(step).to_list(), way_for_all
+            )
+            if not saves:
+                if ranks.rank == 0 and why != SAVED:
+                    _log.warning("step %d is not saved: %s", step, why)
+                break
+            self.save(state, step)
+            self._settle()
+        self.close()
+        newest = None if self._lineage is None else self._lineage.parent_step
+        if ranks.rank == 0:
+            _log.warning("stopped after step %d; the newest saved step is %s", step, newest)
+        return newest
+
+    def _situation(self, step: int) -> Situation:
+        pending, newest = self._pending, None if self._lineage is None else self._lineage.parent_step
+        return Situation(
+            step,
+            newest,
+            None if pending is None else pending.step,
+            0.0 if pending is None else pending.seconds,
+            self._times.longest_s,
+            self._stops.left_s(),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``save`` and ``Checkpointer``: training state in and out of a checkpoint directory (format: docs/format.md).
+
 _NUMBERS = itertools.count()
 
 
@@ -171,7 +469,7 @@ class Checkpointer(Stopping, Resuming):
     def _directories(self, *, local: bool) -> Directories:
         if not local:
             return OneDirectory(self._steps)
-        from .local_directories import LocalDirectories  # and with it what reads other hosts' parts
+        from .sites import LocalDirectories  # and with it what reads other hosts' parts
 
         return LocalDirectories(self._steps)
 

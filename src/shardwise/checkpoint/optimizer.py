@@ -1,38 +1,351 @@
-"""Restores an optimizer from our checkpoints: around the plan for its states, digests, gradients, per-rank states."""
+"""Restores optimizers: plans and fills their states, and sets what isn't a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.optim import Optimizer
 
 from ..catalog.checkpoint import catalog_of_optimizer, packed_name
-from ..digests.digest import tensor_digest
-from ..digests.live import differing_digests, own_sums
-from ..dtypes import torch_dtype
+from ..catalog.records import Catalog
+from ..digests import differing_digests, own_sums, tensor_digest
+from ..dtypes import code_of, torch_dtype
+from ..engine.engine import Destination, Staging, execute_own
+from ..engine.files import page_cache_for
+from ..engine.objects import SourceReader
 from ..errors import FormatError, IntegrityError, StateError
-from ..format.states import StateKey, by_name
-from ..layout.placements import Geometry
+from ..format.manifest import GRADIENT, document_of
+from ..format.slices import StateKey, by_name
+from ..internals.torch import local_tensor
 from ..limits import brief
-from ..planning import IOOptions
+from ..objects import frozen
+from ..operations.operation import this_operation
+from ..planning.match import Rules, match_rules, renamed
+from ..planning.plan import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
-from ..state.gradients import place_gradients
-from ..state.low_bit import PARTS, part_name
-from ..state.optimizer import check_groups, check_stored, differing_groups
-from .fill_optimizer import (
-    OptimizerFill,
-    RestoredOptimizer,
-    StoredStates,
-    TrainedBy,
-    geometries_of_states,
-    plan_fill,
+from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_rank
+from ..state.optimizer import (
+    check_groups,
+    check_stored,
+    differing_groups,
+    fill_groups,
+    parameter_names,
+    place_gradients,
+    place_scalars,
+    place_states,
+    place_values,
 )
-from .low_bit_restore import check_low_bit, stored_by_rank, stored_forms
-from .stored_checkpoint import StoredCheckpoint
+from ..tensors.boxes import Layout, Wanted, whole_tensor
+from ..tensors.live import HostMemory, LiveModel, wanted_states
+from ..tensors.placements import Geometry, fitting_ranks, mesh_text
+from .snapshot import trained_model
+from .stored import StoredCheckpoint
 
-__all__ = ["check_optimizer", "restore_optimizer", "stored_states"]
+__all__ = [
+    "OptimizerFill",
+    "RestoredOptimizer",
+    "StoredStates",
+    "TrainedBy",
+    "check_low_bit",
+    "check_optimizer",
+    "geometries_of_states",
+    "plan_fill",
+    "plan_states",
+    "restore_optimizer",
+    "stored_by_rank",
+    "stored_forms",
+    "stored_states",
+    "trained_by",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Fills an optimizer with stored states, of our checkpoints and of other programs': plan, make room, read, place.
+#
+# The caller says where the states are stored (:class:`StoredStates`), and agrees with the other ranks between the steps.
+
+
+@frozen
+class TrainedBy:
+    """An optimizer of this run, and the model whose parameters it holds."""
+
+    name: str
+    optimizer: Optimizer
+    model_name: str
+    live: LiveModel
+
+    @property
+    def document(self) -> str:
+        """Name of the document with its settings."""
+        return document_of("optimizer", self.name)
+
+    @property
+    def opaque(self) -> str:
+        """Name of the document with its tensors that only their own rank can interpret."""
+        return document_of("optimizer", self.name, "opaque")
+
+    @property
+    def low_bit(self) -> str:
+        """Name of the document that says what its states of few bits are."""
+        return document_of("optimizer", self.name, "low_bit")
+
+    def names(self) -> dict[int, str]:
+        """id of each parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
+        return parameter_names(self.optimizer, self.live.tensors)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Each parameter by name. Raises as :meth:`names`."""
+        names = self.names()
+        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+
+def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> TrainedBy:
+    """An optimizer with the model that :func:`trained_model` finds for it."""
+    model = trained_model(optimizer, lives)
+    return TrainedBy(name, optimizer, model, lives[model])
+
+
+@frozen
+class RestoredOptimizer:
+    """The result of restoring an optimizer on this rank."""
+
+    bytes_read: int
+    tensors: int
+    """Number of stored tensors, gradients included."""
+    gradients: int = 0
+    """Number of gradients that wait for a step."""
+    differences: tuple[str, ...] = ()
+    """Gradients whose dtype changed."""
+
+
+@frozen(kw_only=True)
+class StoredStates:
+    """The stored state of an optimizer. Parameters have their names in this run, except in ``catalog``."""
+
+    catalog: Catalog
+    """The stored tensors, by stored name."""
+    renames: Mapping[str, str]
+    """Stored name → the same tensor's name in this run, where it is another."""
+    groups: list[dict[str, Any]]
+    """``names`` and ``options`` of each parameter group."""
+    spread: Mapping[str, Mapping[str, str]]
+    """Parameter → state → dtype of each tensor that is spread over ranks like its parameter."""
+    whole: Mapping[str, torch.Tensor]
+    """Room for the other tensors, by name: every rank reads them whole."""
+    scalars: Mapping[str, Mapping[str, torch.Tensor]]
+    """Parameter → state → element of ``whole``, as a 0-d view: filled once ``whole`` is."""
+    values: Mapping[str, Mapping[str, Any]]
+    """Parameter → state → value that is in no catalog: not a tensor, or this rank's own tensor."""
+    low_bit: Mapping[str, Mapping[str, StoredForm]] = field(default_factory=dict)
+    """Parameter → state → form of each state of few bits, whose parts are spread over ranks like its parameter."""
+
+
+@frozen
+class OptimizerFill:
+    """An optimizer that has its stored settings and room for its stored states, and the plan to read them."""
+
+    part: TrainedBy
+    names: Mapping[int, str]
+    stored: StoredStates
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    """Parameter → state → tensor to read into, of those in ``stored.spread``, and parts of those in ``stored.low_bit``."""
+    before: Mapping[str, Mapping[str, torch.Tensor]]
+    """The 0-d states that the optimizer had."""
+    plan: Plan
+    io: IOOptions
+    memory: HostMemory
+    """Where the tensors lie that the optimizer did not have."""
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The stored gradients by parameter, which :meth:`place` leaves to the caller."""
+        found = {n: states[GRADIENT] for n, states in self.tensors.items() if GRADIENT in states}
+        return found | {n: s[GRADIENT] for n, s in self.stored.scalars.items() if GRADIENT in s}
+
+    def read(self, tick: Callable[[int], None]) -> int:
+        """Read this rank's parts of all tensors. Calls ``tick`` while it reads; returns the bytes read. Rank-local.
+
+        Memory: staging only. Raises :class:`SourceError`.
+        """
+        local = {n: local_tensor(t) for n, t in by_name(self.tensors).items()} | dict(self.stored.whole)
+        page_cache = page_cache_for(self.io, (t.device for t in local.values()))
+        files = self.stored.catalog.files
+        counted = this_operation()
+        counted.expect(lambda: self.plan.bytes_to_read)
+        tick = counted.counting(tick)
+        with SourceReader(tick, files=files, io=self.io, page_cache=page_cache) as reader:
+            staging = Staging(self.io, self.plan.staging_bytes)
+            execute_own(self.plan.transfers, reader, reader, Destination(local), staging, self.memory)
+            self.memory.settle()
+        return reader.bytes_read
+
+    def place(self) -> None:
+        """Put 0-d states and other values into the optimizer, once everything is read. Rank-local."""
+        place_scalars(self.part.optimizer, self.names, self.stored.scalars, self.before)
+        place_values(self.part.optimizer, self.names, self.stored.values)
+
+    def restored(
+        self, bytes_read: int, gradients: int = 0, differences: tuple[str, ...] = ()
+    ) -> RestoredOptimizer:
+        """The result, for the report."""
+        tensors = sum(map(len, self.tensors.values())) + len(self.stored.whole)
+        return RestoredOptimizer(bytes_read, tensors, gradients, differences)
+
+
+def plan_fill(part: TrainedBy, stored: StoredStates, io: IOOptions) -> OptimizerFill:
+    """Give an optimizer its stored settings and room for its stored states; plan the reads. Rank-local.
+
+    Clears every state that is not stored. Raises :class:`StateError` for other groups or parameters than the stored
+    ones, :class:`PlanError` if the catalog's tensors are not those that are wanted.
+    """
+    names = part.names()
+    fill_groups(part.optimizer, names, stored.groups)
+    memory = HostMemory(io.pages)
+    tensors, before = place_states(part.optimizer, names, stored.spread, memory, stored.low_bit)
+    plan = plan_states(stored, tensors, part.live.geometries, io)
+    return OptimizerFill(part, names, stored, tensors, before, plan, io, memory)
+
+
+def plan_states(
+    stored: StoredStates,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    geometries: Mapping[str, Geometry],
+    io: IOOptions,
+) -> Plan:
+    """The reads that fill this rank's part of ``tensors`` (parameter → state → tensor) and of ``stored.whole``."""
+    wanted: list[Wanted] = wanted_states(by_name(tensors), geometries_of_states(tensors, geometries))
+    wanted += [whole_tensor(n, code_of(t.dtype), tuple(t.shape)) for n, t in stored.whole.items()]
+    rename = renamed(lambda names: {n: stored.renames.get(n, n) for n in names})
+    matched = match_rules(stored.catalog, wanted, Rules(rename))
+    return build_plan(stored.catalog, Layout(tuple(wanted)), matched, io)
+
+
+def geometries_of_states(
+    tensors: Mapping[str, Mapping[str, torch.Tensor]], geometries: Mapping[str, Geometry]
+) -> dict[str, Geometry]:
+    """The geometry of each state's parameter, by the state's name."""
+    return by_name({n: dict.fromkeys(states, geometries[n]) for n, states in tensors.items()})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Restores optimizer states of few bits: whether they fit the cuts of this run, and what is to be made of their parts.
+
+
+def stored_forms(part: TrainedBy, stored: StoredCheckpoint) -> dict[str, dict[str, StoredForm]]:
+    """The states of few bits whose parts are tensors of the whole parameter, by parameter and state."""
+    document, entries = _document(part, stored), stored.manifest.models[part.model_name]
+    found: dict[str, dict[str, StoredForm]] = {}
+    for name, state, form in _forms(document["states"]):
+        grid = form.grid(entries[name].shape)
+        assert grid is not None, "the form of the document was checked"
+        book = document["books"][form.book] if form.book else None
+        found.setdefault(name, {})[state] = StoredForm(form, grid, book)
+    return found
+
+
+def stored_by_rank(
+    part: TrainedBy, stored: StoredCheckpoint, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """What this rank stored by itself, ready to be placed, by parameter and state; states of few bits are put together.
+
+    Raises :class:`FormatError` if the parts of one are not there, or do not make it up.
+    """
+    found = {n: dict(states) for n, states in stored.documents.get(part.opaque, {}).items()}
+    document = _document(part, stored)
+    for name, state, form in _forms(document["by_rank"]):
+        of_one = found.get(name, {})
+        held = {p: of_one.pop(part_name(state, p), None) for p in (*PARTS, PLAIN)}
+        book = document["books"].get(form.book)
+        try:
+            of_one[state] = state_by_rank(held, parameters[name], form, book)
+        except ValueError as error:
+            raise FormatError(
+                f"{part.opaque}: {brief(name)}.{brief(state)}: {error}", path=stored.path
+            ) from error
+    return found
+
+
+def check_low_bit(part: TrainedBy, stored: StoredCheckpoint) -> None:
+    """Raise :class:`StateError` naming states whose blocks the cuts of this run divide. Reads nothing, changes nothing.
+
+    :class:`FormatError` for a stored tensor that is not shaped like its parameter and that no document explains.
+    """
+    document, entries = _document(part, stored), stored.manifest.models[part.model_name]
+    for name, t in entries.items():
+        known = {part_name(s, p) for s in document["states"].get(name, {}) for p in PARTS}
+        for state, e in t.states.get(part.name, {}).items():
+            if e.shape is not None and state not in known:
+                raise FormatError(
+                    f"the state {brief(state)} of {brief(name)} has another shape than its parameter, and {part.low_bit} does "
+                    f"not say what it is",
+                    path=stored.path,
+                )
+    live = part.live.geometries
+    bad = [
+        (name, state, form)
+        for name, state, form in _forms(document["states"])
+        if name in live and not _falls_on(form, entries[name].shape, live[name])
+    ]
+    if bad:
+        _refuse_cuts(part, stored, bad)
+    moved = [
+        (name, state, form)
+        for name, state, form in _forms(document["by_rank"])
+        if name in live and not stored.manifest.geometries[entries[name].geometry].is_same_place(live[name])
+    ]
+    if moved:
+        name, state, form = moved[0]
+        raise StateError(
+            f"{stored.path}: the optimizer state {name}.{state} ({form.text}) and {len(moved) - 1} others were stored by rank, "
+            f"because cuts of the saved run ({mesh_text(stored.manifest.geometries)}) lay inside their blocks, or some of its "
+            f"ranks kept short shards in full. They fit that mesh only; this run has {mesh_text(live.values())}. Resume on the "
+            f"saved mesh, or with a new optimizer"
+        )
+
+
+def _falls_on(form: Form, shape: tuple[int, ...], geometry: Geometry) -> bool:
+    grid = form.grid(shape)
+    return grid is not None and grid.falls_on(geometry)
+
+
+def _refuse_cuts(part: TrainedBy, stored: StoredCheckpoint, bad: list[tuple[str, str, Form]]) -> None:
+    live, entries = part.live.geometries, stored.manifest.models[part.model_name]
+    name, state, form = bad[0]
+    grid = form.grid(entries[name].shape)
+    assert grid is not None, "the form of the document was checked"
+    pairs = set()
+    for n, of in stored_forms(part, stored).items():
+        dims = {cut.dim for cut in live[n].cuts if cut.kind != "replicate"} if n in live else set()
+        pairs |= {(one.grid, dim) for one in of.values() for dim in dims}
+    fitting = ", ".join(map(str, fitting_ranks(pairs)))
+    raise StateError(
+        f"{stored.path}: the optimizer state {name}.{state} is {form.text} elements, and this run's cuts of {name} "
+        f"(shape {list(grid.shape)}, {mesh_text([live[name]])}) fall inside blocks: expected cuts of dim {grid.dim} at multiples "
+        f"of {grid.rows}, and none of later dims. So it is with {len(bad) - 1} other states. Resume on the saved mesh "
+        f"({mesh_text(stored.manifest.geometries)})"
+        + (f", or cut these dims over one of these numbers of ranks: {fitting}" if fitting else "")
+    )
+
+
+def _forms(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Form]]:
+    for name, of_one in states.items():
+        for state, form in of_one.items():
+            yield name, state, Form(**form)
+
+
+def _document(part: TrainedBy, stored: StoredCheckpoint) -> Mapping[str, Any]:
+    empty: Mapping[str, Any] = {"books": {}, "states": {}, "by_rank": {}}
+    found: Mapping[str, Any] = stored.documents.get(part.low_bit, empty)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Restores an optimizer from our checkpoints: around the plan for its states, digests, gradients, per-rank states.
 
 
 def check_optimizer(part: TrainedBy, stored: StoredCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""Restores the own state of models and optimizers, and checks whether it arrived."""
+"""The own state of models and optimizers (state outside parameters and buffers): restored, and checked for arrival."""
 
 from __future__ import annotations
 
@@ -9,21 +9,41 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..digests.pending import partial_sums
-from ..format.documents import document_named
-from ..format.manifest import Manifest
-from ..layout.live import LiveModel, describe
-from ..layout.model import local_tensor
+from ..digests import partial_sums
+from ..format.manifest import Manifest, document_named, document_of
+from ..internals.torch import local_tensor
 from ..limits import brief, cause
 from ..ranks.ranks import Ranks
-from ..state.beyond import Path, StoredOwn, path_text, same
-from ..state.beyond_model import differences_of_model, give_back_to_model, has_own_loading
-from ..state.beyond_optimizer import differences_of_optimizer, give_back_to_optimizer
-from ..state.places import Places
-from ..state.train_state import document_of
-from ..state.typed_json import decode, encode
+from ..state.beyond import (
+    KeptOptimizer,
+    Path,
+    StoredOwn,
+    differences_of_model,
+    differences_of_optimizer,
+    give_back_to_model,
+    give_back_to_optimizer,
+    has_own_loading,
+    path_text,
+    same,
+)
+from ..state.documents import inner_schedulers, unwrapped
+from ..state.optimizer import TrainState
+from ..state.parts import is_several
+from ..state.typed_json import Places, decode, encode
+from ..tensors.live import LiveModel, describe
 
-__all__ = ["OwnState", "not_taken", "tensor_sums"]
+__all__ = [
+    "OwnState",
+    "Watched",
+    "changed_anywhere",
+    "not_taken",
+    "reaches_others",
+    "tensor_sums",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Restores the own state of models and optimizers, and checks whether it arrived.
 
 _LEFT_OUT = "not_stored"
 
@@ -161,3 +181,81 @@ def _differing(now: Any, stored: Any, path: Path = ()) -> Iterator[Path]:
             yield from _differing(one, other, (*path, k))
     else:
         yield path
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds and repairs changes of models and optimizers by the program's own objects when these take their state.
+#
+# An extra may write into the model (an average of the weights), a custom scheduler into an optimizer's settings. torch's
+# schedulers, scalers and data loaders do not, and cost nothing.
+
+#: Classes whose ``load_state_dict`` changes only the object itself.
+_KNOWN = (
+    "accelerate.",
+    "shardwise.",
+    "torch.amp.",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data.",
+    "torchdata.",
+)
+
+
+def reaches_others(target: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether the ``load_state_dict`` of an object may change other objects: true for every unknown class.
+
+    ``above``: ids of the schedulers around it.
+    """
+    if is_several(target):
+        return any(map(reaches_others, target.values()))
+    above = (*above, id(target))
+    within = [unwrapped(target), *inner_schedulers(target)]
+    taking = getattr(type(target), "load_state_dict", None)
+    known = (getattr(taking, "__module__", None) or "").startswith(_KNOWN)
+    return (
+        not known
+        or "load_state_dict" in getattr(target, "__dict__", {})
+        or any(reaches_others(s, above) for s in within if id(s) not in above)
+    )
+
+
+class Watched:
+    """A record of models and optimizers before other objects get their state. Reads all their tensors. Rank-local."""
+
+    def __init__(self, state: TrainState, lives: Mapping[str, LiveModel]) -> None:
+        self._sums = {name: tensor_sums(live) for name, live in lives.items()}
+        self._tensors = {name: {t.name: t.tensor for t in live.stored} for name, live in lives.items()}
+        bare = state.optimizers
+        self._kept = {name: KeptOptimizer(o, bare[name]) for name, o in state.given_optimizers.items()}
+
+    def changed_models(self, lives: Mapping[str, LiveModel]) -> list[str]:
+        """Models with a tensor on this rank that is not as it was: they have to be filled again."""
+        return [name for name, live in lives.items() if tensor_sums(live) != self._sums[name]]
+
+    def put_back(self, lives: dict[str, LiveModel]) -> tuple[str, ...]:
+        """Give optimizers the settings and states that they had. Returns a line for each change that stays.
+
+        Describes the models again in ``lives``: the program's own code ran.
+        """
+        lives.update({name: describe(live.root) for name, live in lives.items()})
+        return tuple(self._put_back(lives))
+
+    def _put_back(self, lives: Mapping[str, LiveModel]) -> Iterator[str]:
+        for name, before in self._tensors.items():
+            for t in lives[name].stored:
+                if before.get(t.name) is not t.tensor:
+                    yield f"{name}: {t.name} is another tensor since another object took its state; optimizers train the former"
+        for name, kept in self._kept.items():
+            for what in kept.put_back():
+                yield f"{name}: {what} was changed when another object took its state, and may differ now"
+
+
+def changed_anywhere(watched: Watched | None, lives: Mapping[str, LiveModel], ranks: Ranks) -> list[str]:
+    """Models that other objects changed on any rank, the same on all. Collective."""
+
+    def found() -> list[str]:
+        return watched.changed_models(lives) if watched is not None else []
+
+    def anywhere(each: list[list[str]]) -> list[str]:
+        return sorted({name for names in each for name in names})
+
+    return ranks.combine("compare models", found, anywhere)

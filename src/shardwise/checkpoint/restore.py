@@ -10,46 +10,47 @@ from functools import partial
 
 import xxhash
 
-from ..catalog import Catalog
 from ..catalog.checkpoint import catalog_of_checkpoint
+from ..catalog.records import Catalog
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
 from ..format.manifest import CONVERTED, Manifest, TensorEntry
 from ..internals.torch import local_tensor
-from ..layout.live import LiveModel, describe
-from ..layout.placements import mesh_text
-from ..loading.load import Filling, FillOptions, fill
-from ..loading.report import LoadReport
+from ..loading.load import Filling, FillOptions, LoadReport, fill
 from ..objects import frozen, gc_paused
-from ..operations.operation import this_operation
-from ..operations.recorder import phase
-from ..planning import IOOptions
+from ..operations.operation import phase, this_operation
+from ..planning.match import Rules
+from ..planning.plan import IOOptions
+from ..publish.lock import manifest_seen_by_first
 from ..ranks.ranks import Ranks
-from ..recipe.match import Rules
-from ..state.beyond_model import make_room, refuse_fsdp1
-from ..state.data import data_caveats
-from ..state.gradients import clear_gradients, refuse_unreduced
-from ..state.schedulers import functions_left_out
-from ..state.settings import (
+from ..state.arguments import (
     changed_settings,
     data_settings_of,
     given_settings_of,
     replaced_settings,
     settings_of,
 )
-from ..state.train_state import TrainState
-from ..storage import counting
-from .collect import software_versions
-from .documents import ask_receivers, check_documents, reaches_others, restore_buffers, restore_documents
-from .fill_optimizer import RestoredOptimizer, trained_by
-from .optimizer import restore_optimizer
-from .own import OwnState
-from .receivers import Generators, receivers_of
-from .referred import compare_referred, referred_by
+from ..state.beyond import make_room, refuse_fsdp1
+from ..state.data import data_caveats
+from ..state.documents import functions_left_out
+from ..state.optimizer import TrainState, clear_gradients, refuse_unreduced
+from ..storage.records import counting
+from ..tensors.live import LiveModel, describe
+from ..tensors.placements import mesh_text
+from .optimizer import RestoredOptimizer, restore_optimizer, trained_by
+from .own import OwnState, Watched, changed_anywhere
+from .receivers import (
+    Generators,
+    ask_receivers,
+    check_documents,
+    receivers_of,
+    restore_buffers,
+    restore_documents,
+)
+from .receivers import document_reaches_others as reaches_others
 from .resume_report import ResumeReport
-from .shared_fs import manifest_seen_by_first
-from .stored_checkpoint import StoredCheckpoint, read_checkpoint
-from .watch import Watched, changed_anywhere
+from .stored import StoredCheckpoint, compare_referred, read_checkpoint, referred_by
+from .take import software_versions
 
 __all__ = ["Filled", "Saved", "restore_into"]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ..layout.placements import mesh_text
 from ..objects import frozen
+from ..operations.operation import size
 from ..operations.printed import Printed
-from ..operations.records import size
 from ..ranks.ranks import Ranks
+from ..tensors.placements import mesh_text
 
 if TYPE_CHECKING:
     from .restore import Filled, Saved

@@ -1,48 +1,419 @@
-"""Writes one checkpoint: snapshot → write → agree → commit."""
+"""Writes one checkpoint, in the foreground or in the background: snapshot, write, agree, commit."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import logging
+import math
 import os
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..catalog.checkpoint import directory
-from ..digests.digest import partial_sum
-from ..errors import CheckpointError
-from ..format.manifest import FileEntry, Manifest
-from ..format.slices import header_bytes
-from ..format.steps import misnamed
-from ..limits import inside
+from ..catalog.checkpoint import directory, packed_name
+from ..digests import ReplicaTotals, added_sums, finish, partial_sum
+from ..dtypes import itemsize
+from ..errors import CheckpointError, FormatError, LowSpaceError, SourceError, StateError
+from ..format.header import misnamed
+from ..format.manifest import (
+    BLOCK_BYTES,
+    GRADIENT,
+    FileEntry,
+    Manifest,
+    Packed,
+    StateEntry,
+    TensorEntry,
+    parse_documents,
+)
+from ..format.slices import StateKey, header_bytes
+from ..limits import MAX_JSON_BYTES, inside
+from ..models.homes import ADAPTERS_NAME
 from ..objects import frozen, gc_paused
-from ..operations.announced import announced
-from ..operations.operation import Operation, this_operation
+from ..operations.operation import Operation, announced, in_background, note, operation, phase, this_operation
 from ..operations.printed import Printed
-from ..operations.recorder import phase
-from ..ranks.ranks import Ranks
-from ..state.train_state import TrainState
+from ..publish.lock import wait_for_folders
+from ..publish.places import PartTarget, Target
+from ..publish.sites import begin_parts, publish_parts
+from ..publish.write import fsync_directory, make_directories, write_file, write_slices
+from ..ranks.ranks import Ranks, patiently
+from ..state.optimizer import Drained, TrainState
 from ..state.typed_json import Encoded
-from ..storage import counting, is_url
-from ..store.part_target import PartTarget
-from ..store.slice_file import write_slices
-from ..store.target import Target
-from ..store.write import make_directories, write_file
-from .at_top import show_at_top
-from .collect import Collected, Lineage, collect
-from .document_files import checked_text, write_documents
-from .own_files import OwnPart, Piece
-from .parts import begin_parts, publish_parts
-from .pieces import Contents, LiveContents, pieces_of
-from .save_manifest import file_records, manifest_of, merged_records, outline_of
-from .shared_fs import wait_for_folders
-from .snapshot import Live
-from .space import payload_bytes, refuse_low_space
+from ..storage.records import counting, is_url
+from ..tensors.placements import Geometry
+from .snapshot import Live, ModelPart, OptimizerPart, OwnPart, Piece, Snapshot, plain_tensors
+from .stored import check_each
+from .take import (
+    Collected,
+    Contents,
+    Lineage,
+    LiveContents,
+    StagedContents,
+    StagedPieces,
+    StagingBuffer,
+    collect,
+    detached_documents,
+    live_piece,
+    pieces_of,
+    room_for,
+)
 
-__all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
+__all__ = [
+    "AsyncSave",
+    "SaveReport",
+    "checked_text",
+    "file_records",
+    "manifest_of",
+    "merged_records",
+    "outline_of",
+    "payload_bytes",
+    "publish_collected",
+    "refuse_low_space",
+    "reserve_for",
+    "show_at_top",
+    "write_checkpoint",
+    "write_documents",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Hard links to the files of a checkpoint's ``model/`` at its top, where ``from_pretrained`` looks.
+
+_log = logging.getLogger(__name__)
+_FOLDER = "model/"
+
+
+def show_at_top(root: str, files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Link the files of ``model/`` into ``root``, except those already there. Returns all files' manifest entries.
+
+    Links take no space. If the file system has none, small files are copied and weights are skipped with a warning.
+    Weights of a model with adapters are skipped: ``from_pretrained`` can't build a model from them. For rank 0, before
+    the manifest is written.
+    """
+    found = dict(files)
+    inside = {
+        name: name.removeprefix(_FOLDER)
+        for name in files
+        if name.startswith(_FOLDER) and name.removeprefix(_FOLDER) not in files
+    }
+    has_adapters = inside.pop(_FOLDER + ADAPTERS_NAME, None) is not None
+    weights = {n: top for n, top in inside.items() if top.endswith(".safetensors") and "/" not in top}
+    for name in weights:
+        del inside[name]
+    for name, top in inside.items():
+        source, target = os.path.join(root, name), os.path.join(root, top)
+        make_directories(os.path.dirname(target))
+        try:
+            patiently(os.link, source, target)
+        except OSError:
+            write_file(target, patiently(Path(source).read_bytes))
+        found[top] = files[name]
+    for folder in {os.path.dirname(top) for top in inside.values()} - {""}:
+        fsync_directory(os.path.join(root, folder))
+    if not has_adapters:
+        found |= _link_weights(root, weights, files)
+    return found
+
+
+def _link_weights(
+    root: str, weights: Mapping[str, str], files: Mapping[str, FileEntry]
+) -> dict[str, FileEntry]:
+    """Link all weights or none: a reader takes the files that it finds for the whole model."""
+    try:
+        for name, top in weights.items():
+            patiently(os.link, os.path.join(root, name), os.path.join(root, top))
+    except OSError as error:
+        for top in weights.values():
+            with contextlib.suppress(FileNotFoundError):
+                patiently(os.unlink, os.path.join(root, top))
+        _log.warning(
+            "%s: no hard links here (%s): from_pretrained reads the weights in its folder model, not at its top",
+            root,
+            error.strerror,
+        )
+        return {}
+    return {top: files[name] for name, top in weights.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The files of documents: encodes them, passes them through the reader's own checks, and writes them.
+
+
+def checked_text(documents: Mapping[str, Encoded], outline: Manifest, stem: str, final: str) -> bytes:
+    """The text of ``<stem>.json``. Raises :class:`StateError` naming a document that no reader would take.
+
+    ``outline``: the manifest; its digests and files are ignored. Memory: the text, and copies of one document's
+    tensors; a document with more than 16 MiB of tensors is parsed but not decoded.
+    """
+    document = {name: encoded.document for name, encoded in documents.items()}
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    path = os.path.join(final, f"{stem}.json")
+    try:
+        if len(text) > MAX_JSON_BYTES:
+            largest = max(document, key=lambda name: len(json.dumps(document[name])))
+            raise FormatError(
+                f"has {len(text)} bytes, the limit is {MAX_JSON_BYTES}; most are of {largest!r}: give its large values as "
+                f"tensors",
+                path=path,
+            )
+        for name, parsed in parse_documents(text, outline, path).items():
+            tensors = documents[name].tensors
+            if sum(t.numel() * t.element_size() for t in tensors.values()) <= BLOCK_BYTES:
+                check_each({name: Encoded(parsed, tensors, ())}, outline, final)
+    except SourceError as error:
+        raise StateError(f"this state isn't saved, because it couldn't be read back: {error}") from error
+    return text
+
+
+def write_documents(
+    root: str, stem: str, text: bytes, documents: Mapping[str, Encoded], files: dict[str, FileEntry]
+) -> None:
+    """Write ``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with these."""
+    from safetensors.torch import save
+
+    tensors = {f"{n}/{k}": t.detach().cpu() for n, p in documents.items() for k, t in p.tensors.items()}
+    files[f"{stem}.json"] = write_file(os.path.join(root, f"{stem}.json"), text)
+    if tensors:
+        owned = {k: t.clone() for k, t in tensors.items()}  # save() refuses tensors that share storage
+        files[f"{stem}.safetensors"] = write_file(os.path.join(root, f"{stem}.safetensors"), save(owned))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The manifest of a save: rank 0 makes it from what each rank tells of its files and of its copies of the tensors.
+
+#: Digests by kind and name of the part, and stored name.
+Digests = Mapping[tuple[str, str, str], int]
+
+
+def file_records(
+    collected: Collected, rank: int, files: Mapping[str, FileEntry], sums: Sequence[int]
+) -> dict[str, Any]:
+    """A rank's record for rank 0: entries of its files, and its share of the digest sums of all tensors."""
+    entries = {name: {**asdict(entry), "blocks": list(entry.blocks)} for name, entry in files.items()}
+    share = _totals(collected.snapshot).share(np.array(sums, dtype=np.uint64), rank)
+    return {"files": entries, "sums": share}
+
+
+def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records of several ranks as one: all entries, and the sums of shares."""
+    files = {name: entry for one in records for name, entry in one["files"].items()}
+    return {"files": files, "sums": added_sums([one["sums"] for one in records])}
+
+
+def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
+    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks.
+
+    Raises :class:`StateError` naming tensors whose replicas differ between ranks.
+    """
+    _refuse_unequal(collected.snapshot, records["sums"])
+    return manifest_of_written(collected, ranks, records)
+
+
+def manifest_of_written(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
+    """As :func:`manifest_of`, where each rank has summed only what it wrote: replicas are not compared."""
+    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
+    return _with_digests(collected, ranks, _digests(collected.snapshot, records["sums"]), files)
+
+
+def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
+    """What the check of documents takes from a manifest, before anything is written: it has no files, no digests, and only the
+    tensors that documents name, which are buffers and those with states of few bits."""
+    snapshot = collected.snapshot
+    named = {name for o in snapshot.optimizers for name in o.drained.low_bit}
+    named |= {t.name for m in snapshot.models for t in m.named if t.kind == "buffer"}
+    models = [replace(m, live=tuple([v for v in m.live if v.stored.name in named])) for m in snapshot.models]
+    optimizers = [replace(o, drained=_only(o.drained, named)) for o in snapshot.optimizers]
+    spoken_of = replace(snapshot, models=tuple(models), optimizers=tuple(optimizers))
+    return _with_digests(replace(collected, snapshot=spoken_of), ranks, defaultdict(int), {})
+
+
+def _only(drained: Drained, names: Set[str]) -> Drained:
+    """The states of some parameters that are stored as tensors."""
+    tensors, packed = drained.tensors, drained.packed_index
+    return replace(
+        drained,
+        tensors={n: states for n, states in tensors.items() if n in names},
+        packed_index={n: states for n, states in packed.items() if n in names},
+    )
+
+
+def _with_digests(
+    collected: Collected, ranks: Ranks, digests: Digests, files: Mapping[str, FileEntry]
+) -> Manifest:
+    snapshot = collected.snapshot
+    geometries: dict[Geometry, int] = {}
+    models = {m.name: _model_entries(m, snapshot, digests, geometries) for m in snapshot.models}
+    return Manifest(
+        step=collected.step,
+        run_id=collected.lineage.run_id,
+        parent_step=collected.lineage.parent_step,
+        world_size=ranks.world_size,
+        seed=collected.seed,
+        geometries=tuple(geometries),
+        models=models,
+        packed={o.name: _packed_entries(o, digests) for o in snapshot.optimizers},
+        files=dict(sorted(files.items())),
+        software=collected.software,
+        hub_tensors=collected.hub_tensors,
+        local_documents=tuple(sorted(collected.local)),
+    )
+
+
+def _model_entries(
+    model: ModelPart, snapshot: Snapshot, digests: Digests, geometries: dict[Geometry, int]
+) -> dict[str, TensorEntry]:
+    named = {t.name: t for t in model.named}
+    shapes = {v.stored.name: v.stored.shape for v in model.live}
+    states = {
+        o.name: _state_entries(o, shapes, digests) for o in snapshot.optimizers if o.model == model.name
+    }
+    entries = {}
+    for live in model.live:
+        if not live.counted:
+            continue
+        t = live.stored
+        entries[t.name] = TensorEntry(
+            dtype=t.dtype,
+            shape=t.shape,
+            geometry=geometries.setdefault(t.geometry, len(geometries)),
+            digest=digests["model", model.name, t.name],
+            owner=t.owner,
+            kind=named[t.name].kind,
+            aliases=named[t.name].aliases,
+            stored_aliases=model.stored_aliases.get(t.name, ()),
+            refers=live.refers,
+            states={o: found[t.name] for o, found in states.items() if t.name in found},
+        )
+    return entries
+
+
+def _counted(snapshot: Snapshot) -> list[tuple[ModelPart | OptimizerPart, Live]]:
+    """The tensors that have a digest, in the order of a rank's sums."""
+    return [(part, v) for part in snapshot.parts for v in part.live if v.counted]
+
+
+def _totals(snapshot: Snapshot) -> ReplicaTotals:
+    stored = [v.stored for _, v in _counted(snapshot)]
+    return ReplicaTotals([t.geometry for t in stored], [t.owner for t in stored])
+
+
+def _refuse_unequal(snapshot: Snapshot, added: Any) -> None:
+    """Raises :class:`StateError` naming tensors whose replicas differ, except plain buffers."""
+    counted = _counted(snapshot)
+    _, differ = _totals(snapshot).read(added)
+    buffers = plain_tensors(snapshot, kind="buffer")
+    unequal = [
+        v.stored.name
+        for part, v in map(counted.__getitem__, differ.tolist())
+        if not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
+    ]
+    if unequal:
+        raise StateError(
+            f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
+            f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
+        )
+
+
+def _digests(snapshot: Snapshot, added: Any) -> Digests:
+    """Digest of every tensor from the shares of all ranks."""
+    counted = _counted(snapshot)
+    totals, _ = _totals(snapshot).read(added)
+    return {
+        (part.kind, part.name, v.stored.name): finish(total, v.stored.dtype, v.stored.shape)
+        for (part, v), total in zip(counted, totals.tolist(), strict=True)
+    }
+
+
+def _hint(unequal: Sequence[str]) -> str:
+    if not any(name.endswith(f".{GRADIENT}") for name in unequal):
+        return ""
+    return (
+        ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
+        "every backward"
+    )
+
+
+def _state_entries(
+    part: OptimizerPart, shapes: Mapping[str, tuple[int, ...]], digests: Digests
+) -> dict[str, dict[str, StateEntry]]:
+    stored = {v.stored.name: v.stored for v in part.live}
+    found: dict[str, dict[str, StateEntry]] = {}
+    for name, states in part.drained.tensors.items():
+        for key in states:
+            t = stored[StateKey(name, key).name]
+            digest = digests["optimizer", part.name, t.name]
+            own = t.shape if t.shape != shapes[name] else None
+            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner, shape=own)
+    for name, packed in part.drained.packed_index.items():
+        for key, (pack, index) in packed.items():
+            dtype = pack.rsplit(".", 1)[1]
+            found.setdefault(name, {})[key] = StateEntry(dtype, packed=pack, index=index)
+    return found
+
+
+def _packed_entries(part: OptimizerPart, digests: Digests) -> dict[str, Packed]:
+    stored = {v.stored.name: v.stored for v in part.live}
+    found = {}
+    for key, tensor in part.drained.packed.items():
+        t = stored[packed_name(key)]
+        found[key] = Packed(t.dtype, tensor.numel(), digests["optimizer", part.name, t.name], t.owner)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Low disk space is seen before payload is written: the plan knows the bytes.
+
+
+def payload_bytes(collected: Collected) -> int:
+    """Bytes of all tensors that a save writes, over all ranks. Linear in tensors, whatever the number of ranks."""
+    stored = (v.stored for part in collected.snapshot.parts for v in part.live if not v.refers)
+    return sum(itemsize(t.dtype) * math.prod(t.shape) for t in stored)
+
+
+def refuse_low_space(place: str, most: int, what: str, exactly: Callable[[], int] | None = None) -> None:
+    """Raise :class:`LowSpaceError` if the file system of ``place``, as this host sees it, has less free than the save takes.
+
+    ``most``: an upper bound of the bytes; ``exactly`` gives their number, and is called only where the bound does not fit. A URL is not
+    checked. Root also counts the blocks that the file system keeps for root. This check does not see a user's quota.
+    """
+    if is_url(place):
+        return
+    try:
+        while place and not patiently(os.path.exists, place):
+            place = os.path.dirname(place)
+        found = patiently(os.statvfs, place or ".")
+    except OSError:  # what writes there says it better
+        return
+    free = (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
+    if free >= most or not found.f_blocks:
+        return
+    needed = most if exactly is None else exactly()
+    if free < needed:
+        raise LowSpaceError(
+            f"{place}: {os.strerror(errno.ENOSPC)}: {what} takes {_words(needed)}, and the file system has {_words(free)} free "
+            f"on host {socket.gethostname()}. Nothing was written. Delete files, keep fewer steps (keep_last), or give a fallback",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+
+
+def _words(nbytes: int) -> str:
+    return f"{nbytes:,} bytes ({nbytes / 1e9:.2f} GB)"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writes one checkpoint: snapshot → write → agree → commit.
 
 
 @frozen
@@ -333,3 +704,160 @@ def _write_tensors(
         for _ in sums.parts_of(piece):
             pass
         ranks.tick()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Async save: copies the state; then training goes on while a background thread hashes, writes and publishes.
+#
+# The thread agrees with the other ranks' threads through the store, on its own channel, and starts no collective. It
+# runs at a lower priority than the training if the system has priorities per thread.
+
+_LOWER_PRIORITY = 13
+
+
+def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_bytes: int | None) -> None:
+    """Size the buffer for the whole state, or for as much of it as the budget allows. Collective.
+
+    Raises :class:`StateError` on every rank if a rank's largest piece is larger than the budget.
+    """
+    with ranks.agree("reserve staging"):
+        pieces = list(pieces_of(collected))
+        staging = StagedPieces(pieces)
+        needed = staging.nbytes
+        if most_bytes is not None and needed > most_bytes:
+            largest, name = max((room_for(live_piece(p)), p.live.stored.name) for p in pieces if p.is_copied)
+            if largest > most_bytes:
+                raise StateError(
+                    f"{name} takes {largest} bytes on rank {ranks.rank}, the staging budget is {most_bytes}; give "
+                    f"max_staging_bytes={largest} or more"
+                )
+        buffer.reserve(needed, most_bytes, pinned=staging.is_pinned)
+
+
+class AsyncSave:
+    """One save in a background thread. :meth:`copy` starts it, :meth:`wait` ends it."""
+
+    def __init__(
+        self,
+        collected: Collected,
+        target: Target,
+        buffer: StagingBuffer,
+        ranks: Ranks,
+        after: Callable[[], None],
+        called: float,
+    ) -> None:
+        self.step = collected.step
+        pieces = list(pieces_of(collected))
+        self._nbytes = sum(piece.nbytes for piece in pieces if piece.is_copied)
+        self._staging = StagedPieces(pieces)
+        try:
+            self._collected = detached_documents(collected)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"can't allocate host memory for copies of the documents ({error})"
+            ) from error
+        self._target = target
+        self._buffer = buffer
+        self._ranks = ranks
+        self._after = after
+        self._called = called
+        self._stall_seconds = 0.0
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._started = time.perf_counter()
+        # Not a daemon: an ending process waits until the save is finished, or given up because other ranks made no
+        # progress for ``timeout_s``.
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run_beside, name=f"shardwise-save-{self.step}")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.ident is not None and not self._ended.is_set()
+
+    def copy(self) -> SaveReport:
+        """Copy the state and start the thread; returns when training may change the state.
+
+        Copies from a device are enqueued then, and its current stream goes on after them.
+
+        A failure ends the save on every rank alike: :meth:`wait` raises it.
+        """
+        self._in_waves = self._staging.nbytes > self._buffer.nbytes
+        if self._in_waves:
+            self._start()  # now, because the thread must free room; otherwise after copying, not to slow it down
+        try:
+            for _ in self._buffer.copying(self._staging.tensors(self._buffer)):
+                if not self._buffer.wait_for_room():
+                    break
+        except BaseException as error:
+            self._buffer.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._stall_seconds = time.perf_counter() - self._called
+            if not self._in_waves:
+                self._start()
+        return self._report_of(self._nbytes, 0, is_published=False)
+
+    def _report_of(self, bytes_written: int, requests: int, *, is_published: bool) -> SaveReport:
+        return SaveReport.of(
+            self._collected,
+            path=self._target.final,
+            bytes_written=bytes_written,
+            started=self._started,
+            stall_seconds=self._stall_seconds,
+            staging_bytes=self._buffer.nbytes,
+            is_published=is_published,
+            requests=requests,
+        )
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system is out of threads: save in this thread
+            if self._in_waves:  # the buffer has no room for the rest
+                self._buffer.fail(error)
+            self._run()
+
+    @property
+    def seconds(self) -> float:
+        """Since the save began."""
+        return time.perf_counter() - self._started
+
+    def wait(self) -> SaveReport:
+        """Block until the step is published. Raises the save's error, alike on every rank."""
+        self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    def _run_beside(self) -> None:
+        with in_background():
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            if threading.current_thread() is self._thread:
+                _lower_priority()
+            contents = StagedContents(self._staging, self._buffer)
+            with operation("save", step=self.step) as heard, counting() as asked:
+                written = publish_collected(self._collected, self._target, self._ranks, contents)
+                self._report = self._report_of(written, asked.total, is_published=True)
+                heard.returns(self._report)
+            note("save", self._report.to_json())
+            self._after()
+        except BaseException as error:
+            self._error = error
+            self._buffer.fail(error)
+            # The next call raises it, but there may be no next call.
+            _log.error("the async save of step %d failed: %s", self.step, error)
+        finally:
+            self._ended.set()
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread. Only on Linux, which has priorities per thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)

@@ -3,49 +3,187 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..catalog.checkpoint import packed_name
+from ..catalog.checkpoint import directory, packed_name
 from ..catalog.records import StoredTensor
-from ..devices import to_host
-from ..digests.pending import partial_sums
-from ..dtypes import code_of
+from ..digests import partial_sums, refuse_other_tensors
+from ..dtypes import code_of, itemsize
 from ..errors import StateError
-from ..format.slices import SliceTensor, assign_owners
-from ..format.states import StateKey
-from ..format.steps import checked_step
+from ..format.header import checked_step
+from ..format.manifest import document_of
+from ..format.slices import Slice, SliceTensor, StateKey, assign_owners, file_count, file_name, rank_files
+from ..host import to_host
+from ..internals.low_bit import may_keep_low_bits
+from ..internals.torch import local_tensor
 from ..internals.transformers import is_transformers_model
-from ..layout.live import LiveModel, describe
-from ..layout.model import local_tensor, world_size
-from ..layout.placements import replicated
 from ..limits import brief
 from ..names import NamedTensor, canonical_name
 from ..objects import frozen
-from ..recipe.match import Recipe
+from ..planning.match import Recipe
+from ..ranks.ranks import Ranks
 from ..rng import capture_rng
-from ..state.beyond import Beyond
-from ..state.beyond_model import beyond_model, refuse_fsdp1
-from ..state.beyond_optimizer import beyond_optimizer
-from ..state.gradients import UNSEEN_GRADIENTS, refuse_unreduced
-from ..state.optimizer import NO_FORMS, AgreedForm, Drained, drain, parameter_names
-from ..state.scaler import refuse_unfinished_step
-from ..state.schedulers import class_text, functions_left_out, unwrapped
-from ..state.settings import data_settings_of, settings_of
-from ..state.several import is_several
-from ..state.storable import why_unstorable
-from ..state.train_state import TrainState, document_of
+from ..state.arguments import data_settings_of, settings_of
+from ..state.beyond import Beyond, beyond_model, beyond_optimizer, refuse_fsdp1
+from ..state.documents import class_text, functions_left_out, unwrapped
+from ..state.low_bit import Form, books_of, form_of, part_name, parts_by_rank, parts_of
+from ..state.optimizer import (
+    NO_FORMS,
+    UNSEEN_GRADIENTS,
+    AgreedForm,
+    Drained,
+    TrainState,
+    drain,
+    parameter_names,
+    refuse_unreduced,
+)
+from ..state.parts import is_several, refuse_unfinished_step, why_unstorable
 from ..state.typed_json import Encoded, encode
-from .low_bit_save import low_bit_document, split_low_bit
+from ..tensors.boxes import LocalBox
+from ..tensors.live import LiveModel, describe, world_size
+from ..tensors.placements import Geometry, cut_boxes, replicated
 
-__all__ = ["Live", "MadeOf", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
+__all__ = [
+    "LAYOUT",
+    "Live",
+    "MadeOf",
+    "ModelPart",
+    "OptimizerPart",
+    "OwnFile",
+    "OwnPart",
+    "PLAIN",
+    "Piece",
+    "Snapshot",
+    "agree_on_forms",
+    "boxes_on",
+    "comparable",
+    "differing_in",
+    "differing_tensors",
+    "low_bit_document",
+    "merged",
+    "own_parts",
+    "split_low_bit",
+    "take_snapshot",
+    "trained_model",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Saves optimizer states of few bits: as plain tensors spread like their parameter, or else by rank; and their document.
+
+
+def agree_on_forms(state: TrainState, ranks: Ranks) -> dict[int, dict[str, AgreedForm]]:
+    """By id of a parameter and state: the form of states that some ranks hold in few bits. Collective.
+
+    Empty if all ranks hold the same: then each knows it from its own. torchao keeps short shards, and empty ones, as plain
+    tensors, so a rank alone can't tell. One small round, two if they differ; none with other optimizers. Raises
+    :class:`StateError` on every rank for a state with two forms.
+    """
+    if ranks.world_size == 1 or not any(map(may_keep_low_bits, state.optimizers.values())):
+        return {}
+    held = {name: (parameter, key, value) for name, parameter, key, value in _states(state)}
+    forms: dict[str, dict[str, Any] | None] = {}
+
+    def summary() -> str:
+        for name, (parameter, _, value) in held.items():
+            form = form_of(value)
+            if local_tensor(parameter).numel():
+                forms[name] = None if form is None else form.to_json()
+        return xxhash.xxh3_128_hexdigest(json.dumps(forms).encode())
+
+    if ranks.combine("compare states of few bits", summary, lambda each: len(set(each)) == 1):
+        return {}
+    found = ranks.reduce("compare each state of few bits", lambda: _forms_of(forms), _merged, _of_few_bits)
+    if two := [name for name, (each, _) in found.items() if len(each) > 1]:
+        texts = " and ".join(Form(**form).text for form in found[two[0]][0])
+        raise StateError(
+            f"{two[0]} is {texts} on different ranks; expected one form. Make the optimizer with the same options on every rank"
+        )
+    agreed: dict[int, dict[str, AgreedForm]] = {}
+    for name in held.keys() & found.keys():
+        (parameter, key, _), ((form,), is_mixed) = held[name], found[name]
+        agreed.setdefault(id(parameter), {})[key] = AgreedForm(Form(**form), is_mixed)
+    return agreed
+
+
+def _states(state: TrainState) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
+    """The tensors that optimizers keep for their parameters, named by place: names of parameters cost a walk."""
+    for name, optimizer in state.optimizers.items():
+        for g, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.dim() and isinstance(key, str):
+                        yield f"optimizer {name}, group {g}, parameter {k}, {key}", parameter, key, value
+
+
+def _forms_of(held: Mapping[str, dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Of each state of this rank: its forms of few bits, and whether it is plain."""
+    return {name: [[] if form is None else [form], form is None] for name, form in held.items()}
+
+
+def _merged(of_ranks: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """:func:`_forms_of` of several ranks as one; two forms of a state suffice, the same two in any order of ranks."""
+    found: dict[str, list[Any]] = {}
+    for states in of_ranks:
+        for name, (forms, is_plain) in states.items():
+            before, was_plain = found.get(name, ([], False))
+            every = sorted([*before, *(f for f in forms if f not in before)], key=json.dumps)
+            found[name] = [every[:2], was_plain or is_plain]
+    return found
+
+
+def _of_few_bits(found: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The states that are of few bits on any rank."""
+    return {name: [forms, is_plain] for name, (forms, is_plain) in found.items() if forms}
+
+
+def split_low_bit(drained: Drained, geometries: Mapping[str, Geometry]) -> None:
+    """Make ``tensors`` of the states of few bits; where a cut lies inside a block, or a rank keeps a plain shard, ``opaque`` ones."""
+    for name, states in drained.low_bit.items():
+        for key, state in states.items():
+            grid = state.form.grid(state.parameter.shape)
+            if state.by_rank or grid is None or not grid.falls_on(geometries[name]):
+                states[key] = replace(state, by_rank=True)
+                into, parts = drained.opaque, parts_by_rank(state.value)
+            else:
+                into, parts = drained.tensors, parts_of(state.value, state.parameter, state.form, grid)
+            of_one = into.setdefault(name, {})
+            for part, tensor in parts.items():
+                stored = part_name(key, part)
+                if stored in of_one:
+                    raise StateError(
+                        f"the optimizer has a state {StateKey(name, stored).name}, under which a part of the state {key} is "
+                        f"stored; give the state another name"
+                    )
+                of_one[stored] = tensor
+
+
+def low_bit_document(drained: Drained) -> dict[str, Any]:
+    """The document that says what the stored parts are: code books, and the form of each state."""
+    every = {StateKey(n, s).name: state for n, of in drained.low_bit.items() for s, state in of.items()}
+
+    def forms(by_rank: bool) -> dict[str, dict[str, Any]]:
+        found = {
+            n: {s: state.form.to_json() for s, state in of.items() if state.by_rank is by_rank}
+            for n, of in drained.low_bit.items()
+        }
+        return {n: of for n, of in found.items() if of}
+
+    books = books_of({n: (state.value, state.form) for n, state in every.items()})
+    return {"books": books, "states": forms(False), "by_rank": forms(True)}
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 @frozen
@@ -397,3 +535,154 @@ def plain_sums(snapshot: Snapshot) -> dict[str, int]:
     plain = plain_tensors(snapshot)
     sums = partial_sums((t.tensor.detach(), (0,) * t.tensor.dim()) for _, t in plain.values())
     return dict(zip(plain, sums, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds the documents and plain tensors that differ between the ranks of a save.
+#
+# Ranks compare hashes on their way to rank 0, so that no rank receives those of all ranks. One hash covers all plain tensors; only if it
+# differs, a second round compares each tensor.
+
+#: Names under which ranks compare the layout of tensors, and all plain tensors, beside the documents.
+LAYOUT = "layout"
+PLAIN = "plain tensors"
+#: The value in place of a hash where ranks differ.
+_DIFFERS = ""
+#: An error tells of at most so many different models.
+_TOLD = 3
+
+
+def comparable(snapshot: Snapshot, plain: Mapping[str, int], ranks: Ranks) -> dict[str, Any]:
+    """This rank's hashes by name, and its tensors in words. ``plain``: sums of plain tensors."""
+    if ranks.world_size == 1:
+        return {"hashes": {}, "held": {}}
+    hashes = {name: document_hash(encoded) for name, encoded in snapshot.documents.items()}
+    hashes[LAYOUT] = layout_hash(snapshot)
+    hashes[PLAIN] = xxhash.xxh3_128_hexdigest(json.dumps(plain).encode())
+    return {"hashes": hashes, "held": {_held(snapshot): ranks.rank}}
+
+
+def merged(told: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Merges the :func:`comparable` of several ranks: the hash that all of them have, or a mark that they differ; for each text the
+    first rank that has it. None if a rank has none."""
+    every = [one for one in told if one is not None]
+    return _all_told(every) if len(every) == len(told) else None
+
+
+def _all_told(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = {name for one in told for name in one["hashes"]}
+    hashes = {}
+    for name in names:
+        found = {one["hashes"].get(name, _DIFFERS) for one in told}
+        hashes[name] = found.pop() if len(found) == 1 else _DIFFERS
+    held: dict[str, int] = {}
+    for one in told:
+        for text, rank in one["held"].items():
+            held[text] = min(rank, held.get(text, rank))
+    first = sorted(held.items(), key=lambda h: h[1])[:_TOLD]
+    return {"hashes": hashes, "held": dict(first)}
+
+
+def differing_in(told: Mapping[str, Any] | None) -> list[Any] | None:
+    """The names whose hashes differ between ranks; then the tensors of some ranks in words, in the order of ranks."""
+    if told is None:
+        return None
+    return [sorted(n for n, value in told["hashes"].items() if value == _DIFFERS), told["held"]]
+
+
+def differing_tensors(plain: Mapping[str, int], ranks: Ranks) -> set[str]:
+    """The plain tensors that differ between ranks; 16 bytes for each travel. Collective."""
+    names = list(plain)
+
+    def ends() -> Any:
+        sums = np.array(list(plain.values()), dtype=np.uint64)
+        return np.concatenate([sums, ~sums])
+
+    def largest(parts: Sequence[Any]) -> Any:
+        refuse_other_tensors(parts)
+        return np.max(parts, axis=0)
+
+    def unequal(found: Any) -> list[str]:  # the largest sum of any rank is not the least
+        high, low = found[: len(names)], ~found[len(names) :]
+        return [names[k] for k in np.flatnonzero(high != low).tolist()]
+
+    return set(ranks.reduce("compare plain tensors", ends, largest, unequal))
+
+
+def _held(snapshot: Snapshot) -> str:
+    """The tensors of this rank's models, in words; equal only for equal names."""
+    names = [v.stored.name for part in snapshot.models for v in part.live]
+    ends = f"from {names[0]} to {names[-1]}" if names else "none"
+    return f"{len(names)} tensors {ends} ({xxhash.xxh3_64_hexdigest(json.dumps(names).encode())[:6]})"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The slice files that a rank writes in a save, and the pieces of tensors in them: worked out once, before any payload moves.
+
+
+class Piece(NamedTuple):  # as a slice
+    """One box of a tensor on this rank."""
+
+    live: Live
+    held: LocalBox
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it is copied from a device, which then sums its digest."""
+        return self.live.tensor.device.type not in ("cpu", "meta")
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether its bytes go anywhere. Of a tensor that the checkpoint only refers to they are summed where they lie."""
+        return not self.live.refers
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.held.box.sizes) * itemsize(self.live.stored.dtype)
+
+
+@frozen
+class OwnFile:
+    """A slice file of this rank."""
+
+    name: str
+    """Its path in the checkpoint."""
+    slices: Sequence[Slice]
+    pieces: Sequence[Piece]
+    """The content of each slice, in their order."""
+
+
+@frozen
+class OwnPart:
+    """What this rank writes of one model or optimizer, and what it only sums: another rank writes it, or none."""
+
+    files: Sequence[OwnFile]
+    summed: Sequence[Piece]
+
+
+def own_parts(snapshot: Snapshot, rank: int) -> tuple[OwnPart, ...]:
+    """The files of a rank, for each of :attr:`Snapshot.parts`. Pure; linear in tensors, whatever the number of ranks."""
+    return tuple([_own_part(part, rank) for part in snapshot.parts])
+
+
+def _own_part(part: ModelPart | OptimizerPart, rank: int) -> OwnPart:
+    by_name = {v.stored.name: v for v in part.live}
+    stored = [v.stored for v in part.live if not v.refers]
+    folder, count = directory(part.kind, part.name), file_count(stored)
+    files = [
+        OwnFile(
+            f"{folder}/{file_name(part.kind, rank, k, count)}",
+            slices,
+            [Piece(by_name[s.tensor.name], s.held) for s in slices],
+        )
+        for k, slices in enumerate(rank_files(stored, rank))
+    ]
+    written = {s.tensor.name for file in files for s in file.slices}
+    others = [v for v in part.live if v.counted and v.stored.name not in written]
+    return OwnPart(files, [Piece(v, held) for v in others for held in boxes_on(v.stored, rank)])
+
+
+def boxes_on(stored: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
+    """The boxes of a tensor that a rank holds."""
+    coordinate = stored.geometry.coordinate(rank)
+    return () if coordinate is None else cut_boxes(stored.shape, stored.geometry, coordinate)

@@ -1,8 +1,11 @@
-"""The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed."""
+"""The commands. Each parses, calls the library and renders. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
 import shlex
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,29 +15,48 @@ import click
 
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
-from .chosen import one_step
-from .manual import ERRORS, anchor_of, doctors_rules, rows_of, section_of
-from .options import (
+from .phases import as_training, asked_training, show_phases
+from .program import (
     DTYPES,
+    ERRORS,
+    FINE,
+    ONLY_A_PART,
+    WRONG_DATA,
+    AnyPath,
+    Program,
+    anchor_of,
     as_load_pretrained,
     byte_count,
     common,
     config,
     debug,
+    doctors_rules,
     model_class,
     new_adapter,
     one_model,
+    one_step,
+    print_json,
     quantized_as,
+    rank_of_launcher,
+    rows_of,
+    section_of,
     source_path,
     trust_remote_code,
 )
-from .phases import as_training, asked_training, show_phases
-from .program import FINE, ONLY_A_PART, WRONG_DATA, Program, print_json, rank_of_launcher
 
 if TYPE_CHECKING:
-    from .inspection import Inspection
+    from rich.console import Console
 
-__all__ = ["main"]
+    from ..doctor.examine import Diagnosis
+    from .render import Inspection
+
+__all__ = [
+    "main",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed.
 
 
 @click.group(cls=Program, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,8 +78,8 @@ def inspect(path: str, as_json: bool) -> int:
     Reads headers and manifests only. PATH can be the id of a model on the hub if it is in the local cache; inspect downloads nothing.
     Status 1 if a published step turns out to be damaged. One host's part of a step doesn't count as damaged.
     """
-    from .inspection import contents_of, to_json
-    from .render import console, show_contents
+    from .program import console
+    from .render import contents_of, show_contents, to_json
 
     contents = contents_of(path)
     if as_json:
@@ -68,7 +90,8 @@ def inspect(path: str, as_json: bool) -> int:
 
 
 def _is_sound(contents: Inspection) -> bool:
-    from .inspection import CheckpointContents, RootContents
+    from ..runs.history import RootContents
+    from .render import CheckpointContents
 
     if isinstance(contents, RootContents):
         return bool(contents.steps) and all(step.ok is not False for step in contents.steps)
@@ -136,10 +159,10 @@ def plan(
     With any option of a training run (from --batch-size to --explain), also shows each phase of the run: load, steps, saves, resume, export. For
     PATH, a config.json without weights is enough. Status 1 if the run doesn't fit into --fit or --host.
     """
-    from ..phases.plan import plan as plan_model
-    from .options import check_axes
-    from .render import console, show_plan, size
-    from .this_host import nodes_like_this, this_host
+    from ..fit.plan import plan as plan_model
+    from ..operations.operation import size
+    from .program import check_axes, console
+    from .render import nodes_like_this, show_plan, this_host
 
     on_this_host = options["device"] == "cpu"
     asked = asked_training(options)
@@ -194,8 +217,9 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
     For one host's part of a step (Checkpointer(local=True)), checks the files that are here. Status 3 if they are fine, because the
     complete step can't be checked here.
     """
-    from .inspection import is_root
-    from .render import console, show_verify
+    from ..runs.history import is_root
+    from .program import console
+    from .render import show_verify
 
     if not is_root(path):
         report = _verify_one(path, threads)
@@ -220,7 +244,8 @@ def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     If both are checkpoints, compares their optimizers, too, and says so if it can't. Doesn't compare schedulers, random states or positions in the data. If you pass a run's directory, takes its newest valid step. Status 1 if they differ.
     """
     from ..runs.diff import diff as diff_sources
-    from .render import console, show_diff
+    from .program import console
+    from .render import show_diff
 
     report = diff_sources(one_step(first), one_step(second))
     if as_json:
@@ -236,10 +261,12 @@ def _status(is_wrong: bool, is_part: bool) -> int:
 
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     from ..format.manifest import MANIFEST_NAME
+    from ..publish.line import line_of
     from ..runs.history import others_steps
-    from ..storage import is_file, is_url, join
-    from ..store.line import line_of
-    from .render import console, show_problems, show_verify
+    from ..storage import is_file
+    from ..storage.records import is_url, join
+    from .program import console
+    from .render import show_problems, show_verify
 
     line = line_of(root)
     steps = {step: join(root, name) for step, name in line.steps().items()}
@@ -296,8 +323,9 @@ def copy(path: str, out: str, as_json: bool) -> None:
     Either can be a URL in an object store (s3://bucket/prefix). A local OUT must not exist. If a copy is interrupted, run the command again to
     continue it.
     """
-    from ..store.copy import copy_checkpoint
-    from .render import console, show_copy
+    from ..publish.copy import copy_checkpoint
+    from .program import console
+    from .render import show_copy
 
     report = copy_checkpoint(path, out)
     if as_json:
@@ -358,7 +386,8 @@ def export(
             "--dtype and --quantize can't be combined, because the source determines the dtypes; give one of them"
         )
     from ..export.hub import export_hf
-    from .render import console, show_export
+    from .program import console
+    from .render import show_export
 
     with _ranks_of_launcher() as rank:
         report = export_hf(
@@ -411,7 +440,8 @@ def convert(
         )
     from ..export.hub import export_hf
     from ..runs.convert import convert as to_checkpoint
-    from .render import console, show_convert, show_export
+    from .program import console
+    from .render import show_convert, show_export
 
     with _ranks_of_launcher() as rank:
         given: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
@@ -446,7 +476,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
     a URL of checkpoints, a directory of sw.memory_ledger, a JSON Lines file with step and loss, a trainer_state.json, or a log with losses
     in its lines. Several are combined. The file works offline. Needs the extra "plot".
     """
-    from ..report.write import write_report
+    from ..report.report import write_report
 
     written = write_report(paths, out, plan=plan)
     nbytes = written.stat().st_size
@@ -464,7 +494,7 @@ def explain(error: str, as_json: bool) -> None:
 
     ERROR is its type, such as PlanError, a part of its message, such as "missing: parameter", or a check of doctor, such as log.loss-jump.
     """
-    from .terminal import console, show_markdown
+    from .program import console, show_markdown
 
     if error in ERRORS:
         text, page = section_of(error), anchor_of(error)
@@ -521,9 +551,102 @@ def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
     if path is not None and not path.is_dir():
         raise SourceError("no such directory; give a local model directory", path=str(path))
     from ..demo.run import run_demo
-    from .render import console
+    from .program import console
 
     result = run_demo(out, model=path, ranks=ranks, console=console(err=as_json))
     if as_json:
         print_json(result)
     return FINE if result.get("ok", True) else WRONG_DATA
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``shardwise doctor``: checks this machine and the given files for known problems.
+
+
+@main.command(short_help="Find problems with this machine, these files and logs.")
+@click.argument("path", nargs=-1, type=AnyPath(path_type=str))
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 16_384),
+    default=None,
+    metavar="N",
+    help="Ranks on this host. Default: from the launcher, a given YAML, or the devices.",
+)
+@click.option(
+    "--run",
+    multiple=True,
+    type=AnyPath(path_type=str),
+    metavar="PATH",
+    help="Directory or URL that the run will write to; it doesn't have to exist yet. Can be repeated.",
+)
+@common
+def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
+    """Check this machine and these files for known problems; explain each and how to fix it.
+
+    Each PATH may be an Accelerate YAML, TrainingArguments as JSON or in training_args.bin, a model directory, a checkpoint or a
+    directory of them (also the HF Trainer's output_dir or an Accelerate project), a trainer_state.json, a log, or a directory or
+    URL in which the run will write:
+    that one is tried with a few files, which are deleted. It says first what each PATH was taken for. Under
+    torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if something will
+    fail, or cost time, memory or data; a note, which is worth knowing, leaves it 0.
+    """
+    from ..doctor.examine import examine
+    from .program import console
+
+    with _terminated_as_interrupted():
+        diagnosis = examine(path, outputs=run, ranks=ranks)
+    if not diagnosis.speaks:
+        return FINE  # a launcher ends all ranks when one fails: rank 0 must speak first
+    if as_json:
+        print_json(diagnosis.to_json())
+    else:
+        _show(console(), diagnosis)
+    return WRONG_DATA if diagnosis.bites else FINE
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise, so that a probe deletes what it wrote. Leaves a handler that is not Python's default alone."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _show(out: Console, diagnosis: Diagnosis) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..doctor.examine import RULES
+    from ..doctor.facts import count
+    from .render import plain
+
+    facts = diagnosis.facts
+    for path, words in facts.taken_for.items():
+        out.print(Text.assemble(plain(path), (": " + plain(words), "dim")), soft_wrap=True)
+    if facts.taken_for:
+        out.print()
+    for finding in diagnosis.findings:
+        head = (finding.rule, "bold red") if finding.kind == "problem" else (f"note: {finding.rule}", "bold")
+        out.print(Text.assemble(head, "  ", plain(finding.where)))
+        lines = Table.grid(padding=(0, 1))
+        for label, text in (("what", finding.bites), ("why", finding.why), ("do", finding.do)):
+            lines.add_row(Text(label, style="dim"), Text(plain(text)))
+        lines.add_row(Text("see", style="dim"), Text(finding.source, style="dim"))
+        out.print(Padding(lines, (0, 0, 1, 2)))
+    notes = sum(finding.kind == "note" for finding in diagnosis.findings)
+    bites = len(diagnosis.findings) - notes
+    verdict = f"{count(bites, 'problem')} found" if bites else "No problems found"
+    verdict += f", {count(notes, 'note')}" if notes else ""
+    about = f"{count(len(RULES), 'check')}, {count(facts.ranks, 'rank')} on this host"
+    if facts.meeting is not None:
+        about += f", {len(facts.meeting.ranks)} of {count(facts.meeting.world_size, 'rank')} met"
+    out.print(Text(f"{verdict} ({about}).", "bold red" if bites else "green"))

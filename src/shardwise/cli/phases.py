@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..objects import frozen
-from .options import DTYPES, memory_size
+from .program import DTYPES, memory_size
 
 if TYPE_CHECKING:
-    from ..phases.records import Phase, RunPlan
-    from ..phases.report import PlanReport
-    from ..phases.training import TrainingSpec
-    from ..sharding.groups import ShardPolicy
+    from ..fit.plan import PlanReport
+    from ..fit.records import Phase, RunPlan, TrainingSpec
+    from ..sharding.fsdp import ShardPolicy
 
 __all__ = ["AskedTraining", "as_training", "asked_training", "planned_lines", "show_phases"]
 
@@ -115,8 +114,8 @@ def asked_training(options: dict[str, Any]) -> AskedTraining:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from ..dtypes import named_dtype
-    from ..phases.training import TrainingSpec
-    from ..sharding.groups import ShardPolicy
+    from ..fit.records import TrainingSpec
+    from ..sharding.fsdp import ShardPolicy
 
     fields: Mapping[str, Any] = {
         "batch_size": given["batch_size"],

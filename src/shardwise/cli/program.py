@@ -1,33 +1,72 @@
-"""How a command ends: its exit status, and one paragraph for an error instead of a traceback."""
+"""The command line as a program: options, help, the terminal, and how a command ends."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import os
+import posixpath
+import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from rich.console import Console
+from rich.markdown import Markdown
 
+from .. import errors
+from ..catalog.records import StoredTensor
 from ..errors import PlanError, RankError, ShardwiseError
-from ..operations.bars import Bars
-from ..operations.listeners import following
+from ..objects import frozen
+from ..operations.operation import Bars, following
 
 __all__ = [
+    "AnyPath",
+    "DTYPES",
+    "ERRORS",
     "FINE",
     "INTERRUPTED",
+    "Node",
     "ONLY_A_PART",
+    "Program",
     "WRONG_DATA",
     "WRONG_USAGE",
-    "Program",
+    "anchor_of",
+    "as_load_pretrained",
+    "byte_count",
+    "check_axes",
+    "common",
+    "config",
+    "console",
+    "debug",
+    "doctors_rules",
+    "helps",
+    "memory_size",
+    "model_class",
+    "new_adapter",
+    "one_model",
+    "one_step",
     "print_json",
+    "quantized_as",
     "rank_of_launcher",
+    "rows_of",
+    "section_of",
+    "show_markdown",
+    "source_path",
+    "tree_of",
+    "trust_remote_code",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# How a command ends: its exit status, and one paragraph for an error instead of a traceback.
 
 FINE, WRONG_DATA, WRONG_USAGE = 0, 1, 2
 ONLY_A_PART = 3  # of ``verify``: what is here is sound, and the rest of the step lies on other hosts
@@ -118,7 +157,7 @@ def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
     elif isinstance(error, ShardwiseError):
-        from .manual import helps  # not before there is an error
+        pass  # MERGED
 
         if helps(error):
             message = "\n".join((message, *getattr(error, "__notes__", ())))  # the traceback has them, too
@@ -223,3 +262,408 @@ def _stop_writing(error: BaseException) -> int:
         return int(error.code or FINE)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return WRONG_DATA
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which step a command takes of a run's directory.
+
+
+def one_step(path: str) -> str:
+    """``path``; of a directory of steps the newest valid one, as a resume takes it, and a line on stderr says so.
+
+    Under a launcher every rank must call it, and rank 0 decides: a run may publish a step meanwhile. Raises as :func:`.newest_step`.
+    """
+    from ..ranks.ranks import Ranks
+    from ..runs.history import newest_step
+
+    ranks = Ranks.current()
+
+    def look() -> list[str]:
+        found = newest_step(path) if ranks.rank == 0 else None
+        if found is None:
+            return [path, ""]
+        what = "the newest one (not checked)" if found.ok is None else "the newest valid one"
+        return [found.path, f"{path}: took step {found.step}, {what}: {found.path}"]
+
+    taken, said = ranks.combine("choose the step", look, lambda found: found[0])
+    if said and ranks.rank == 0:
+        click.echo(said, err=True)
+    return taken
+
+
+# ----------------------------------------------------------------------------------------------------
+# The sections of docs/errors.md, for people at a terminal.
+
+#: The types that have a section.
+ERRORS = tuple(name for name in errors.__all__ if name.endswith("Error"))
+
+_PAGE = "docs/errors.md"  # errors.md of the package is a link to it, and a copy of it in a wheel
+#: A row of a table: cause and fix.
+_ROW = re.compile(r"^\| (`.+?) \| (.+) \|$", re.MULTILINE)
+#: Characters of a part of an error's text that says more than a word.
+_LEAST_PART = 8
+_LINK = re.compile(r"\[([^\[\]]+)\]\(([^)\s]+)\)")
+
+
+def anchor_of(name: str) -> str:
+    """The page and anchor of an error's section in the documentation."""
+    return f"{_PAGE}#{name.lower()}"
+
+
+def section_of(name: str) -> str:
+    """The section of an error, as Markdown. Links are text: ``words (docs/howto/own-loop.md)``."""
+    return _LINK.sub(_as_text, f"## {_sections()[name].rstrip()}\n")
+
+
+def rows_of(text: str) -> list[tuple[str, str, str]]:
+    """The rows of all sections whose cause is in the text of an error: the section, the cause and the fix, as Markdown."""
+    return [(name, *row) for name, section in _sections().items() for row in _matching(section, text)]
+
+
+def doctors_rules(name: str) -> str:
+    """What doctor's check of this name looks for, or those that mention this setting, as Markdown; empty if there are none."""
+    from ..doctor.examine import RULES
+
+    is_setting = re.fullmatch(r"[a-z]+(_[a-z]+)+", name) is not None
+    found = [
+        r for r in RULES if r.id == name or (is_setting and name in re.findall(r"\w+", f"{r.id} {r.about}"))
+    ]
+    return "\n\n".join(
+        f"**{r.id}**: {r.about}\n\nshardwise doctor PATH… checks for it, and says why it happened and what to do "
+        f"(docs/howto/doctor.md). Source: {r.source}"
+        for r in found
+    )
+
+
+def helps(error: errors.ShardwiseError) -> bool:
+    """Whether the section of an error says something of this one: a row of its table, or the section has none."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    causes = getattr(error, "causes", None)
+    section = _sections()[name]
+    return not _ROW.search(section) or bool(causes) or bool(_matching(section, str(error)))
+
+
+def _sections() -> dict[str, str]:
+    page = Path(errors.__file__).with_name("errors.md").read_text(encoding="utf-8")
+    found = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    return {section.partition("\n")[0]: section for section in found if section.partition("\n")[0] in ERRORS}
+
+
+def _matching(section: str, text: str) -> list[tuple[str, str]]:
+    words = " ".join(text.split())
+    return [
+        (row[1], _LINK.sub(_as_text, row[2]))
+        for row in _ROW.finditer(section)
+        if any(
+            _pattern(cause).search(words) or (len(words) > _LEAST_PART and words in cause)
+            for cause in re.findall(r"`([^`]+)`", row[1])
+        )
+    ]
+
+
+def _pattern(cause: str) -> re.Pattern[str]:
+    """A text of the table, in which ``…``, a quoted name, a word in capitals and a number stand for any."""
+    parts = re.split(r"…|'[^']*'|\b\d+\b", cause)
+    return re.compile(".*?".join(re.escape(part.strip()) for part in parts), re.DOTALL)
+
+
+def _as_text(link: re.Match[str]) -> str:
+    target = link[2].partition("#")[0]
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(_PAGE), target))
+    return f"{link[1]} ({path})" if target else link[1]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Options that several commands share, and the types of their values.
+
+
+class AnyPath(click.Path):
+    """A path or URL, which need not exist; click's own fails with a traceback where it has a NUL character."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "\0" in str(value):
+            self.fail("a path can't contain a NUL character", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+#: The dtypes in which a model can be built or exported.
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[Ee]\+?\d{1,2})?)\s*([A-Za-z]*)\s*")
+#: More bytes than this are a mistake, and do not fit into the numbers of other tools.
+_LIMIT_BYTES = 2**63
+
+
+def byte_count(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """A number of bytes from ``500MB`` (powers of 1000), ``5GiB`` (powers of 1024), or a plain number, also as ``2e9``."""
+    found = _SIZE.fullmatch(value)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    nbytes = int(float(found[1]) * unit) if found and unit and len(found[1]) < 16 else 0
+    if not 1 <= nbytes < _LIMIT_BYTES:
+        raise click.BadParameter(
+            f"{value!r} is not a size; write, for example, 5GB, 500MiB or a number of bytes (2000000000, 2e9)",
+            context,
+            parameter,
+        )
+    return nbytes
+
+
+#: A device or a disk with less than this is a number without its unit.
+_LEAST_MEMORY_BYTES = 64 * 1024**2
+
+
+def memory_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """As :func:`byte_count`, for memory and bandwidth: refuses ``80``, which is 80 bytes, and names what was probably meant."""
+    if value is None:
+        return None
+    nbytes = byte_count(context, parameter, value)
+    if nbytes < _LEAST_MEMORY_BYTES and not value.strip()[-1].isalpha():
+        raise click.BadParameter(
+            f"{value} without a unit is {nbytes:,} bytes; did you mean {value.strip()}GiB?",
+            context,
+            parameter,
+        )
+    return nbytes
+
+
+def check_axes(*, ranks: int, nodes: int, replicas: int, tp: int, ep: int) -> None:
+    """Raise ``BadParameter`` for counts of ranks that can't be arranged so."""
+    for name, value, of in (
+        ("nodes", ranks >= nodes, f"{nodes} nodes are more than {ranks} ranks"),
+        ("replicas", ranks % replicas == 0, f"{replicas} does not divide {ranks} ranks"),
+        ("tp", ranks % (replicas * tp) == 0, f"{tp} does not divide the ranks of a replica"),
+        ("ep", ranks % (replicas * ep) == 0, f"{ep} does not divide the ranks of a replica"),
+        ("ep", ep == 1 or ep % tp == 0, f"{ep} is not a multiple of --tp {tp}"),
+    ):
+        if not value:
+            raise click.BadParameter(of, param_hint=f"'--{name}'")
+
+
+def common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--json`` and ``--debug``. The program itself reads both, also when parsing fails."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+    return option(debug(command))
+
+
+def debug(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--debug``, for the program and for each command: people write it before a command and after it."""
+    return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
+
+
+def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument PATH, unchecked: the readers raise better errors."""
+    return click.argument("path", type=AnyPath(path_type=str))(command)
+
+
+def config(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--config``, for sources that have none of their own."""
+    help = "Directory with config.json, tokenizer and custom code, if PATH has none."
+    return click.option("--config", type=AnyPath(path_type=str), default=None, metavar="DIR", help=help)(
+        command
+    )
+
+
+def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--model``, for commands that write one model of a checkpoint that may hold several."""
+    help = "Model to use, if the checkpoint has several."
+    return click.option("--model-name", default=None, metavar="NAME", help=help)(command)
+
+
+def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--trust-remote-code``, for commands that build the model."""
+    help = "Run the Python files that come with the model."
+    return click.option("--trust-remote-code", is_flag=True, help=help)(command)
+
+
+def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments of ``load_pretrained`` that choose the model and its source."""
+    options = (
+        click.option("--auto-class", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
+        click.option(
+            "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
+        ),
+        click.option(
+            "--allow-unused", multiple=True, metavar="PATTERN", help="Stored tensors that may stay unused."
+        ),
+        click.option(
+            "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
+        ),
+        click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
+        click.option(
+            "--quantized",
+            type=click.Choice(("dequantize", "keep", "nf4", "fp4")),
+            default="dequantize",
+            show_default=True,
+            help="Dequantize, keep the stored codes, or quantize plain weights to 4 bits.",
+        ),
+        click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
+        click.option(
+            "--subfolder", default="", metavar="DIR", help="Folder in PATH that contains the model."
+        ),
+        click.option("--variant", default=None, help="Use model.VARIANT.safetensors."),
+        click.option("--cache-dir", default=None, metavar="DIR", help="Hub cache. Default: HF_HUB_CACHE."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_CLASS_HELP = "Model class or Auto class, from transformers or MODULE. Default: the class in the config."
+_ADAPTER_HELP = "Adapter to load; if DIR has only adapter_config.json, a new one."
+
+
+def model_class(name: str | None) -> Any:
+    """The class that ``--auto-class`` names, of transformers or of a module. Raises ``BadParameter``."""
+    if name is None:
+        return None
+    from ..internals.transformers import can_be_built
+
+    module, _, kind = name.rpartition(":")
+    try:
+        found = getattr(importlib.import_module(module or "transformers"), kind, None)
+    except ImportError as error:
+        raise click.BadParameter(
+            f"{module} can't be imported: {error}", param_hint="'--auto-class'"
+        ) from error
+    if not can_be_built(found):
+        where = module or "transformers"
+        raise click.BadParameter(f"{where} has no model class {kind!r}", param_hint="'--auto-class'")
+    return found
+
+
+def quantized_as(name: str) -> Any:
+    """The value of ``quantized=`` for ``--quantized``."""
+    if name in ("dequantize", "keep"):
+        return name
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=name)
+
+
+def new_adapter(directory: str | None) -> Any:
+    """The value of ``adapter=`` for ``--adapter``: the directory, or its config if it holds nothing else."""
+    if directory is None or not os.path.isfile(os.path.join(directory, "adapter_config.json")):
+        return directory
+    if any(name.startswith("adapter_model.") for name in os.listdir(directory)):
+        return directory
+    from ..loading.adapters import read_adapter_config
+
+    return read_adapter_config(directory)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The console of a command, and text of our own documents on it. Needs no torch.
+
+#: Width without a terminal: wide enough for tensor names.
+_WIDTH_WITHOUT_TERMINAL = 140
+
+
+def console(*, err: bool = False) -> Console:
+    """The console of a command: stdout, or stderr."""
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+
+
+def show_markdown(out: Console, text: str) -> None:
+    """Print a part of our own documents."""
+    out.print(Markdown(text, hyperlinks=False))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Stored tensors as a tree of modules. Identical numbered siblings are folded into one.
+
+# A file may give its tensors any names; these limits bound the tree.
+_MAX_DEPTH = 64
+_MAX_DIGITS = 9
+
+
+@frozen
+class Node:
+    """A module prefix, or a tensor (then with dtype and shape).
+
+    ``name`` is one part of the path, or a range such as ``0-27`` for ``copies`` identical siblings; ``tensors`` and
+    ``nbytes`` count all copies.
+    """
+
+    name: str
+    copies: int
+    tensors: int
+    nbytes: int
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    children: tuple[Node, ...] = ()
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A module while the tree grows; a name may be both a tensor and a prefix."""
+
+    tensor: StoredTensor | None = None
+    children: dict[str, _Branch] = field(default_factory=dict)
+
+
+def tree_of(tensors: Iterable[StoredTensor]) -> tuple[Node, ...]:
+    """The top of the tree. Siblings are sorted, so the order of a file does not matter."""
+    root = _Branch()
+    for tensor in tensors:
+        branch = root
+        for part in tensor.name.split(".", _MAX_DEPTH - 1):
+            branch = branch.children.setdefault(part, _Branch())
+        branch.tensor = tensor
+    return _children(root)
+
+
+def _children(branch: _Branch) -> tuple[Node, ...]:
+    nodes: list[Node] = []
+    numbered: dict[object, list[tuple[int, Node]]] = {}
+    for name, child in sorted(branch.children.items()):
+        for node in _nodes(name, child):
+            if name.isdecimal() and name.isascii() and len(name) <= _MAX_DIGITS:
+                numbered.setdefault(_likeness(node), []).append((int(name), node))
+            else:
+                nodes.append(node)
+    folded = [_fold(sorted(alike, key=lambda pair: pair[0])) for alike in numbered.values()]
+    return (*nodes, *folded)
+
+
+def _nodes(name: str, branch: _Branch) -> Iterable[Node]:
+    t = branch.tensor
+    if t is not None:
+        yield Node(name, 1, 1, t.nbytes, t.dtype, t.shape)
+    if branch.children:
+        children = _children(branch)
+        tensors, nbytes = sum(c.tensors for c in children), sum(c.nbytes for c in children)
+        yield Node(name, 1, tensors, nbytes, children=children)
+
+
+def _likeness(node: Node) -> object:
+    """A key that is equal for siblings that differ only in their number."""
+    return node.dtype, node.shape, node.children
+
+
+def _fold(alike: list[tuple[int, Node]]) -> Node:
+    first, numbers, count = alike[0][1], [n for n, _ in alike], len(alike)
+    return Node(
+        _ranges(numbers),
+        count,
+        first.tensors * count,
+        first.nbytes * count,
+        first.dtype,
+        first.shape,
+        first.children,
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-2,5,7-8`` for sorted numbers."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

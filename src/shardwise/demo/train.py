@@ -1,10 +1,4 @@
-"""One training worker: load sharded, resume, train, save, export.
-
-    torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --checkpoints DIR --pairs FILE
-
-The same script and command line begin a run and resume it, on any number of ranks. Only the records and the crash are
-specific to the demo.
-"""
+"""The demo's training worker, and the plan that is shown before it starts."""
 
 from __future__ import annotations
 
@@ -17,15 +11,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
+from transformers import AutoModel
 
 import shardwise as sw
-from shardwise.demo.crash import die_in_next_save
-from shardwise.demo.data import PairBatches
+from shardwise.demo.course import AnonymousPeak, PairBatches, die_in_next_save
 from shardwise.demo.embed import TEMPERATURE, embed, load_tokenizer
-from shardwise.demo.memory import AnonymousPeak
 from shardwise.errors import ShardwiseError
+
+from ..fit.plan import plan
+from ..fit.records import TrainingSpec
+from ..operations.operation import size
+from .course import Course
+from .embed import MAX_TOKENS
+
+__all__ = [
+    "plan_starts",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# One training worker: load sharded, resume, train, save, export.
+#
+#     torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --checkpoints DIR --pairs FILE
+#
+# The same script and command line begin a run and resume it, on any number of ranks. Only the records and the crash are
+# specific to the demo.
 
 
 def train(options: argparse.Namespace) -> None:
@@ -188,3 +201,32 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The plan of a demo's starts.
+
+
+def plan_starts(course: Course, console: Console) -> None:
+    """Plan both starts, beside the run, where its report finds the plans; and print what steps of the first take."""
+    for ranks in (course.ranks, course.ranks + 1):
+        report = plan(
+            course.model.directory,
+            ranks=ranks,
+            dtype="float32",
+            auto_class=AutoModel,
+            allow_unused=course.model.allow_unused,
+            allow_missing=course.model.allow_missing,
+            training=TrainingSpec(
+                batch_size=2 * course.batch_size // ranks, sequence_length=MAX_TOKENS, device="cpu"
+            ),
+        )
+        text = json.dumps(report.to_json(), indent=2)
+        (course.out / f"plan-{ranks}-ranks.json").write_text(f"{text}\n", encoding="utf-8")
+        if ranks == course.ranks and report.run is not None:
+            steps = report.run.phase("steady state")
+            console.print(
+                f"planned for a step: {size(steps.nbytes('host'))} of memory for each of {ranks} ranks, at most "
+                f"{size(steps.upper_bytes('host'))}",
+                highlight=False,
+            )

@@ -1,18 +1,36 @@
-"""What was seen, as plain records: of the machine, a place for files, the software, the launch, and files that were given."""
+"""What was seen, as plain records: the machine, storage, software, the launch, and given files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import field
-from typing import Any
+import os
+import platform
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, field
+from glob import escape, glob
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+import torch
+from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
+from packaging.version import InvalidVersion, Version
+
+from ..engine.files import shares_memory
 from ..objects import frozen
+from ..operations.host_budget import host_budget
 
 __all__ = [
+    "Bite",
     "Bucket",
     "Checkpoint",
     "Cores",
     "Facts",
+    "Finding",
+    "Kind",
     "Limits",
     "Log",
     "Machine",
@@ -22,10 +40,27 @@ __all__ = [
     "Mount",
     "Network",
     "Place",
+    "Rule",
     "Seen",
     "Settings",
     "Speeds",
+    "classes_of",
+    "count",
+    "each",
+    "gib",
+    "is_on",
+    "is_version",
+    "launch_variables",
+    "look_at_machine",
+    "mount_of",
+    "number",
+    "requirements",
+    "versions",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What was seen, as plain records: of the machine, a place for files, the software, the launch, and files that were given.
 
 
 @frozen(kw_only=True)
@@ -330,3 +365,382 @@ class Facts:
     """What each path was taken for, in words."""
     silent: Mapping[str, float] = field(default_factory=dict)
     """Paths whose storage did not answer, and the seconds that it had."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Looks at this machine as this process sees it. Changes nothing.
+
+
+def look_at_machine(root: Path = Path("/")) -> Machine:
+    """The machine's limits and names. Rank-local; starts no CUDA context. ``root``: holds ``proc``, ``sys`` and ``dev``."""
+    return Machine(
+        memory=_memory(root),
+        limits=Limits(
+            open_files=_soft(resource.RLIMIT_NOFILE),
+            locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
+            file_bytes=_soft(resource.RLIMIT_FSIZE),
+        ),
+        cores=_cores(root),
+        network=_network(),
+        clock_s=time.time(),
+        gpu_files=sum(p.name[6:].isdecimal() for p in (root / "dev").glob("nvidia*")),
+        gpus=_gpus(),
+        has_rdma=any((root / "sys/class/infiniband").glob("*")),
+    )
+
+
+def _memory(root: Path) -> Memory | None:
+    budget = host_budget(root)
+    if budget is None:
+        return None
+    try:
+        shm = os.statvfs(root / "dev/shm")
+        shm_bytes: int | None = shm.f_blocks * shm.f_frsize
+    except OSError:
+        shm_bytes = None
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return Memory(
+        limit_bytes=budget.limit_bytes,
+        limit_from=budget.limit_from,
+        free_bytes=budget.free_bytes,
+        is_unified=device is not None and shares_memory(device),
+        shm_bytes=shm_bytes,
+    )
+
+
+def _soft(limit: int) -> int | None:
+    soft, _ = resource.getrlimit(limit)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _gpus() -> int:
+    available = torch.accelerator.current_accelerator(check_available=True) is not None
+    return torch.accelerator.device_count() if available else 0
+
+
+def _cores(root: Path) -> Cores:
+    machine = os.cpu_count() or 1
+    usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    quota_from = None
+    for file, quota in _quotas(root):
+        if quota < usable:
+            usable, quota_from = quota, f"/{file.relative_to(root)}"
+    return Cores(usable=usable, machine=machine, quota_from=quota_from)
+
+
+def _quotas(root: Path) -> list[tuple[Path, float]]:
+    """Cores that the process's cgroups allow, each with its file. Source: cgroup-v2.rst, scheduler/sched-bwc.rst of Linux."""
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers == "":
+            mounted = root / "sys/fs/cgroup"
+        elif "cpu" in controllers.split(","):
+            mounted = root / "sys/fs/cgroup/cpu"
+        else:
+            continue
+        directory = mounted if ".." in own.split("/") else mounted / own.lstrip("/")
+        for level in (directory, *directory.parents):
+            quota, _, period = _text(level / "cpu.max").strip().partition(" ")
+            file = level / "cpu.max"
+            if not quota:
+                file = level / "cpu.cfs_quota_us"
+                quota, period = _text(file).strip(), _text(level / "cpu.cfs_period_us").strip()
+            if quota.isdecimal() and period.isdecimal() and int(period):
+                found.append((file, int(quota) / int(period)))
+            if level == mounted:
+                break
+    return found
+
+
+def _network() -> Network:
+    host = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found))
+    except OSError:
+        addresses = ()
+    try:
+        interfaces = tuple(name for _, name in socket.if_nameindex())
+    except OSError:
+        interfaces = ()
+    owner = next((n for n in interfaces if addresses and _address_of(n) == addresses[0]), None)
+    return Network(host=host, addresses=addresses, interface=owner, interfaces=interfaces)
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface, as ``netdevice(7)`` gives it; None if it has none, or not on Linux."""
+    import fcntl
+    import struct
+
+    get_address = 0x8915  # SIOCGIFADDR
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+            reply = fcntl.ioctl(one.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
+    except OSError:  # it has none, or this process may open no more files
+        return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which file system holds a path. Source: proc_pid_mountinfo(5).
+
+_ESCAPED = re.compile(r"\\(\d{3})")
+
+
+def mount_of(path: str, table: Path = Path("/proc/self/mountinfo")) -> Mount | None:
+    """The mount of an absolute path; None where the system has no such table."""
+    real = os.path.realpath(path)
+    found = None
+    try:
+        lines = table.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    for line in lines:  # of two at one point the later one lies on top
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) < 6 or len(rest) < 3:
+            continue
+        point = _unescaped(fields[4])
+        inside = point == "/" or real == point or real.startswith(f"{point}/")
+        if inside and (found is None or len(point) >= len(found.point)):
+            options = tuple(dict.fromkeys((*fields[5].split(","), *rest[2].split(","))))
+            found = Mount(kind=rest[0], point=point, source=_unescaped(rest[1]), options=options)
+    return found
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), text)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a rule is: a pure function over the facts, with an id, the versions it applies to, and where it was met.
+
+T = TypeVar("T")
+#: ``bites``: the run will fail, or cost time, memory or data; the exit status is 1. ``note``: worth knowing, no more.
+Kind = Literal["problem", "note"]
+
+
+@frozen
+class Bite:
+    """What a rule says of one place: one sentence each."""
+
+    where: str
+    """The file, directory, variable or rank."""
+    bites: str
+    """What will go wrong, or has gone wrong."""
+    why: str
+    do: str
+
+
+@frozen(kw_only=True)
+class Finding:
+    """A bite, with the rule that says so."""
+
+    rule: str
+    kind: Kind
+    where: str
+    bites: str
+    why: str
+    do: str
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+@frozen
+class Rule:
+    """A row of the table."""
+
+    id: str
+    about: str
+    """When it fires, for people."""
+    source: str
+    """The upstream thread, manual or case that it comes from."""
+    check: Callable[[Facts], Iterable[Bite]]
+    applies: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """Versions by package, as in requirements. A package that is not installed does not exclude the rule: the files may
+    be for another machine."""
+    kind: Kind = field(default="problem", kw_only=True)
+
+    def findings(self, facts: Facts) -> list[Finding]:
+        """What the rule finds. Pure."""
+        if not all(is_version(facts, package, wanted) for package, wanted in self.applies.items()):
+            return []
+        return [
+            Finding(
+                rule=self.id,
+                kind=self.kind,
+                where=b.where,
+                bites=b.bites,
+                why=b.why,
+                do=b.do,
+                source=self.source,
+            )
+            for b in self.check(facts)
+        ]
+
+
+def each(
+    items: Callable[[Facts], Iterable[T]],
+    row: tuple[str, str, str],
+    *,
+    when: Callable[[T], object],
+    bites: str | Callable[[T], str],
+    why: str | Callable[[T], str],
+    do: str | Callable[[T], str],
+    where: Callable[[T], str] = lambda item: str(item.path),  # type: ignore[attr-defined]
+    applies: Mapping[str, str] | None = None,
+    kind: Kind = "problem",
+) -> Rule:
+    """A rule that looks at one thing at a time, and has one thing to say of it.
+
+    ``row``: its id, when it fires and its source. ``where``: by default the thing's path.
+    """
+
+    def check(facts: Facts) -> Iterable[Bite]:
+        for item in items(facts):
+            if when(item):
+                bitten, because, then = (t if isinstance(t, str) else t(item) for t in (bites, why, do))
+                yield Bite(where(item), bitten, because, then)
+
+    return Rule(*row, check, applies=applies or {}, kind=kind)
+
+
+def is_version(facts: Facts, package: str, wanted: str) -> bool:
+    """Whether an installed package is of the versions ``wanted``; True if it is not installed."""
+    installed = facts.software.get(package)
+    if installed is None:
+        return True
+    try:
+        return SpecifierSet(wanted).contains(Version(installed), prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def number(value: object) -> int | None:
+    """A whole number, as a number or as text; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else None
+
+
+def is_on(value: object) -> bool:
+    """Whether a setting or variable says yes, as Accelerate reads it."""
+    return str(value).strip().lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for a sentence."""
+    return f"{nbytes / 1024**3:.1f} GiB" if nbytes >= 0.1 * 1024**3 else f"{nbytes / 1024**2:.1f} MiB"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number and its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Installed versions, and the variables by which launchers and libraries are told what to do. Imports no package.
+
+_PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "huggingface_hub",
+    "numpy",
+    "obstore",
+    "peft",
+    "safetensors",
+    "shardwise",
+    "torch",
+    "torchao",
+    "torchaudio",
+    "torchvision",
+    "transformers",
+    "trl",
+)
+_PREFIXES = ("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "TP_", "SLURM_", "TORCH_NCCL_", "TORCHELASTIC_")
+_NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+def versions() -> dict[str, str]:
+    """The version of each package that matters here and is installed, and Python's."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def requirements() -> tuple[str, ...]:
+    """What shardwise itself requires, without its extras; nothing if it runs from a tree that is not installed."""
+    try:
+        return tuple(text for text in metadata.requires("shardwise") or () if "extra ==" not in text)
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def launch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of the launch alone: the rest may hold credentials, and ``--json`` prints what was seen."""
+    return {n: v for n, v in environment.items() if n in _NAMES or n.startswith(_PREFIXES)}
+
+
+_CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+
+
+def classes_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The classes in transformers' code of a config's architectures: its own, and those of its parts. Imports none.
+
+    Empty where any of them is not transformers' own: code that comes with the model, or a backbone of another library.
+    """
+    found = set[str]()
+    parts = [one for name, one in config.items() if name.endswith("_config") and isinstance(one, Mapping)]
+    for part in (config, *(part for part in parts if "model_type" in part)):
+        folder = None if "auto_map" in part else _folder_of(part.get("model_type"))
+        if folder is None:
+            return ()
+        for file in glob(os.path.join(escape(folder), "modeling_*.py")):
+            with open(file, encoding="utf-8") as code:
+                found.update(_CLASS.findall(code.read()))
+    return tuple(sorted(found))
+
+
+def _folder_of(model_type: object) -> str | None:
+    """The folder of transformers whose configuration has this ``model_type``."""
+    spec = util.find_spec("transformers")
+    if not isinstance(model_type, str) or not re.fullmatch(r"\w[\w-]*", model_type) or spec is None:
+        return None
+    name, says = model_type.replace("-", "_"), f'model_type = "{model_type}"'
+    while name:
+        folder = os.path.join((spec.submodule_search_locations or [""])[0], "models", name)
+        for file in glob(os.path.join(escape(folder), "configuration_*.py")):
+            with open(file, encoding="utf-8") as code:
+                if says in code.read():
+                    return folder
+        name = name.rpartition("_")[0]
+    return None

@@ -1,13 +1,28 @@
-"""Rules over the machine: memory, limits, cores, names, clock."""
+"""Rules over the machine, the launch, and models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from .facts import Facts
-from .rule import Bite, Rule, gib, number
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
-__all__ = ["MACHINE", "nodes_of"]
+from ..gates import GATES
+from .facts import Bite, Facts, Model, Rule, each, gib, is_on, is_version, number
+
+__all__ = [
+    "CUT_ON_DIM_0",
+    "LAUNCH",
+    "MACHINE",
+    "MODELS",
+    "SOFTWARE",
+    "nodes_of",
+    "some",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rules over the machine: memory, limits, cores, names, clock.
 
 _GIB = 1024**3
 #: Of one process with torch and transformers, before it loads anything.
@@ -270,5 +285,554 @@ MACHINE = (
         "several hosts with InfiniBand, and this host's name resolves to a different interface",
         "torchft#329",
         _slow_interface,
+    ),
+)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rules over the launch (the variables that torchrun, Accelerate, SLURM and MPI set) and over installed versions.
+
+_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _incomplete(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    given = [n for n in _GROUP if told.get(n)]
+    lost = [n for n in _GROUP if not told.get(n)]
+    ranked = {"RANK", "WORLD_SIZE"} & set(given)
+    if ranked and lost:
+        yield Bite(
+            ", ".join(lost),
+            f"init_process_group fails: {', '.join(given)} {'is' if len(given) == 1 else 'are'} set, "
+            f"and {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not.",
+            "env:// needs all four; one left over from another launch is enough for libraries to treat this process as a rank.",
+            f"Start with torchrun, or unset {', '.join(given)}.",
+        )
+
+
+def _numbers(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    for inner, outer in (
+        ("RANK", "WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ):
+        if not (told.get(inner) and told.get(outer)):
+            continue
+        low, high = number(told[inner]), number(told[outer])
+        is_rank = inner.endswith("RANK")
+        if low is None or high is None or low > high or (is_rank and low == high):
+            yield Bite(
+                f"{inner}, {outer}",
+                f"The ranks wait for one that can't come: {inner}={told[inner]} and {outer}={told[outer]}.",
+                "Ranks count from 0, and a host has at most all of them; two launchers have set them.",
+                "Use one launcher, in a shell where neither is set.",
+            )
+
+
+def _port(facts: Facts) -> Iterator[Bite]:
+    given = facts.environment.get("MASTER_PORT")
+    found = number(given)
+    if given and (found is None or not 0 < found < 65_536):
+        yield Bite(
+            "MASTER_PORT",
+            f"init_process_group fails: {given!r} is not a port.",
+            "A port is a number from 1 to 65535.",
+            "Set a free one, for example MASTER_PORT=29500.",
+        )
+
+
+def _master(facts: Facts) -> Iterator[Bite]:
+    address = facts.environment.get("MASTER_ADDR", "")
+    if (address.startswith("127.") or address in ("localhost", "::1")) and nodes_of(facts) > 1:
+        yield Bite(
+            "MASTER_ADDR",
+            f"Ranks of every host but the first wait until the timeout: MASTER_ADDR={address}.",
+            "On each host that address is the host itself.",
+            "Set it to the name of the first host that the other hosts can resolve.",
+        )
+
+
+def _many_torchruns(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    tasks = number(
+        (told.get("SLURM_NTASKS_PER_NODE") or told.get("SLURM_TASKS_PER_NODE") or "").partition("(")[0]
+    )
+    if tasks and tasks > 1 and any(n.startswith("TORCHELASTIC_") for n in told):
+        yield Bite(
+            "SLURM_NTASKS_PER_NODE",
+            f"Several ranks share each GPU: srun starts torchrun {tasks} times on every host.",
+            "torchrun starts the ranks of a host itself; NCCL then ends with 'Duplicate GPU detected', or the group waits.",
+            "Ask for --ntasks-per-node=1 with torchrun, or let srun start the ranks without it.",
+        )
+
+
+def _slurm_size(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    tasks, world = number(told.get("SLURM_NTASKS")), number(told.get("WORLD_SIZE"))
+    elastic = any(n.startswith("TORCHELASTIC_") for n in told)
+    if tasks and world and not elastic and "SLURM_PROCID" in told and tasks not in (1, world):
+        yield Bite(
+            "WORLD_SIZE, SLURM_NTASKS",
+            f"The group waits for ranks that do not exist, or leaves some out: WORLD_SIZE={world}, and srun started {tasks}.",
+            "The script sets WORLD_SIZE by hand, and the job was changed.",
+            "Set WORLD_SIZE=$SLURM_NTASKS and RANK=$SLURM_PROCID in the line that srun runs.",
+        )
+    task, rank = number(told.get("SLURM_PROCID")), number(told.get("RANK"))
+    if not elastic and tasks == world and tasks and task is not None and rank is not None and task != rank:
+        yield Bite(
+            "RANK, SLURM_PROCID",
+            f"Two ranks have one number: RANK={rank} in task {task}.",
+            "RANK was set before srun, which hands the same value to every task.",
+            "Set RANK=$SLURM_PROCID inside of srun: srun bash -c 'RANK=$SLURM_PROCID …'.",
+        )
+
+
+def _mpi_size(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    size, world = number(told.get("OMPI_COMM_WORLD_SIZE")), number(told.get("WORLD_SIZE"))
+    if size and world and size != world and not any(n.startswith("TORCHELASTIC_") for n in told):
+        yield Bite(
+            "WORLD_SIZE, OMPI_COMM_WORLD_SIZE",
+            f"The group waits, or leaves ranks out: WORLD_SIZE={world}, and mpirun started {size}.",
+            "mpirun sets its own variables, and WORLD_SIZE is left over from elsewhere.",
+            "Set RANK and WORLD_SIZE from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE.",
+        )
+
+
+def _devices(facts: Facts) -> Iterator[Bite]:
+    given = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if given is None or not given.strip() or given.strip() == "-1":
+        return
+    devices = [one.strip() for one in given.split(",") if one.strip()]
+    local = number(facts.environment.get("LOCAL_WORLD_SIZE"))
+    if len(set(devices)) < len(devices):
+        yield Bite(
+            "CUDA_VISIBLE_DEVICES",
+            f"torch sees no GPU, or fewer: {given} names one twice.",
+            "CUDA stops at a device that is listed twice.",
+            "List each device once.",
+        )
+    elif local and local > len(devices):
+        yield Bite(
+            "CUDA_VISIBLE_DEVICES, LOCAL_WORLD_SIZE",
+            f"Rank {len(devices)} of this host finds no GPU: {len(devices)} are visible for {local} ranks.",
+            "Each rank takes the device of its LOCAL_RANK.",
+            f"Start {len(devices)} ranks here (--nproc-per-node), or make more devices visible.",
+        )
+
+
+def _ram_efficient_off(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    if is_on(told.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "")) and not is_on(
+        told.get("ACCELERATE_USE_FSDP", "")
+    ):
+        yield Bite(
+            "FSDP_CPU_RAM_EFFICIENT_LOADING",
+            "Every rank loads the whole model into host memory, although this variable asks for the opposite.",
+            "transformers and Accelerate respect it only with ACCELERATE_USE_FSDP=true, which accelerate launch sets.",
+            "Start with accelerate launch, set ACCELERATE_USE_FSDP=true, or load with sw.load_pretrained.",
+        )
+
+
+def _fsdp1(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    if is_on(told.get("ACCELERATE_USE_FSDP", "")) and told.get("FSDP_VERSION", "1") != "2":
+        yield Bite(
+            "FSDP_VERSION",
+            "shardwise rejects the model: this launch asks for FSDP1, whose flat parameters nothing here can fill or save.",
+            "Accelerate takes version 1 unless FSDP_VERSION says 2.",
+            "Set fsdp_version: 2 in the YAML, or FSDP_VERSION=2.",
+        )
+
+
+def _no_watchdog(facts: Facts) -> Iterator[Bite]:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if facts.environment.get(name) == "0":
+            yield Bite(
+                name,
+                "If a rank dies, the other ranks wait forever in their collective.",
+                "With 0 the watchdog of NCCL does not end a process whose collective timed out.",
+                f"Unset {name}: torch then tears down, and the launcher sees it.",
+            )
+
+
+def _needs(facts: Facts) -> Iterator[Bite]:
+    for text in facts.requirements:
+        required = Requirement(text)
+        if required.marker is None and not is_version(facts, required.name, str(required.specifier)):
+            yield Bite(
+                required.name,
+                f"shardwise fails somewhere later: {required.name} is {facts.software[required.name]}.",
+                f"It needs {required.name}{required.specifier}; older releases lack features that it uses, or describe shards incorrectly.",
+                f"pip install '{required.name}{required.specifier}'",
+            )
+
+
+def _gates(facts: Facts) -> Iterator[Bite]:
+    for gate in GATES.values():
+        installed = facts.software.get(gate.package)
+        if installed is not None and not is_version(facts, gate.package, gate.needs):
+            yield Bite(
+                gate.package, gate.missing(installed), gate.why, f"{gate.instead} Or update: {gate.update}"
+            )
+
+
+def _peft(facts: Facts) -> Iterator[Bite]:
+    software = facts.software
+    if not {"peft", "transformers"} <= software.keys():
+        return
+    if is_version(facts, "transformers", ">=5.6") and is_version(facts, "peft", "==0.19.*"):
+        yield Bite(
+            "peft",
+            f"PeftModel.from_pretrained raises a TypeError for a model with experts: peft {software['peft']} with transformers "
+            f"{software['transformers']}.",
+            "It passes conversions an argument that transformers hasn't accepted since 5.6; shardwise opens adapters that need none.",
+            "pip install 'peft>=0.20'",
+        )
+    if (
+        "torchao" in software
+        and is_version(facts, "torchao", ">=0.18")
+        and is_version(facts, "peft", "<0.19")
+    ):
+        yield Bite(
+            "peft",
+            f"No LoRA can be created or opened: peft {software['peft']} with torchao {software['torchao']}.",
+            "It imports a name that torchao 0.18 no longer has.",
+            "pip install 'peft>=0.20', or remove torchao",
+        )
+
+
+def _vision(facts: Facts) -> Iterator[Bite]:
+    for name, offset in (("torchvision", 15), ("torchaudio", None)):
+        torch, other = _release(facts, "torch"), _release(facts, name)
+        if torch is None or other is None or torch[0] != 2:
+            continue
+        wanted = (0, torch[1] + offset) if offset is not None else torch
+        # torchaudio ended its pairing with torch at 2.9
+        if other != wanted and (offset is not None or torch < (2, 9)):
+            yield Bite(
+                name,
+                f"import {name} fails, and with it parts of transformers: {name} {facts.software[name]} "
+                f"with torch {facts.software['torch']}.",
+                "It registers operators with the torch that it was built against ('operator torchvision::nms does not exist').",
+                f"pip install '{name}=={wanted[0]}.{wanted[1]}.*', or remove it.",
+            )
+
+
+def _release(facts: Facts, name: str) -> tuple[int, int] | None:
+    try:
+        found = Version(facts.software[name])
+    except (KeyError, InvalidVersion):
+        return None
+    return found.major, found.minor
+
+
+LAUNCH = (
+    Rule(
+        "launch.incomplete",
+        "RANK or WORLD_SIZE without the other variables that env:// needs",
+        "torch.distributed, environment variable initialization",
+        _incomplete,
+    ),
+    Rule(
+        "launch.numbers",
+        "a rank outside its world size, or more local ranks than ranks",
+        "torch.distributed",
+        _numbers,
+    ),
+    Rule("launch.port", "an invalid MASTER_PORT", "torch.distributed", _port),
+    Rule(
+        "launch.master-loopback",
+        "several hosts, and MASTER_ADDR is a loopback address",
+        "torch.distributed",
+        _master,
+    ),
+    Rule(
+        "launch.torchrun-per-task",
+        "torchrun in a job with several tasks per node",
+        "prismatic-vlms#39, pytorch#73656",
+        _many_torchruns,
+    ),
+    Rule(
+        "launch.slurm-world",
+        "WORLD_SIZE or RANK that contradicts SLURM",
+        "pytorch-lightning#4389",
+        _slurm_size,
+    ),
+    Rule("launch.mpi-world", "WORLD_SIZE that contradicts Open MPI", "mpirun(1)", _mpi_size),
+    Rule(
+        "launch.devices",
+        "fewer visible GPUs than local ranks, or a GPU listed twice",
+        "CUDA C++ programming guide, environment variables",
+        _devices,
+    ),
+    Rule(
+        "launch.ram-efficient-off",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING without ACCELERATE_USE_FSDP",
+        "ms-swift#9980",
+        _ram_efficient_off,
+    ),
+    Rule("launch.fsdp1", "ACCELERATE_USE_FSDP without FSDP_VERSION=2", "docs/howto/accelerate.md", _fsdp1),
+    Rule("launch.no-watchdog", "TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "pytorch#155916", _no_watchdog),
+)
+SOFTWARE = (
+    Rule("software.requires", "a package that is too old for shardwise", "pyproject.toml", _needs),
+    Rule(
+        "software.gates",
+        "a package that is too old for some feature",
+        "src/shardwise/gates.py",
+        _gates,
+        kind="note",
+    ),
+    Rule(
+        "software.peft",
+        "peft 0.19 with transformers ≥ 5.6, or an older peft with torchao ≥ 0.18",
+        "peft, torchao",
+        _peft,
+    ),
+    Rule(
+        "software.torchvision",
+        "torchvision or torchaudio built for a different torch version",
+        "pytorch#157648",
+        _vision,
+    ),
+)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rules over given models.
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+#: Architectures whose conversion chunks, splits, concatenates, transposes or permutes dim 0: docs/supported-models.md.
+CUT_ON_DIM_0 = frozenset(
+    [
+        "bailing_hybrid",
+        "ernie4_5_vl_moe",
+        "glm5_next",
+        "glm5_next_text",
+        "gradium_phonon_tts",
+        "gte",
+        "hrm_text",
+        "jina_embeddings_v3",
+        "kimi_k25",
+        "kimi_linear",
+        "minimax_m3_vl",
+        "molmo2",
+        "molmo2_text",
+        "nemo_speechlm",
+        "nemotron_h_omni",
+        "nomic_bert",
+        "olmo_hybrid",
+        "qianfan_ocr",
+        "radio",
+        "rf_detr",
+        "step3p7",
+        "tipsv2",
+        "tipsv2_dpt",
+        "tipsv2_text_model",
+        "tipsv2_vision_model",
+        "unlimited_ocr",
+    ]
+)
+
+
+def some(names: tuple[str, ...] | list[str]) -> str:
+    """The first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _models(facts: Facts) -> Iterator[Model]:
+    return iter(facts.models)
+
+
+def _damaged(facts: Facts) -> Iterator[Bite]:
+    for model in facts.models:
+        for name, how in model.damaged.items():
+            yield Bite(
+                f"{model.path}/{name}",
+                f"The model can't be loaded: {name} is damaged or truncated ({how}).",
+                "Its header doesn't match its size: a download ended early, or a different file has its name.",
+                "Delete the file, and fetch it again.",
+            )
+
+
+def _experts(facts: Facts) -> Iterator[Bite]:
+    for model in facts.models:
+        count = next((found for n in _EXPERTS if (found := number(model.text_config.get(n)))), None)
+        if count is not None and 1 < count < facts.ranks:
+            yield Bite(
+                model.path,
+                f"Loaders crash or hang on empty shards: {count} experts over {facts.ranks} ranks.",
+                "FSDP2 cuts stacked experts by rows of dim 0, and some ranks get none.",
+                "Load and save with shardwise, which takes empty shards, or use expert or tensor parallelism.",
+            )
+
+
+def _quant_storage(facts: Facts) -> Iterator[Bite]:
+    for model in facts.models:
+        quantized = model.config.get("quantization_config")
+        if not isinstance(quantized, Mapping) or not quantized.get("load_in_4bit") or facts.ranks < 2:
+            continue
+        if str(quantized.get("bnb_4bit_quant_storage", "uint8")) in ("uint8", "torch.uint8"):
+            yield Bite(
+                model.path,
+                "QLoRA over FSDP crashes or trains nothing (loss 0.0): its 4-bit codes are stored as uint8.",
+                "FSDP2 makes parameters of floating dtypes only, and loses the quantization state of the rest.",
+                "Load with sw.load_pretrained(quantized='keep'), which shards the codes (docs/howto/qlora.md), or set "
+                "bnb_4bit_quant_storage to bfloat16.",
+            )
+
+
+def _unified(facts: Facts) -> Iterator[Bite]:
+    memory = facts.machine.memory
+    if memory is None or not memory.is_unified:
+        return
+    for model in facts.models:
+        if model.nbytes <= memory.free_bytes < 2 * model.nbytes:
+            yield Bite(
+                model.path,
+                f"Loading freezes the machine: host and device share {gib(memory.free_bytes)}, and the model has "
+                f"{gib(model.nbytes)}.",
+                "A copy on the host and the pages of the files stay in addition to the copy on the device.",
+                "Load with sw.load_pretrained, which frees the pages as it reads (docs/cases/4-unified-memory.md).",
+            )
+
+
+def _too_large(facts: Facts) -> Iterator[Bite]:
+    memory = facts.machine.memory
+    if memory is None or (facts.machine.gpus and not memory.is_unified):
+        return
+    for model in facts.models:
+        if model.nbytes > memory.limit_bytes:
+            yield Bite(
+                model.path,
+                f"The model does not fit on this host: {gib(model.nbytes)} of weights, {gib(memory.limit_bytes)} of memory.",
+                f"The limit is {memory.limit_from}; ranks of one host share it, however they shard.",
+                "Use more hosts, or a quantized model; shardwise plan PATH --ranks N says what each rank holds.",
+            )
+
+
+MODELS = (
+    each(
+        _models,
+        ("model.lost-file", "the index lists a file that doesn't exist", "case 20"),
+        when=lambda m: m.lost,
+        bites=lambda m: (
+            f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
+        ),
+        why="The index maps tensors to files that the directory lacks: a download or a copy was interrupted.",
+        do="Fetch the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
+    ),
+    Rule("model.damaged-file", "a header that doesn't match its file", "case 20; vllm#53537", _damaged),
+    each(
+        _models,
+        ("model.outside", "the index points outside the directory", "case 20"),
+        when=lambda m: m.outside,
+        bites=lambda m: f"Do not load this model: its index leads out of the directory ({some(m.outside)}).",
+        why="A reader that trusts it opens any file that the user may read; only a damaged or hostile index does so.",
+        do="Delete the directory, and fetch it from a source that you trust.",
+    ),
+    each(
+        _models,
+        ("model.lfs-pointer", "a Git LFS pointer instead of weights", "git-lfs-pointer(5)"),
+        when=lambda m: m.pointers,
+        bites=lambda m: (
+            f"The model can't be loaded: {some(m.pointers)} {'holds' if len(m.pointers) == 1 else 'hold'} no weights."
+        ),
+        why="It is a pointer of Git LFS: the repository was cloned without git-lfs.",
+        do="Run git lfs pull in it, or fetch it with hf download.",
+    ),
+    each(
+        _models,
+        ("model.pickle", "weights only as pickles", "case 20"),
+        kind="note",
+        when=lambda m: m.pickles,
+        bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its author put in.",
+        why="The weights are pickles, and there is no safetensors file next to them.",
+        do="Load with shardwise, which executes no pickle, or convert once: shardwise export PATH OUT.",
+    ),
+    each(
+        _models,
+        ("model.index", "the index and the files don't match", "case 12"),
+        when=lambda m: m.problem,
+        bites=lambda m: f"The model can't be loaded: {(m.problem or '').partition(chr(10))[0]}.",
+        why="Index and files do not belong together.",
+        do="See what is there with shardwise inspect PATH, and fetch the directory again.",
+    ),
+    each(
+        _models,
+        (
+            "model.two-formats",
+            "a model that is partly safetensors, partly pickled",
+            "from_pretrained of transformers 5.23",
+        ),
+        when=lambda m: m.only_pickled,
+        bites=lambda m: (
+            f"A load lacks {len(m.only_pickled)} tensors, which are in pickles alone: {some(m.only_pickled)}."
+        ),
+        why="from_pretrained reads files of one format: safetensors where there are any. The pickles hold other tensors than those.",
+        do="Fetch the directory again, or put all tensors into files of one format.",
+    ),
+    each(
+        _models,
+        ("model.lost-base", "an adapter whose base model doesn't exist", "PeftModel in peft 0.21"),
+        when=lambda m: m.base,
+        bites=lambda m: f"The adapter can't be loaded by its config: its base {m.base} is not there.",
+        why="adapter_config.json names it as base_model_name_or_path: the base was moved, or trained on another machine.",
+        do="Load the base from where it is, and give the adapter to sw.load_pretrained(BASE, adapter=PATH).",
+    ),
+    each(
+        _models,
+        (
+            "model.internal-names",
+            "tensor names with a wrapper's prefix (_orig_mod, base_model.model, …)",
+            "case 16; case 10",
+        ),
+        when=lambda m: m.wrapped,
+        bites=lambda m: (
+            f"from_pretrained leaves the weights random: it looks for other names than {some(m.wrapped)}."
+        ),
+        why="The model was saved through a wrapper (torch.compile, DDP, FSDP, PEFT), whose names ended up in the files.",
+        do="Export it from the checkpoint with shardwise export PATH OUT, which writes the hub's names.",
+    ),
+    each(
+        _models,
+        ("model.adapter-slice", "LoRA matrices whose rank differs from adapter_config.json", "case 10"),
+        when=lambda m: m.slices,
+        bites=lambda m: f"The adapter can't be loaded, or is incomplete: {some(m.slices)}.",
+        why="One rank saved its own slice of each sharded matrix.",
+        do="Save it again from all ranks: sw.export_hf writes PEFT's files (docs/howto/peft.md).",
+    ),
+    each(
+        _models,
+        (
+            "model.conversion",
+            "an architecture whose conversion splits dim 0",
+            "case 6; docs/supported-models.md",
+        ),
+        kind="note",
+        applies={"transformers": ">=5.0"},
+        when=lambda m: str(m.config.get("model_type")) in CUT_ON_DIM_0,
+        bites=lambda m: (
+            f"transformers' own sharded load (tp_plan, DistributedConfig) can give wrong weights without an error: "
+            f"{m.config['model_type']}."
+        ),
+        why="It slices stored tensors first and then splits or joins them on the sharded dim.",
+        do="Load with sw.load_pretrained, which converts before it cuts; every architecture is compared bit for bit.",
+    ),
+    Rule("model.few-experts", "fewer experts than ranks", "case 7", _experts),
+    Rule(
+        "model.quant-storage", "4-bit bitsandbytes weights stored as uint8", "accelerate#3983", _quant_storage
+    ),
+    Rule(
+        "model.unified-memory",
+        "twice the model's size exceeds the memory that host and device share",
+        "case 4; Automodel#3532",
+        _unified,
+    ),
+    Rule(
+        "model.too-large", "no device, and a model larger than the host's memory limit", "case 3", _too_large
     ),
 )

@@ -1,8 +1,4 @@
-"""``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
-
-It uses the transfers of a load in reverse: every rank computes the places of its boxes in the final files and writes
-them there. No rank gathers or holds a whole model.
-"""
+"""``export_hf``: writes a live model or a stored checkpoint as a hub directory; and ``iter_full_tensors``."""
 
 from __future__ import annotations
 
@@ -13,41 +9,81 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..digests.replicas import added_sums
+from ..digests import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
+from ..engine.engine import Staging
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
-from ..layout.live import LiveModel, describe
-from ..layout.spec import TensorSpec
 from ..models.classes import import_code, in_turn
-from ..models.kept import has_blocks, kept_in
+from ..models.layers import has_blocks, kept_in
 from ..objects import frozen
-from ..operations.announced import announced
-from ..operations.operation import this_operation
+from ..operations.operation import Operation, announced, this_operation
 from ..operations.printed import Printed
-from ..planning import IOOptions
-from ..planning.casts import Cast, casts_of, rounded_between
-from ..ranks.ranks import Ranks
-from ..storage import absolute, is_url
-from ..transfer.copy import Staging
-from .as_source import AsSource, AsSourceJob
-from .files import HubFiles
-from .job import Job
-from .live import LiveJob
-from .merged import MergedJob
-from .places import Place, place_for
-from .quantized_source import QuantizedSource, place_of_source
+from ..planning.hub_rules import adapter_tensors
+from ..planning.plan import IOOptions
+from ..planning.proof import Cast, casts_of, rounded_between
+from ..ranks.ranks import Ranks, device_where_ranks_sum
+from ..storage import absolute
+from ..storage.records import is_url
+from ..tensors.boxes import TensorSpec
+from ..tensors.live import LiveModel, describe
+from ..tensors.tiles import Tile
+from .again import AsSource, AsSourceJob, LiveWeights, QuantizedSource, StoredWeights, place_of_source
+from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered, planned
 from .stored import StoredJob
-from .tensors import HubTensors
-from .weights import LiveWeights, StoredWeights
+from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, as_named
 
-__all__ = ["ExportReport", "dtype_code", "export_hf"]
+__all__ = [
+    "ExportReport",
+    "Place",
+    "dtype_code",
+    "export_hf",
+    "iter_full_tensors",
+    "place_for",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The place that an export writes to: a local directory, or a URL of a store.
+
+
+class Place(Protocol):
+    """Where the files of one export appear: all of them, or none."""
+
+    def prepare(self) -> None:
+        """Refuse a place where something is, and make room. Collective. Raises :class:`CheckpointError`."""
+
+    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
+        """Write the tensors. Collective. Returns the payload bytes and the shares of digest sums of this rank."""
+
+    def publish(self, assets: Mapping[str, bytes]) -> None:
+        """Write index and small files, and let all of them appear. For rank 0, after every rank has written.
+
+        Raises :class:`CheckpointError`, also if a reader would refuse the headers.
+        """
+
+    def discard(self) -> None:
+        """Delete what was written. For rank 0, after a failure since :meth:`prepare`."""
+
+
+def place_for(final: str, output: HubFiles, ranks: Ranks, counted: Operation, *, overwrite: bool) -> Place:
+    """The place of a path or a URL. ``counted`` counts the payload that is written. ``overwrite`` is for a local one."""
+    if is_url(final):
+        return ToStore(final, output, ranks, counted)
+    return ToDirectory(final, output, ranks, counted, overwrite=overwrite)
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
+#
+# It uses the transfers of a load in reverse: every rank computes the places of its boxes in the final files and writes
+# them there. No rank gathers or holds a whole model.
 
 
 @frozen
@@ -327,3 +363,86 @@ def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, byte
         config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
         found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``iter_full_tensors``: a sharded model's full tensors, one bucket at a time, for example for an inference engine.
+
+
+def iter_full_tensors(
+    model: nn.Module,
+    *,
+    naming: Literal["hub", "module", "adapter"] = "hub",
+    bucket_bytes: int = 512 * 1024**2,
+    dtype: torch.dtype | str | None = None,
+    timeout_s: float = 300.0,
+) -> FullTensors:
+    """Iterate over ``(name, full tensor)`` for all stored tensors of ``model``, in the same order on every rank.
+
+    Yields the tensors that :func:`export_hf` would write, bit for bit, without files: every parameter and persistent buffer, tied
+    ones once, on the device of the model's mesh (without a mesh, on the model's own). Tensors are gathered as you iterate. They belong to the
+    caller: shardwise neither keeps nor changes them.
+
+    Args:
+        model: a live model, sharded in any way or not at all.
+        naming: ``"hub"``: names and shapes as in the files from which it was loaded (otherwise those of its class). ``"module"``:
+            names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active adapter of a ``PeftModel``,
+            with the names in its file.
+        bucket_bytes: how many bytes to gather at a time: as many tensors as fit, at least one.
+        dtype: cast floating-point tensors to this dtype. Default: no cast.
+        timeout_s: as in :class:`IOOptions`; nothing is read or written here.
+
+    Every rank of the default process group must call it, iterate in step, and stop at the same tensor (with ``break`` or ``close()``; nothing
+    is in flight between tensors). If a rank can't provide its part of a bucket, all ranks raise. If a rank stops alone, the others
+    raise an error that names it after ``timeout_s``. Don't change the model during the iteration.
+
+    Memory in addition to the shards: ``bucket_bytes``, or the largest tensor if that is larger, plus the tensors of the last bucket that
+    the caller still holds (one tensor in a plain ``for`` loop). If the process group can't reduce on the model's device (a CPU model
+    with NCCL only), the bucket is on the group's device and each tensor is copied. Traffic: one all-reduce per tensor.
+
+    Raises, on every rank, :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that can't be
+    inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError`.
+    """
+    ranks = Ranks.current(timeout_s=timeout_s)
+    with ranks.agree("plan full tensors") as claim:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        live = describe(model)
+        full = planned(live, _contents(live, naming), dtype_code(dtype), ranks.rank)
+        claim.alike([bucket_bytes, [[f.stored.name, f.stored.dtype, list(f.stored.shape)] for f in full]])
+        device = device_of(live)
+        sums_on = device_where_ranks_sum(device) if ranks.world_size > 1 else device
+    return gathered(live, buckets(full, bucket_bytes), (sums_on, device), ranks)
+
+
+def _contents(live: LiveModel, naming: str) -> HubTensors:
+    """The full tensors to yield, by name, and the tiles that map the model's tensors to them."""
+    if naming == "hub":
+        if has_adapters(live.root):
+            raise CheckpointError(
+                "a model with PEFT adapters has no names on the hub: naming='adapter' gives the active adapter, "
+                "naming='module' all tensors under the model's own names"
+            )
+        if has_blocks(live.root):
+            raise CheckpointError(
+                "a model that holds 4-bit codes has no full weights under hub names: naming='module' gives its blocks; export_hf "
+                "dequantizes them"
+            )
+        return LiveJob(live).contents()
+    if naming == "module":
+        return as_named({t.name: TensorSpec.of(t.tensor) for t in live.stored})
+    if naming == "adapter":
+        return _adapter_contents(live)
+    raise ValueError(f"naming must be 'hub', 'module' or 'adapter', got {naming!r}")
+
+
+def _adapter_contents(live: LiveModel) -> HubTensors:
+    peft = peft_model(live.root)
+    if peft is None:
+        raise TypeError(f"naming='adapter': {type(live.root).__name__} is not a PeftModel")
+    held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
+    hub = {stored: TensorSpec.of(t.tensor) for stored, t in held.items()}
+    tiles: dict[str, tuple[Tile, ...]] = {}
+    for stored, t in held.items():
+        tiles[t.name] = tiles.get(t.name, ()) + as_named({stored: hub[stored]}).tiles[stored]
+    return HubTensors(hub, tiles)

@@ -1,27 +1,68 @@
-"""Reading one safetensors header, trusting nothing in it.
-
-Format: 8 bytes little-endian header length, JSON header, payload.
-https://huggingface.co/docs/safetensors/index#format
-"""
+"""Headers and names: one safetensors header, read trusting nothing in it; the head of a run; the names of steps."""
 
 from __future__ import annotations
 
 import json
+import operator
 import os
+import re
+import secrets
+import socket
 import stat
 import struct
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field
 from operator import attrgetter
+from typing import Any, Literal
 
 from ..dtypes import itemsize
-from ..errors import FormatError, SourceError
-from ..limits import MAX_COUNT, MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
+from ..errors import FormatError, SourceError, StateError, VersionError
+from ..limits import (
+    MAX_COUNT,
+    MAX_HEADER_BYTES,
+    MAX_NAME_CHARS,
+    brief,
+    check_name,
+    is_count,
+    numel_of,
+    parse_json,
+)
 from ..objects import frozen
-from ..storage import Stat, counted_here, is_url, read_range, stat_of
+from ..storage import names_in, read_range, read_whole, stat_of
+from ..storage.records import Stat, counted_here, is_url, join
 
-__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header", "read_headers"]
+__all__ = [
+    "Entry",
+    "Fate",
+    "HEAD_NAME",
+    "Head",
+    "Header",
+    "MAX_HEADER_BYTES",
+    "MOST_HEAD_BYTES",
+    "OTHERS_NAME",
+    "STEP_NAME",
+    "SetAside",
+    "TRAINER_FILE",
+    "check_regular",
+    "checked_step",
+    "describe_steps",
+    "misnamed",
+    "parse_head",
+    "read_header",
+    "read_headers",
+    "stored_name",
+    "stored_step",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading one safetensors header, trusting nothing in it.
+#
+# Format: 8 bytes little-endian header length, JSON header, payload.
+# https://huggingface.co/docs/safetensors/index#format
 
 #: Of an object of a store, so many first bytes are asked for: a 128th of it, within these bounds. Most headers are shorter.
 _GUESS_PART, _LEAST_GUESS_BYTES, _MOST_GUESS_BYTES = 128, 16 * 1024, 512 * 1024
@@ -248,3 +289,176 @@ def _check_ranges(entries: dict[str, Entry], start: int, file_bytes: int, path: 
         raise FormatError(f"truncated: tensors need {end} bytes, the file has {file_bytes}", path=path)
     if end < file_bytes:
         raise FormatError(f"{file_bytes - end} bytes after the last tensor", path=path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``head.json`` of a run's steps in an object store: which steps belong to the run. It is replaced only by compare-and-swap.
+#
+# Source: docs/format.md.
+
+HEAD_NAME = "head.json"
+#: About 100 bytes a step.
+MOST_HEAD_BYTES = 64 * 1024**2
+_FORMAT, _VERSION = "shardwise-head", 1
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})\.([0-9a-f]{16})")
+_NONCE = re.compile("[0-9a-f]{16}")
+
+Fate = Literal["superseded", "damaged"]
+
+
+def stored_name(step: int) -> str:
+    """A fresh name for the directory of a step in a store, where nothing can be renamed: no other save has it."""
+    return f"step-{step:08d}.{secrets.token_hex(8)}"
+
+
+def stored_step(name: str) -> int | None:
+    """The step whose directory in a store has this name; None for another name."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@frozen
+class SetAside:
+    """A step that a resume set aside: its directory stays, and no resume or retention counts it."""
+
+    step: int
+    name: str
+    why: Fate
+
+
+@frozen
+class Head:
+    """The steps of a run, by number, and the names of their directories."""
+
+    steps: Mapping[int, str] = field(default_factory=dict)
+    aside: tuple[SetAside, ...] = ()
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    """New at each write: two writes of one content differ."""
+    writer: str = ""
+    """Host, process and time of the last write, for people."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All directories that belong to the run."""
+        return frozenset((*self.steps.values(), *(one.name for one in self.aside)))
+
+    def followed_by(self, steps: Mapping[int, str], aside: tuple[SetAside, ...]) -> Head:
+        """The next head, by this process, now."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return Head(steps, aside, writer=f"process {os.getpid()} on {socket.gethostname()}, {now}")
+
+    def to_bytes(self) -> bytes:
+        """The text of ``head.json``."""
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "nonce": self.nonce,
+            "writer": self.writer,
+            "steps": {str(step): name for step, name in sorted(self.steps.items())},
+            "aside": [{"name": one.name, "why": one.why} for one in self.aside],
+        }
+        return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def parse_head(raw: bytes, url: str) -> Head:
+    """Parse the text of a head and check everything in it.
+
+    Raises :class:`FormatError`; :class:`VersionError` for one of a later release. Both name ``url``.
+    """
+    document = parse_json(raw, url, "not a run's head: it")
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise FormatError(f"not a run's head: expected the format {_FORMAT!r}", path=url)
+    if document.get("version") != _VERSION:
+        raise VersionError(
+            f"head version {brief(document.get('version'))}, this release reads {_VERSION}; update shardwise",
+            path=url,
+        )
+    try:
+        return _from_document(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"malformed head: {brief(str(error))}", path=url) from error
+
+
+def _from_document(document: dict[str, Any]) -> Head:
+    steps = {int(step): name for step, name in document["steps"].items()}
+    for step, name in steps.items():
+        if not isinstance(name, str) or stored_step(name) != step:
+            raise ValueError(f"step {step} has the name {brief(name)}")
+    aside = tuple(_set_aside(one["name"], one["why"]) for one in document["aside"])
+    names = [*steps.values(), *(one.name for one in aside)]
+    if len(set(names)) != len(names):
+        raise ValueError("two steps have one name")
+    nonce, writer = document["nonce"], document["writer"]
+    if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
+        raise ValueError(f"the nonce is {brief(nonce)}")
+    if not isinstance(writer, str) or len(writer) > MAX_NAME_CHARS:
+        raise ValueError("the writer is no short text")
+    return Head(steps, aside, nonce, writer)
+
+
+def _set_aside(name: Any, why: Any) -> SetAside:
+    step = stored_step(name) if isinstance(name, str) else None
+    if step is None:
+        raise ValueError(f"a quarantined step has the name {brief(name)}")
+    if why not in ("superseded", "damaged"):
+        raise ValueError(f"a step was quarantined as {brief(why)}")
+    return SetAside(step, name, why)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Directories of steps: names of steps, and the errors for a run's directory given in place of one step.
+
+#: The name of a published step's directory: exactly one for each step.
+STEP_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,18})")
+#: The names of the HF Trainer (``-``) and of Accelerate (``_``) for it.
+OTHERS_NAME = re.compile("checkpoint[-_]([0-9]{1,19})")
+#: The file that tells a checkpoint of the HF Trainer from a user's directory of that name.
+TRAINER_FILE = "trainer_state.json"
+
+
+def checked_step(step: Any) -> int:
+    """``step`` as a number. Raises :class:`StateError` for one that no manifest and no name can hold."""
+    is_bool = isinstance(step, bool)  # an integer in Python, but not in JSON
+    if is_bool or not hasattr(step, "__index__") or not 0 <= (found := operator.index(step)) <= MAX_COUNT:
+        raise StateError(f"step must be an integer from 0 to 2^62, got {brief(step)}")
+    return found
+
+
+def misnamed(root: str, step: int, files: Container[str]) -> str | None:
+    """The text of an error if the directory's name says another step than its manifest; otherwise None.
+
+    A directory whose name says no step may hold any step.
+    """
+    name = os.path.basename(os.path.abspath(root))
+    found = STEP_NAME.fullmatch(name) or (OTHERS_NAME.fullmatch(name) if TRAINER_FILE in files else None)
+    named = stored_step(name) if found is None else int(found[1])
+    if named is None or named == step:
+        return None
+    return (
+        f"contains step {step}, but step {named} was expected: either the manifest is old or the directory was renamed. If it "
+        f"was renamed, restore its original name"
+    )
+
+
+def describe_steps(root: str) -> str | None:
+    """The text of an error if ``root`` holds steps, with the path to give instead; otherwise None."""
+    try:
+        names = names_in(root)
+    except (OSError, SourceError):
+        return None
+    steps = {int(m[1]): name for name in names if (m := STEP_NAME.fullmatch(name))}
+    if is_url(root) and HEAD_NAME in names:
+        try:
+            url = join(root, HEAD_NAME)
+            steps = dict(parse_head(read_whole(url, MOST_HEAD_BYTES), url).steps)
+        except SourceError:
+            return None
+    if not steps:
+        return None
+    newest = sorted(steps)[-3:]
+    path = os.path.join(root, steps[newest[-1]])
+    if len(steps) == 1:
+        return f"contains step {newest[0]}; give {path}"
+    listed = ", ".join(map(str, newest))
+    some = f"{len(steps)} steps, the newest {listed}" if len(steps) > len(newest) else f"steps {listed}"
+    return f"contains {some}; give one of them, e.g. {path}"

@@ -1,19 +1,19 @@
-"""Reading a manifest: the JSON that makes a directory a checkpoint. Written last, checksummed by its own xxh3.
-
-This module checks everything in it once: names, numbers, and the time and memory that they cost a reader.
-"""
+"""The manifest: the JSON that makes a directory a checkpoint. Its records, its documents, and how it is read."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, field
+from typing import Any, Literal, TypeVar
+
+import xxhash
 
 from ..dtypes import ITEMSIZE
-from ..errors import FormatError, IntegrityError, SourceError, VersionError
-from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of, one_of_equals
+from ..errors import CheckpointError, FormatError, IntegrityError, SourceError, VersionError
 from ..limits import (
     MAX_BLOCKS,
     MAX_COUNT,
@@ -24,6 +24,7 @@ from ..limits import (
     brief,
     cause,
     fits,
+    inside,
     is_inside,
     is_text,
     is_word,
@@ -32,38 +33,225 @@ from ..limits import (
 )
 from ..objects import frozen, gc_paused
 from ..storage import exists, is_directory
-from .manifest_records import (
-    BLOCK_BYTES,
-    FORMAT,
-    GRADIENT,
-    MANIFEST_NAME,
-    VERSION,
-    VERSION_OF_PLACES,
-    FileEntry,
-    Manifest,
-    Packed,
-    Place,
-    StateEntry,
-    TensorEntry,
-    checksum_of,
-)
-from .steps import describe_steps
+from ..storage.records import is_url
+from ..tensors.placements import RULE_VERSION, Cut, Geometry, blocks_of, one_of_equals
+from .header import describe_steps
 
 __all__ = [
     "BLOCK_BYTES",
     "CONVERTED",
+    "Document",
+    "DocumentKind",
+    "FORMAT",
+    "FileEntry",
     "GRADIENT",
     "MANIFEST_NAME",
-    "FileEntry",
     "Manifest",
     "Packed",
     "Place",
     "StateEntry",
     "TensorEntry",
+    "VERSION",
+    "VERSION_OF_PLACES",
+    "absent_places",
+    "checksum_of",
+    "describe_absent",
+    "describe_part",
+    "document_named",
+    "document_of",
+    "files_by_place",
+    "parse_documents",
     "parse_manifest",
+    "rank_of_file",
+    "ranks_text",
     "read_manifest",
+    "refuse_part",
+    "refuse_unknown",
     "step_of_manifest",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The records of a manifest, and its JSON text. O(tensors); planning reads nothing else. :mod:`.manifest` checks it.
+#
+# Format version 1, see docs/format.md.
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "shardwise-checkpoint"
+VERSION = 1
+#: Of a manifest with places. A reader of version 1 would take a part for a damaged checkpoint.
+VERSION_OF_PLACES = 2
+#: Payload is checksummed in blocks of this many bytes.
+BLOCK_BYTES = 16 * 1024**2
+#: The key of a gradient beside the optimizer states of its parameter.
+GRADIENT = "__grad__"
+
+
+@frozen
+class FileEntry:
+    """A file of a checkpoint: its size, the checksum of its header (of the whole file if it is small), and the
+    checksums of its payload's 16 MiB blocks."""
+
+    nbytes: int
+    header_bytes: int
+    header_xxh3: str
+    blocks: tuple[str, ...] = ()
+
+
+@frozen
+class StateEntry:
+    """An optimizer state of a parameter: a tensor spread like it, or an element of a packed tensor."""
+
+    dtype: str
+    digest: int = 0
+    owner: int = 0
+    packed: str | None = None
+    index: int = 0
+    shape: tuple[int, ...] | None = None
+    """Where it is not its parameter's: of scales and packed codes, which are cut as their parameter."""
+
+
+@frozen
+class TensorEntry:
+    """A parameter or persistent buffer. ``aliases`` are its tied names; ``stored_aliases`` have bytes of their own.
+
+    ``states`` maps optimizer name → state name → entry.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    geometry: int
+    digest: int
+    owner: int = 0
+    kind: str = "parameter"
+    aliases: tuple[str, ...] = ()
+    stored_aliases: tuple[str, ...] = ()
+    refers: bool = False
+    """Whether the checkpoint holds only its digest: a frozen tensor of a base that the run loads from elsewhere."""
+    states: Mapping[str, Mapping[str, StateEntry]] = field(default_factory=dict)
+
+    def shape_of(self, state: StateEntry) -> tuple[int, ...]:
+        """The global shape of one of its states that is not packed."""
+        return self.shape if state.shape is None else state.shape
+
+
+@frozen
+class Packed:
+    """0-d optimizer states of many parameters, stored as one 1-D tensor."""
+
+    dtype: str
+    count: int
+    digest: int
+    owner: int = 0
+
+
+@frozen
+class Place:
+    """A directory that holds a part of each step, on the disk of one host: the files of some ranks. See :mod:`.places`."""
+
+    id: str
+    """Drawn when the directory was first used."""
+    host: str
+    """The host's name, for people."""
+    ranks: tuple[int, ...]
+
+
+@frozen(kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but its payload."""
+
+    step: int
+    run_id: str
+    parent_step: int | None
+    world_size: int
+    seed: int
+    geometries: tuple[Geometry, ...]
+    models: Mapping[str, Mapping[str, TensorEntry]]
+    packed: Mapping[str, Mapping[str, Packed]]
+    files: Mapping[str, FileEntry]
+    software: Mapping[str, str]
+    hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    local_documents: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
+    """Where the save put the parts, if hosts have directories of their own; empty for one directory."""
+
+    def to_text(self) -> str:
+        """The manifest's JSON text, its own checksum included."""
+        document = self._document()
+        document["xxh3"] = checksum_of(document)
+        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION_OF_PLACES if self.places else VERSION,
+            "step": self.step,
+            "run_id": self.run_id,
+            "parent_step": self.parent_step,
+            "world_size": self.world_size,
+            "seed": self.seed,
+            "software": dict(self.software),
+            "geometries": [_geometry_json(g) for g in self.geometries],
+            "models": {m: {n: _tensor_json(t) for n, t in ts.items()} for m, ts in self.models.items()},
+            "packed": {
+                o: {n: {**asdict(p), "digest": f"{p.digest:016x}"} for n, p in ps.items()}
+                for o, ps in self.packed.items()
+            },
+            "local_documents": list(self.local_documents),
+            "hub_tensors": {m: dict(shapes) for m, shapes in self.hub_tensors.items()},
+            "files": {n: _sparse(asdict(f)) for n, f in self.files.items()},
+            **({"places": [asdict(place) for place in self.places]} if self.places else {}),
+        }
+
+
+def _geometry_json(g: Geometry) -> dict[str, Any]:
+    return {
+        "axis_sizes": g.axis_sizes,
+        "axis_names": g.axis_names,
+        "cuts": [[c.kind, c.dim, c.split_factor] for c in g.cuts],
+        "ranks": g.ranks,
+        "fsdp_order": g.fsdp_order,
+        "rule": RULE_VERSION,
+    }
+
+
+def _sparse(value: dict[str, Any]) -> dict[str, Any]:
+    """``value`` without empty and zero optional fields, which reading fills in as defaults."""
+    keep = {"nbytes", "header_bytes", "dtype", "shape", "geometry", "digest"}
+    return {k: v for k, v in value.items() if k in keep or (v not in (0, None) and v != () and v != {})}
+
+
+def _tensor_json(t: TensorEntry) -> dict[str, Any]:
+    one = {
+        f: getattr(t, f)
+        for f in ("dtype", "shape", "geometry", "owner", "aliases", "stored_aliases", "refers")
+    }
+    one["digest"] = f"{t.digest:016x}"
+    if t.kind != "parameter":
+        one["kind"] = t.kind
+    one["states"] = {o: {s: _state_json(e) for s, e in states.items()} for o, states in t.states.items()}
+    return _sparse(one)
+
+
+def _state_json(e: StateEntry) -> dict[str, Any]:
+    if e.packed is not None:
+        return {"dtype": e.dtype, "packed": e.packed, "index": e.index}
+    one = _sparse({"dtype": e.dtype, "digest": f"{e.digest:016x}", "owner": e.owner})
+    return one if e.shape is None else {**one, "shape": e.shape}
+
+
+def checksum_of(document: Mapping[str, Any]) -> str:
+    """xxh3 of the canonical text of a manifest without its checksum."""
+    text = json.dumps(
+        {k: v for k, v in document.items() if k != "xxh3"}, separators=(",", ":"), sort_keys=True
+    )
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading a manifest: the JSON that makes a directory a checkpoint. Written last, checksummed by its own xxh3.
+#
+# This module checks everything in it once: names, numbers, and the time and memory that they cost a reader.
 
 #: Key in ``software`` of a checkpoint that a conversion wrote. Such a checkpoint has no documents per rank.
 CONVERTED = "converted from"
@@ -437,3 +625,190 @@ def _file(f: dict[str, Any]) -> FileEntry:
     if header > MAX_HEADER_BYTES:
         raise ValueError(f"header_bytes is {header}, the limit is {MAX_HEADER_BYTES}")
     return FileEntry(nbytes, header, _text(f["header_xxh3"]), _texts(f.get("blocks", [])))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The names of the documents that a checkpoint may hold: a closed list. Pure; content is checked elsewhere.
+#
+# Reading a checkpoint refuses any other name. A name from a file therefore never chooses which object gets its content.
+
+DocumentKind = Literal[
+    "step",
+    "rng",
+    "classes",
+    "scheduler",
+    "scaler",
+    "dataloader",
+    "extra",
+    "optimizer",
+    "opaque",
+    "low_bit",
+    "buffers",
+    "modules",
+    "own",
+    "not_stored",
+    "settings",
+    "data_settings",
+]
+_OF_A_RUN: tuple[DocumentKind, ...] = (
+    "step",
+    "rng",
+    "classes",
+    "scheduler",
+    "scaler",
+    "dataloader",
+    "not_stored",
+    "settings",
+    "data_settings",
+)
+_OF_AN_OPTIMIZER: tuple[DocumentKind, ...] = ("opaque", "low_bit", "own")
+_OF_A_MODEL: tuple[DocumentKind, ...] = ("buffers", "modules", "own")
+_EXTRA = "extra."
+
+
+@frozen
+class Document:
+    """A document's kind and owner (a model, optimizer or extra), parsed from its name. An empty owner means the run itself."""
+
+    kind: DocumentKind
+    owner: str = ""
+
+
+def document_of(kind: str, name: str, what: str = "") -> str:
+    """Name of a model's or optimizer's document: ``optimizer``, ``optimizers.critic``, ``optimizers.critic.opaque``.
+
+    For a single model, called ``model``, only ``what``.
+    """
+    stem = kind if name == kind else f"{kind}s.{name}"
+    if not what:
+        return stem
+    return what if stem == "model" else f"{stem}.{what}"
+
+
+def document_named(name: str, manifest: Manifest) -> Document | None:
+    """The document that a name in a checkpoint stands for; None if this release does not know the name."""
+    if name in _OF_A_RUN:
+        return Document(name)
+    if name.startswith(_EXTRA):
+        return Document("extra", name.removeprefix(_EXTRA))
+    for optimizer in manifest.packed:
+        if name == document_of("optimizer", optimizer):
+            return Document("optimizer", optimizer)
+        for kind in _OF_AN_OPTIMIZER:
+            if name == document_of("optimizer", optimizer, kind):
+                return Document(kind, optimizer)
+    for model in manifest.models:
+        for kind in _OF_A_MODEL:
+            if name == document_of("model", model, kind):
+                return Document(kind, model)
+    return None
+
+
+def refuse_unknown(names: Iterable[str], manifest: Manifest, path: str) -> None:
+    """Raise :class:`VersionError` for a name that this release does not know."""
+    for name in names:
+        if document_named(name, manifest) is None:
+            raise VersionError(
+                f"holds a document {brief(name)}, which this release does not know: a later release wrote it, or the file "
+                f"was changed. Update shardwise, or take another checkpoint",
+                path=path,
+            )
+
+
+def parse_documents(content: bytes, manifest: Manifest, path: str) -> dict[str, Any]:
+    """The documents in a JSON file of a checkpoint, still encoded, by name.
+
+    Raises :class:`FormatError` if the file is not a JSON object, :class:`VersionError` for an unknown name.
+    """
+    found = parse_json(content, path)
+    if not isinstance(found, dict):
+        raise FormatError(f"expected a JSON object of documents, got {brief(found)}", path=path)
+    refuse_unknown(found, manifest, path)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Steps in parts: each host's own directory holds the manifest, and the files of its ranks; those of no rank lie with rank 0's.
+#
+# The parts under one directory, as ``rsync`` or ``cp`` puts them there, are an ordinary checkpoint.
+
+#: Hosts that a text names.
+_SHOWN = 5
+_OF_RANK = re.compile(r"rank/([0-9]{5,})\.(json|safetensors)")
+_SLICES = re.compile(
+    r"(models?|optimizers?)/(.*/)?shard-([0-9]{5,})-(model|optimizer)-[0-9]+-of-[0-9]+\.safetensors"
+)
+
+
+def rank_of_file(name: str) -> int:
+    """The rank that writes a file of a checkpoint. Rank 0 writes the files whose names hold no rank."""
+    if found := _OF_RANK.fullmatch(name):
+        return int(found[1])
+    found = _SLICES.fullmatch(name)
+    return int(found[3]) - 1 if found else 0
+
+
+def files_by_place(manifest: Manifest) -> list[list[str]]:
+    """The names of the files that each of the manifest's places holds; one list of all files if it has no places."""
+    if not manifest.places:
+        return [list(manifest.files)]
+    place_of = {rank: number for number, place in enumerate(manifest.places) for rank in place.ranks}
+    found: list[list[str]] = [[] for _ in manifest.places]
+    for name in manifest.files:
+        found[place_of.get(rank_of_file(name), 0)].append(name)
+    return found
+
+
+def absent_places(path: str, manifest: Manifest) -> list[int]:
+    """The numbers of the manifest's places none of whose files is at ``path``: parts that lie elsewhere. Rank-local."""
+    if not manifest.places or is_url(path):
+        return []
+    return [
+        number
+        for number, names in enumerate(files_by_place(manifest))
+        if not any(os.path.lexists(inside(path, name)) for name in names)
+    ]
+
+
+def refuse_part(path: str, manifest: Manifest) -> None:
+    """Raise :class:`CheckpointError` if parts of a step lie elsewhere: it is not damaged. Rank-local."""
+    if part := describe_part(path, manifest):
+        raise CheckpointError(f"{path}: {part}")
+
+
+def describe_part(path: str, manifest: Manifest) -> str | None:
+    """What :func:`describe_absent` says of the directory of a step; None if no part of it lies elsewhere. Rank-local."""
+    absent = absent_places(path, manifest)
+    return describe_absent(path, manifest.places, absent) if absent else None
+
+
+def describe_absent(
+    path: str, places: Sequence[Place], absent: Collection[int], *, holder: str = "holds"
+) -> str:
+    """Which parts of a step are at ``path`` and which hosts have the others, with the lines that merge them.
+
+    ``holder``: the words before what is there.
+    """
+    step = os.path.basename(os.path.abspath(path))
+    lost = [places[number] for number in sorted(absent)]
+    here = [number for number in range(len(places)) if number not in absent]
+    numbers = f"part{'s' * (len(here) > 1)} {ranks_text([n + 1 for n in here])}" if here else "none"
+    of = f" ({', '.join([f'host {places[n].host}' for n in here[:_SHOWN]])}{_more(here)})" if here else ""
+    hosts = ", ".join(
+        [f"host {p.host} (place {p.id}) has the files of ranks {ranks_text(p.ranks)}" for p in lost[:_SHOWN]]
+    )
+    merge = " && ".join(f"rsync -a {p.host}:DIRECTORY/{step}/ {path}/" for p in lost[:_SHOWN])
+    return (
+        f"{holder} {numbers} of {len(places)} of the step{of}; {hosts}{_more(lost)}. Start with local=True on all hosts that saved "
+        f"it, or merge the parts into one directory: {merge}{_more(lost)}"
+    )
+
+
+def _more(hosts: Sequence[object]) -> str:
+    return f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else ""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Numbers as people write them: ``0 to 7``, or ``0, 2, 5``."""
+    whole = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]} to {ranks[-1]}" if whole else ", ".join(map(str, ranks))

@@ -1,9 +1,4 @@
-"""The place of a Trainer in its data: stored with the random states that began the epoch, resumed inside the epoch.
-
-Trainer finds its place by steps: it makes the epoch's loader again and skips the trained batches. A sampler that draws
-from global generators then gives another order, because these have their states from the save. Here the epoch begins
-again under its first random states. Trainer gets the rest of it, after as many stand-ins as it will skip.
-"""
+"""The Trainer's place in its data: stored with the RNG states that began the epoch, resumed within the epoch."""
 
 from __future__ import annotations
 
@@ -13,12 +8,21 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import Any
 
+import numpy as np
+import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from ..internals.accelerate import without_first_batches
+from ..checkpoint.stored import decode_documents, read_documents
+from ..errors import FormatError
+from ..format.manifest import Manifest
+from ..internals.torch import version_of
+from ..internals.trainers import without_first_batches
+from ..limits import brief, inside, is_count
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
-from ..state.loader_parts import (
+from ..state.documents import check_rng
+from ..state.parts import (
     all_parts,
     attributes,
     item_generators,
@@ -28,9 +32,76 @@ from ..state.loader_parts import (
     unfit_generators,
 )
 from ..state.replay import SAFE_SAMPLERS
-from ._trainer_batch import Batch
+from ..state.typed_json import Places
 
-__all__ = ["DataPlace"]
+__all__ = [
+    "Batch",
+    "DataPlace",
+    "check_place",
+    "trainer_extra",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Recognizes a batch by the digests of its content.
+
+_MOST = 32
+
+
+class Batch:
+    """A batch that the loop got, to be recognized by its content. Holds references, and copies nothing."""
+
+    def __init__(self, batch: Any) -> None:
+        self._held = [(path, leaf, _version(leaf)) for path, leaf in _leaves(batch, "")]
+
+    def digests(self) -> dict[str, str]:
+        """Fingerprints by path. A bare tensor has the path ``tensor``; everything that is not a tensor shares ``""``.
+
+        Leaves out tensors that were written to since, and all after the first 32. Copies tensors of a device to the host.
+        """
+        found: dict[str, str] = {}
+        rest = xxhash.xxh3_64()
+        for path, leaf, version in self._held:
+            if isinstance(leaf, torch.Tensor):
+                if _version(leaf) == version and len(found) < _MOST:
+                    found[path or "tensor"] = _digest(leaf)
+            elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+                rest.update(np.ascontiguousarray(leaf).tobytes())
+            elif isinstance(leaf, (str, int, float, bool, bytes, type(None))):
+                rest.update(f"{path}={leaf!r};".encode(errors="surrogatepass"))
+        return {**found, "": rest.hexdigest()}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(one, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for k, one in enumerate(value):
+            yield from _leaves(one, f"{path}[{k}]")
+    else:
+        yield path, value
+
+
+def _version(leaf: Any) -> int:
+    """The tensor's version counter, or -1 if it has none."""
+    try:
+        return version_of(leaf) if isinstance(leaf, torch.Tensor) else -1
+    except RuntimeError:  # made in inference mode
+        return -1
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_64_hexdigest(bits.tobytes())}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The place of a Trainer in its data: stored with the random states that began the epoch, resumed inside the epoch.
+#
+# Trainer finds its place by steps: it makes the epoch's loader again and skips the trained batches. A sampler that draws
+# from global generators then gives another order, because these have their states from the save. Here the epoch begins
+# again under its first random states. Trainer gets the rest of it, after as many stand-ins as it will skip.
 
 _log = logging.getLogger(__name__)
 _END = object()
@@ -367,3 +438,121 @@ def _after_stand_ins(loader: Any, count: int, rest: Callable[[], Iterator[Any]])
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks the form of a Trainer's place in the data, in a checkpoint, before it is used.
+
+_TRAINER, _DATA = "extra.trainer", "extra.data"
+_SHARED = ("global_batch_size", "accumulation", "epoch", "batches", "end_is_due", "seeds")
+
+
+def check_place(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
+    """The decoded documents of the Trainer in a file of the checkpoint at ``path``: ``state``, or a rank's file.
+
+    Raises :class:`FormatError` naming the file if no :class:`ShardwiseTrainer` can have written it; otherwise as
+    :func:`read_documents`. Rank-local; reads that file and the tensors beside it.
+    """
+    stored = read_documents(path, manifest, stem)
+    file = inside(path, f"{stem}.json")
+    ours = {name: stored[name] for name in (_TRAINER, _DATA) if name in stored}
+    found = decode_documents(ours, file, Places())
+    if _TRAINER in found:
+        _check_trainer(found[_TRAINER], file)
+    if _DATA in found:
+        _check_data(found[_DATA], file)
+    return found
+
+
+def trainer_extra(path: str, manifest: Manifest) -> dict[str, Any]:
+    """The Trainer's state that all ranks share: batch size, epoch, batches, seeds. Raises as :func:`check_place`."""
+    found = check_place(path, manifest, "state")
+    if _TRAINER not in found:
+        raise FormatError(
+            f"holds no {_TRAINER}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
+            path=inside(path, "state.json"),
+        )
+    return {key: found[_TRAINER][key] for key in _SHARED if key in found[_TRAINER]}
+
+
+def _check_trainer(value: Any, file: str) -> None:
+    _check(value, {"global_batch_size": _is_positive}, _TRAINER, file)
+    if "accumulation" in value:  # earlier releases wrote no place
+        place = {"accumulation": _is_positive, "epoch": is_count, "batches": is_count, "seeds": _are_seeds}
+        _check(value, place, _TRAINER, file)
+    if "end_is_due" in value:  # earlier releases did not say
+        _check(value, {"end_is_due": _is_bool}, _TRAINER, file)
+
+
+def _check_data(value: Any, file: str) -> None:
+    _check(value, {"epoch": lambda epoch: epoch is None or is_count(epoch)}, _DATA, file)
+    if value["epoch"] is None:
+        return
+    _check(value, _PLACE, _DATA, file)
+    _check(
+        value["loader"], {"batches": lambda n: n is None or is_count(n), "num_workers": is_count}, _DATA, file
+    )
+    for name in ("start", "now"):
+        _check(value[name], _STATES, f"{_DATA}.{name}", file)
+    for where, rng in (
+        ("start.rng", value["start"].get("rng")),
+        *((f"asked[{k}]", r) for k, r in enumerate(value["asked"])),
+    ):
+        try:
+            check_rng(rng, f"{_DATA}.{where}")
+        except FormatError as error:
+            raise FormatError(str(error), path=file) from error
+
+
+def _check(value: Any, form: Mapping[str, Callable[[Any], bool]], where: str, file: str) -> None:
+    """Refuse a value that is not a mapping, or lacks a key of ``form`` with a value that its function accepts."""
+    if not isinstance(value, dict):
+        raise FormatError(f"{where}: expected a mapping, got {brief(value)}", path=file)
+    for key, is_right in form.items():
+        if key not in value:
+            raise FormatError(f"{where}: holds no {key}", path=file)
+        if not is_right(value[key]):
+            raise FormatError(f"{where}.{key} is malformed: {brief(value[key])}", path=file)
+
+
+def _is_positive(value: Any) -> bool:
+    return is_count(value) and value > 0
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _maps(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A check for a mapping from text to values that ``is_right`` accepts."""
+    return lambda value: (
+        isinstance(value, dict) and all(isinstance(key, str) and is_right(one) for key, one in value.items())
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int
+
+
+_are_seeds = _maps(_is_number)
+_STATES: Mapping[str, Callable[[Any], bool]] = {
+    "generators": _maps(lambda state: isinstance(state, torch.Tensor | dict | tuple)),
+    "epochs": _maps(_is_number),
+    "seeds": _are_seeds,
+    "attributes": _maps(_is_text),
+}
+#: The form of :meth:`DataPlace.state_dict` within an epoch.
+_PLACE: Mapping[str, Callable[[Any], bool]] = {
+    "consumed": is_count,
+    "start": _maps(lambda _: True),
+    "asked": lambda value: isinstance(value, list) and len(value) <= 2,
+    "drew": _is_bool,
+    "now": _maps(lambda _: True),
+    "batch": _maps(_is_text),
+    "loader": _maps(lambda _: True),
+    "workers_kept": _is_bool,
+}

@@ -21,23 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from ..checkpoint.failures import FailurePolicy, Failures
-from ..checkpoint.hosts import hosts_of
+from ..checkpoint.run import FailurePolicy, Failures
+from ..checkpoint.sites import hosts_of
 from ..errors import CheckpointError, ShardError
 from ..gates import require
-from ..internals.trainer import fsdp_settings, leaves_out_fsdp_version
-from ..preemption.stops import PreemptionPolicy
-from ..storage import is_url, place_at, real
+from ..internals.trainers import fsdp_settings, leaves_out_fsdp_version
+from ..ranks.stop import PreemptionPolicy
+from ..storage import place_at, real
+from ..storage.records import is_url
 from . import accelerate as swa
-from ._accelerate_settings import check_supported, keep_taken_over
-from ._accelerate_sharding import warn_if_whole
-from ._prepare import Groups, adopt, groups_of, put_back
+from ._accelerate import Groups, adopt, check_supported, groups_of, keep_taken_over, put_back, warn_if_whole
 from ._trainer_data import DataPlace
-from ._trainer_folder import Run
-from ._trainer_resuming import Resuming
-from ._trainer_saving import EpochEnds
-from ._trainer_stop import StopCallback
-from ._trl import LOAD, References, gather_head
+from ._trainer_files import Run
+from ._trainer_steps import EpochEnds, Resuming, StopCallback
+from .trl import LOAD, References, gather_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

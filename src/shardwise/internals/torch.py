@@ -1,7 +1,4 @@
-"""What shardwise uses of torch's modules, tensors and dispatch that torch keeps private. torch 2.12-2.14.
-
-Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
-"""
+"""What shardwise uses of torch's modules, tensors, dispatch, optimizers and schedulers that torch keeps private. torch 2.12-2.14."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,25 +24,29 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "bare_tree",
+    "compiled_by",
     "default_store",
     "dtensor_like",
     "empty_host_cache",
     "empty_like",
-    "fake_store",
     "fake_device_or_view",
+    "fake_store",
     "fake_tensors",
     "fsdp_placements",
     "fused_attention",
+    "inner_by_torch",
     "is_checkpointed",
-    "compiled_by",
     "is_stateful_loader",
     "keep_metadata",
+    "keeps_flat_history",
     "local_tensor",
     "meta_tree",
     "original_class",
     "parameter_like",
     "quantized",
     "reset_methods",
+    "scale_function",
+    "scaler_stages",
     "sibling_meshes",
     "spec_key",
     "storage_key",
@@ -56,11 +58,17 @@ __all__ = [
     "written_tensors",
 ]
 
+
+# ----------------------------------------------------------------------------------------------------
+# What shardwise uses of torch's modules, tensors and dispatch that torch keeps private. torch 2.12-2.14.
+#
+# Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
+
 # ``StridedShard``: how FSDP2 over TP cuts a dim that TP has cut; no public placement says it. Without it, models that
 # are sharded so would be refused.
 # ``TorchDispatchMode``: sees every operation below autograd. Without it, there is the public ``TorchFunctionMode``,
 # which misses those that torch's own code calls, and with them initial values.
-# ``tree_leaves``, ``tree_map_only``: nested arguments, as dispatch gets them. Without them, ``models/meta_init.py``
+# ``tree_leaves``, ``tree_map_only``: nested arguments, as dispatch gets them. Without them, ``models/meta.py``
 # would have to walk lists, tuples and dicts itself.
 
 
@@ -488,3 +496,44 @@ def swappable_rnns(modules: Iterable[nn.Module]) -> Iterator[None]:
     yield
     for rnn in rnns:
         rnn._init_flat_weights()
+
+
+# ----------------------------------------------------------------------------------------------------
+# What shardwise uses of torch's optimizers, schedulers and scalers that torch keeps private. torch 2.12-2.14.
+
+
+def keeps_flat_history(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is LBFGS, or made like it: its state is one flat tensor over all parameters.
+
+    torch 2.12-2.14: copies of it that don't derive from it are told by ``_numel_cache``, which it has after its first
+    step. Without it, history would be stored under the name of the first parameter.
+    """
+    is_named_so = isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__name__ == "LBFGS"
+    return is_named_so or getattr(optimizer, "_numel_cache", None) is not None
+
+
+def scaler_stages(scaler: Any) -> set[str]:
+    """How far the optimizers of a ``torch.amp.GradScaler`` are in a step: ``READY``, ``UNSCALED``, ``STEPPED``.
+
+    torch 2.12-2.14: empty after ``update``. Without it, a save between ``unscale_`` and ``step`` would resume with
+    gradients that are scaled down twice.
+    """
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    return {state["stage"].name for state in states if "stage" in state}
+
+
+def inner_by_torch(scheduler: Any) -> Sequence[Any]:
+    """The schedulers in a ``SequentialLR`` or ``ChainedScheduler``; none of any other one.
+
+    torch 2.12-2.14. Without it, a state for another number of them would be taken, and fail in a later step.
+    """
+    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return found
+
+
+def scale_function(scheduler: Any) -> Any | None:
+    """The function that was given to a ``CyclicLR`` as ``scale_fn``, which its state is without; else None.
+
+    torch 2.12-2.14. Without it, both reports would be silent about a function that the program has to give again.
+    """
+    return getattr(scheduler, "_scale_fn_custom", None)

@@ -1,62 +1,427 @@
-"""``load``: fills an already sharded model from stored tensors."""
+"""``load``: fills an already sharded model from stored tensors, and reports what it did."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..adapters.names import wrapped
-from ..catalog import Catalog
+from ..catalog.open import open_catalog
+from ..catalog.records import Catalog, Coded
+from ..catalog.weights import Choice as WeightsChoice
+from ..engine.engine import ConvertingReader, Destination, Staging, compare, execute, execute_own
+from ..engine.files import page_cache_for
+from ..engine.objects import SourceReader
+from ..engine.shared import (
+    DecodingReader,
+    NotShared,
+    SharedReader,
+    boxes_of_conversions,
+    boxes_of_spans,
+    boxes_of_transfers,
+)
 from ..errors import IntegrityError, PlanError, ShardError
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
-from ..layout.live import LiveModel, describe
+from ..models.build import forget_quantization
 from ..models.homes import remember_source
-from ..models.host_budget import HostBudget, host_budget, refuse_too_large
-from ..models.memory import default_device, materialize
-from ..models.meta_init import forget_meta_buffers, is_unknown
-from ..models.unquantized import forget_quantization
+from ..models.meta import default_device, forget_meta_buffers, is_unknown, materialize
 from ..names import patterns_of
 from ..objects import frozen, gc_paused
-from ..operations.announced import announced
-from ..operations.operation import this_operation
-from ..operations.recorder import phase
-from ..planning import IOOptions, Plan, build_plan
-from ..quantized.dequantized import dequantized
-from ..ranks.ranks import Ranks
-from ..recipe.match import (
+from ..operations.host_budget import HostBudget, host_budget, refuse_too_large
+from ..operations.operation import Operation, announced, phase, this_operation
+from ..operations.printed import Printed
+from ..planning.hub_rules import HubRules, automatic_rules, embedding_names, note_conversions, wrapped
+from ..planning.match import (
+    Converted,
+    Declaration,
     Recipe,
     Resolve,
     Rules,
     by_key_mapping,
     match_rules,
     matches_any,
+    remember,
     renamed,
     same_names,
 )
-from ..recipe.origin import remember
-from ..recipe.transformers import HubRules, automatic_rules, embedding_names, note_conversions
-from ..sharding.replicated import reduced_parameters
-from ..storage import counting
-from .carry_out import carry_out
-from .fingerprint import fingerprint, in_words
-from .report import LoadReport, noted
-from .source import open_for_all
-from .strategy import Choice, Planned, choose, facts_of
+from ..planning.plan import LEAST_STAGING_BYTES, IOOptions, Plan, build_plan
+from ..planning.proof import Cast, casts_of
+from ..quantized.open import Dequantized, dequantized, described
+from ..ranks.ranks import Ranks
+from ..storage.records import Requests, counting, is_url
+from ..tensors.boxes import Box
+from ..tensors.live import HostMemory, LiveModel, describe, reduced_parameters
+from ..tensors.tiles import is_identity
+from .strategies import Choice, Planned, choose, facts_of, payload_bytes, shared_reader
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["FillOptions", "Filling", "Names", "fill", "load"]
+__all__ = [
+    "FillOptions",
+    "Filling",
+    "LoadReport",
+    "Names",
+    "ReadCost",
+    "carry_out",
+    "fill",
+    "fingerprint",
+    "in_words",
+    "load",
+    "load_report",
+    "noted",
+    "open_for_all",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The report of a load: counts, bytes, seconds, and everything that was skipped, with its declaration.
+
+#: The last report of each model that a load has filled.
+_reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
+
+
+@frozen(kw_only=True)
+class ReadCost:
+    """The cost of carrying out a plan on this rank; for the fields see :class:`LoadReport`."""
+
+    bytes_read: int
+    requests: int
+    bytes_sent: int
+    staging_peak_bytes: int
+    page_cache: str
+    pages: str
+    reads: str
+    strategy: str
+
+
+@frozen
+class LoadReport(Printed):
+    """The result of a load on this rank."""
+
+    source: str
+    tensors: int
+    """Number of the model's tensors that were filled from the source."""
+    model_bytes: int
+    """Bytes of the complete model, counting tied tensors once."""
+    local_bytes: int
+    """Bytes of this rank's shards."""
+    bytes_read: int
+    """Bytes that this rank requested from storage."""
+    requests: int
+    """Requests that this rank made to object stores, including rank 0's requests to inspect the source. 0 for local files."""
+    staging_peak_bytes: int
+    """Peak host memory in addition to the destination."""
+    seconds_plan: float
+    seconds_read: float
+    unused: tuple[Declaration, ...]
+    """Stored tensors that were skipped, and who declared that they may be."""
+    initialized: tuple[Declaration, ...]
+    """Tensors that were initialized by the model's own rule, and who declared that they may be."""
+    converted: tuple[Converted, ...]
+    """Conversions that couldn't be compiled to byte ranges. Each rank that needs a part of a result ran them in full."""
+    dequantized: tuple[Dequantized, ...]
+    """Quantized formats in the source whose tensors were dequantized."""
+    ignored_files: tuple[str, ...]
+    verified: str
+    """How the load was checked: "digest" if every tensor's content was compared, otherwise "cover"."""
+    digests_compared: int
+    """Number of tensors whose digest was compared with the recorded one."""
+    page_cache: str
+    """Whether the files stayed in the kernel's page cache: "keep" or "release". See ``IOOptions.page_cache``."""
+    pages: str
+    """Page size of the memory that was allocated on the CPU, and why. See ``IOOptions.pages``."""
+    reads: str
+    """How this rank read files, and why: "plain: …" or "ahead …: …". See ``IOOptions.reads``."""
+    strategy: str
+    """Who read the source, and why: "own: …", "node: …" or "once: …". See ``IOOptions.strategy``."""
+    bytes_sent: int
+    """Bytes of the source that this rank sent to other ranks, if each range is read by one rank ("once")."""
+    casts: tuple[Cast, ...]
+    """Casts that round stored values (fp32 to bf16, bf16 to fp16), whether or not you asked for the dtype. For dequantized tensors, the
+    dtype before the cast is that of the dequantized values."""
+    host: HostBudget | None
+    """Memory limit and free memory of this rank's host before the load. None if the system doesn't report them."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        cost: ReadCost,
+        *,
+        source: str,
+        seconds_plan: float,
+        seconds_read: float,
+        digests_compared: int,
+        host: HostBudget | None,
+        is_kept: Callable[[str], bool],
+    ) -> LoadReport:
+        """Create the report of a load that ran ``plan``. ``is_kept``: whether the model's class keeps a tensor in fp32. The other arguments are
+        fields.
+        """
+        return cls(
+            source=source,
+            tensors=len(plan.recipes),
+            model_bytes=sum(w.nbytes for w in plan.wanted),
+            local_bytes=plan.local_nbytes,
+            bytes_read=cost.bytes_read,
+            requests=cost.requests,
+            staging_peak_bytes=cost.staging_peak_bytes,
+            seconds_plan=seconds_plan,
+            seconds_read=seconds_read,
+            unused=plan.unused,
+            initialized=plan.initialized,
+            converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
+            dequantized=described(plan.coded.values(), plan.kept),
+            ignored_files=plan.ignored_files,
+            verified="digest" if digests_compared and digests_compared == len(plan.recipes) else "cover",
+            digests_compared=digests_compared,
+            page_cache=cost.page_cache,
+            pages=cost.pages,
+            reads=cost.reads,
+            strategy=cost.strategy,
+            bytes_sent=cost.bytes_sent,
+            casts=casts_of(plan.rounded, is_kept),
+            host=host,
+        )
+
+    def after(self, looks: Requests) -> LoadReport:
+        """A copy of the report that includes the requests made before planning."""
+        return replace(self, requests=self.requests + looks.total)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
+
+
+def noted(model: nn.Module, report: LoadReport) -> LoadReport:
+    """``report``, after it was noted as the model's last one."""
+    _reports[model] = report
+    return report
+
+
+def load_report(model: nn.Module) -> LoadReport:
+    """Return the report of the last load into ``model`` in this process.
+
+    Also works for a model that was wrapped after the load: compiled, in DDP, or in a ``PeftModel``. Takes no memory beyond
+    the report and no communication; a single rank may call it. Raises :class:`ValueError` for a model that neither :func:`load` nor
+    ``load_pretrained`` filled.
+    """
+    for module in model.modules():
+        if (report := _reports.get(module)) is not None:
+            return report
+    raise ValueError(
+        f"load_report: this {type(model).__name__} was not filled by sw.load or load_pretrained in this process; a copy of a model "
+        "(copy.deepcopy, sw.clone) has no report, so pass the one that was loaded"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Carries a plan out on this rank: reads by the chosen strategy, copies into live tensors, compares second copies.
+
+
+def carry_out(
+    planned: Planned, choice: Choice, live: LiveModel, ranks: Ranks, memory: HostMemory, operation: Operation
+) -> ReadCost:
+    """Read into the shards of ``live``, and check second copies of ties.
+
+    Rank-local if each rank reads its own ranges; else every rank must call it. ``memory``: where the shards lie. ``operation``
+    counts the bytes.
+    """
+    plan, io = planned.plan, planned.io
+    local = live.local_tensors()
+    page_cache = page_cache_for(io, (t.device for t in local.values()))
+    destination = Destination(local)
+    fills: SharedReader | None = None
+    checks: SharedReader | None = None
+    with (
+        counting() as asked,
+        SourceReader(
+            operation.counting(ranks.tick), files=planned.catalog.files, io=io, page_cache=page_cache
+        ) as files,
+    ):
+        decoded = DecodingReader(files, planned.catalog.coded, io)
+        reader = ConvertingReader(decoded, plan.conversions, planned.catalog.tensors)
+        share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.parameters))
+        if choice.strategy != "own":
+            try:
+                fills = share(copies=False)
+            except NotShared as error:
+                if choice.asked:
+                    raise
+                choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
+        operation.expect(partial(payload_bytes, planned, choice, ranks.rank))
+        if planned.catalog.coded:
+            with ranks.agree("check scales"):
+                decoded.check_scales(_scaled(planned, choice, fills))
+                decoded.announce(_shared(planned, fills))
+        staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
+        if choice.strategy == "own":
+            execute_own(plan.transfers, files, reader, destination, staging, memory)
+        elif fills is not None:
+            execute(fills, fills, destination, staging, memory)
+            fills.close()
+        memory.settle()
+        if choice.strategy != "once":
+            compare(plan.checks, reader, destination, staging)
+        elif (checks := share(copies=True)) is not None:
+            decoded.announce(_shared(planned, checks))
+            compare(checks, checks, destination, staging)
+            checks.close()
+    shared = [one for one in (fills, checks) if one is not None]
+    return ReadCost(
+        bytes_read=files.bytes_read,
+        requests=asked.total,
+        bytes_sent=sum(one.bytes_sent for one in shared),
+        staging_peak_bytes=staging.peak_bytes
+        + reader.peak_bytes
+        + decoded.peak_bytes
+        + max(map(_held_by, shared), default=0),
+        page_cache=page_cache,
+        pages=memory.describe(),
+        reads=files.describe_reads(),
+        strategy=choice.describe(),
+    )
+
+
+def _scaled(planned: Planned, choice: Choice, fills: SharedReader | None) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that this rank is going to read."""
+    plan, catalog = planned.plan, planned.catalog
+    transfers = [
+        *(plan.transfers if choice.strategy == "own" else ()),
+        *(plan.checks if choice.strategy != "once" else ()),
+    ]
+    spans = [] if fills is None else list(fills.spans())
+    paths = {t.path for t in transfers} | {path for path, _, _ in spans}
+    hosts = [host for path, host in plan.conversions.items() if path in paths]
+    yield from boxes_of_transfers(transfers, catalog.coded)
+    yield from boxes_of_spans(spans, catalog.coded, planned.io.parts_bytes)
+    yield from boxes_of_conversions(hosts, catalog.coded, catalog.tensors)
+
+
+def _shared(planned: Planned, reader: SharedReader | None) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that this rank reads for others, too."""
+    spans = reader.spans() if reader is not None else ()
+    return boxes_of_spans(spans, planned.catalog.coded, planned.io.parts_bytes)
+
+
+def _held_by(shared: SharedReader | None) -> int:
+    return 0 if shared is None else shared.memory_bytes
+
+
+def _beside(planned: Planned, held_bytes: int) -> IOOptions:
+    """The staging budget without the largest host conversion, and without what is held for buckets."""
+    largest = max((host.staging_bytes for host in planned.plan.conversions.values()), default=0)
+    left = planned.io.staging_bytes - largest - held_bytes
+    return replace(planned.io, staging_bytes=max(left, LEAST_STAGING_BYTES))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What must be equal in the plans of all ranks: a hash of it, and words for ranks that disagree.
+
+
+def fingerprint(plan: Plan, recorded: Mapping[str, int]) -> str:
+    """What must be equal on all ranks: of the plan names, shapes, dtypes and recipes of the whole model, not boxes; and the digests that
+    the source records of its tensors, which ranks compare together."""
+    digest = hashlib.blake2b(digest_size=16)
+    known: dict[int, str] = {}
+    for w in plan.wanted:
+        recipe = plan.recipes.get(w.name)
+        short = None if recipe is None else _short_form(recipe, w.shape, known)
+        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, short, recorded.get(w.name))).encode())
+    return digest.hexdigest()
+
+
+def _short_form(recipe: Recipe, shape: tuple[int, ...], known: dict[int, str]) -> object:
+    """A recipe in what ``repr`` is quick with; of a tensor stored as it is wanted, its stored name.
+
+    ``known``: loops in words by their id. Thousands of experts share them.
+    """
+    if len(recipe.tiles) == 1 and not recipe.copies and is_identity(recipe.tiles[0], shape):
+        return recipe.tiles[0].source
+    parts = []
+    for tiles in (recipe.tiles, *recipe.copies):
+        for t in tiles:
+            loops = known.get(id(t.loops))
+            if loops is None:
+                loops = known[id(t.loops)] = repr(t.loops)
+            parts.append((t.source, t.source_start, t.target_start, loops))
+        parts.append(("", (), (), "end"))
+    return parts, recipe.empty
+
+
+def in_words(plan: Plan, recorded: Mapping[str, int]) -> str:
+    """A plan in words, for ranks that disagree: number of tensors, bytes, dtypes, and a hash of the digests that the source records."""
+    counts = Counter(w.dtype for w in plan.wanted)
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
+    nbytes = sum(w.nbytes for w in plan.wanted)
+    content = ""
+    if recorded:
+        content = (
+            "; content " + hashlib.blake2b(repr(sorted(recorded.items())).encode(), digest_size=4).hexdigest()
+        )
+    return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes{content})"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Opens a source on every rank, also where only some ranks see its files.
+
+_ANY = WeightsChoice()
+
+
+def open_for_all(
+    source: str | os.PathLike[str] | Catalog, ranks: Ranks, *, choice: WeightsChoice = _ANY
+) -> Catalog:
+    """The catalog of a source. A rank on which the path does not exist gets it from the first rank that has the path; a
+    URL is opened by rank 0 alone.
+
+    Every rank must call it; one agreement if every rank has the path. Raises :class:`SourceError`, or :class:`RankError`.
+    """
+    opened: list[Catalog] = []
+
+    def look() -> bool:
+        if not isinstance(source, Catalog) and ranks.world_size > 1 and not _is_here(source, ranks):
+            return False
+        opened.append(source if isinstance(source, Catalog) else open_catalog(source, choice=choice))
+        return True
+
+    seen = ranks.combine("open source", look, list)
+    if not any(seen):
+        with ranks.agree("open source"):
+            assert not isinstance(source, Catalog)
+            opened.append(open_catalog(source, choice=choice))  # raises: the path exists on no rank
+    elif not all(seen):
+        from ..catalog.records import packed_catalog, unpacked_catalog
+
+        first = seen.index(True)
+        content = ranks.combine(
+            "send the catalog",
+            lambda: packed_catalog(opened[0]) if ranks.rank == first else b"",
+            lambda contents: contents[first],
+        )
+        opened.append(unpacked_catalog(content))
+    return opened[0]
+
+
+def _is_here(source: str | os.PathLike[str], ranks: Ranks) -> bool:
+    """Whether this rank opens a source."""
+    return ranks.rank == 0 if is_url(os.fspath(source)) else os.path.lexists(source)
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``load``: fills an already sharded model from stored tensors.
 
 Names = Mapping[str, str] | Callable[[str], str]
 
@@ -141,7 +506,7 @@ def load(
         options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
         if adapter is None:
             return Filling(live, catalog, rules, options)
-        from ..adapters.files import combine, open_adapters
+        from .adapters import combine, open_adapters
 
         adapters = open_adapters(model, adapter)
         return Filling(live, *combine(live, catalog, rules, adapters, key_mapping=key_mapping), options)
@@ -224,7 +589,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
         if recorded and not new:  # before the ranks meet: another rank may still read
-            from ..digests.live import own_sums_of_model
+            from ..digests import own_sums_of_model
 
             with phase("sum digests"):
                 sums = own_sums_of_model(live, ranks)
@@ -383,7 +748,7 @@ def check_digests(
 
     ``sums``: this rank's, if it has made them. Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
     """
-    from ..digests.live import differing_from
+    from ..digests import differing_from
 
     if found := differing_from(recorded, live, ranks, sums):  # on every rank
         with ranks.agree("compare digests"):

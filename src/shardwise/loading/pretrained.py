@@ -1,4 +1,4 @@
-"""``load_pretrained``: config → meta model → fully_shard → load. The result of ``from_pretrained``, but sharded."""
+"""``load_pretrained``: config, meta model, fully_shard, load. The result of ``from_pretrained``, but sharded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..adapters.files import attach, combine
-from ..catalog import Catalog
 from ..catalog.open import open_catalog
-from ..catalog.records import StoredTensor
-from ..dtypes import named_dtype, torch_dtype
-from ..errors import FormatError, ShardwiseError
+from ..catalog.records import Catalog, Coded, StoredTensor
+from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
+from ..dtypes import code_of, named_dtype, torch_dtype
+from ..errors import FormatError, PlanError, ShardError, ShardwiseError, SourceError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
-from ..layout.live import describe
 from ..limits import (
     MAX_BYTES_PER_STORED,
     MAX_MODULES,
@@ -30,30 +28,280 @@ from ..limits import (
     leads_out,
     read_shallow_json,
 )
-from ..models.arguments import Arguments, FromPretrained, Pretrained
+from ..models.build import plain_config, refuse_source
 from ..models.classes import config_and_class, home_of, in_turn, read_config, without_config
 from ..models.homes import remember_home
-from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
-from ..models.meta_init import NotLarger, at_most, meta_init
-from ..models.unquantized import plain_config, refuse_source
-from ..names import named_tensors
+from ..models.hub import Arguments, Found, FromPretrained, Pretrained, find_for_all
+from ..models.layers import asked_of, kept_in, kept_in_checkpoint, put_into
+from ..models.meta import NotLarger, at_most, meta_init
+from ..names import canonical_name, named_tensors
 from ..objects import frozen, gc_paused
-from ..operations.announced import announced
-from ..planning import IOOptions
-from ..quantized.dequantized import dequantized
+from ..operations.operation import announced
+from ..planning.hub_rules import HubRules, embedding_names, hub_rules, note_conversions
+from ..planning.match import Made, Rules, as_stored, matches_any, same_names
+from ..planning.plan import IOOptions
+from ..quantized.bitsandbytes import encoded, joined
+from ..quantized.open import dequantized
 from ..ranks.ranks import Ranks
-from ..recipe.match import Rules, matches_any, same_names
-from ..recipe.transformers import HubRules, embedding_names, hub_rules, note_conversions
-from ..sharding.fsdp import ShardPolicy, shard
-from ..storage import counting
-from .as_stored import as_stored_in, kept_parts, refuse_policy
-from .in_codes import in_codes
-from .load import Filling, FillOptions, fill
-from .located import choice_of, holds_config, locate
-from .report import LoadReport, noted
-from .source import open_for_all
+from ..sharding.fsdp import ShardPolicy, find_wrapping, shard
+from ..storage.records import counting
+from ..tensors.live import describe
+from ..tensors.tiles import is_identity
+from .adapters import attach, combine
+from .load import Filling, FillOptions, LoadReport, fill, noted, open_for_all
 
-__all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
+__all__ = [
+    "Located",
+    "Prepared",
+    "as_stored_in",
+    "build_meta",
+    "choice_of",
+    "holds_config",
+    "in_codes",
+    "kept_parts",
+    "load_pretrained",
+    "load_wrapped",
+    "locate",
+    "prepare",
+    "read_config",
+    "refuse_policy",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The source of a model whose layers hold its codes and scales as they are stored: checked, and noted for reports.
+
+
+def kept_parts(catalog: Catalog) -> Catalog:
+    """The catalog, with a note of which tensors are codes and what goes with them. Pure.
+
+    Raises as :func:`.dequantized` does: parts that are missing, surplus or of the wrong shape, or that contradict the config.
+    """
+    if catalog.has_module_names:
+        return catalog
+    return replace(catalog, kept=tuple(dequantized(catalog).coded.values()))
+
+
+def as_stored_in(catalog: Catalog, rules: Rules, layers: Mapping[str, Any]) -> Rules:
+    """The rules for a model on meta whose ``layers`` (:class:`.KeptLayer`, by path) take stored tensors bit for bit.
+
+    Gives packed zero points the shape in which they are stored. Raises :class:`PlanError` with every tensor that is stored in another
+    dtype or shape than its layer holds.
+    """
+    held = {f"{path}.{name}": (layer, name) for path, layer in layers.items() for name in layer.stored_dtypes}
+    made = list(rules.resolve(catalog.tensors))
+    problems = []
+    for one in made:
+        found = held.get(one.target) or held.get(canonical_name(one.target))
+        if found is not None and (problem := _misfit(one, *found)) is not None:
+            problems.append(f"{one.target!r}: {problem}")
+    if problems:
+        raise PlanError(
+            f"{catalog.root}: {len(problems)} tensors can't be kept as they are stored; use quantized='dequantize'",
+            tuple(problems),
+        )
+    return replace(rules, resolve=lambda _: made)
+
+
+def refuse_policy(model: Any, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+    """Raises :class:`ShardError` for a policy by which FSDP2 would cast stored codes (it casts float8, too), or could not gather them.
+
+    ``model``: on meta, not sharded yet.
+    """
+    held = kept_in(model)
+    if not held:
+        return
+    if policy.mixed_precision is not None and policy.mixed_precision.param_dtype is not None:
+        raise ShardError(
+            f"ShardPolicy(mixed_precision=…) casts parameters, and {next(iter(held))!r} and {len(held) - 1} other layers hold "
+            f"stored codes and scales, which must not be cast; leave it out: the plain parameters have the dtype of dtype="
+        )
+    if mesh.device_type != "cpu":
+        return
+    for candidate, own in find_wrapping(model, policy).groups:
+        if {p.dtype for p in own} and all(p.is_floating_point() and p.element_size() == 1 for p in own):
+            raise ShardError(
+                f"{candidate.path!r} would be an FSDP2 group of float8 codes alone, which gloo can't gather; leave out "
+                f"ShardPolicy(block_classes=…), so that they are gathered with their block"
+            )
+
+
+def _misfit(made: Made, layer: Any, name: str) -> str | None:
+    """Why a layer can't hold a tensor; None if it can."""
+    wanted = getattr(layer, name)
+    if name == "weight_zero_point" and made.dtype == "I32" and len(made.shape) == wanted.dim():
+        # compressed-tensors packs them when it saves, and not on meta.
+        layer.take_shape(name, torch_dtype(made.dtype), made.shape)
+        return None
+    dtype, shape = code_of(wanted.dtype), tuple(wanted.shape)
+    is_exact = made.dtype == dtype or (dtype == "F32" and made.dtype in ("BF16", "F16") and "scale" in name)
+    if is_exact and made.shape == shape:
+        return None
+    return f"is stored as {made.dtype} {list(made.shape)}; the layer holds {dtype} {list(shape)}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The source of a model that holds codes: its weights as blocks, kept as they are stored or quantized while they are read.
+
+_PLAIN = frozenset({"F16", "BF16", "F32"})
+
+
+def in_codes(catalog: Catalog, rules: Rules, layers: Mapping[str, Any]) -> tuple[Catalog, Rules]:
+    """Catalog and rules for a model whose ``layers`` (:class:`.ShardedLinear4bit`, by path) hold blocks. Pure.
+
+    Raises :class:`PlanError` with every weight that can't be had as blocks.
+    """
+    weights = {f"{path}.weight": layer for path, layer in layers.items()}
+    coded: dict[str, Coded] = {}
+    made: list[Made] = []
+    problems: list[str] = []
+    for one in rules.resolve(catalog.tensors):
+        layer = weights.get(one.target) or weights.get(canonical_name(one.target))
+        if layer is None:
+            made.append(one)
+            continue
+        found = _as_blocks(one, layer, catalog)
+        if isinstance(found, str):
+            problems.append(f"{one.target!r}: {found}")
+        elif found is None:
+            made.append(one)
+        else:
+            coded[found.path] = found
+            made.append(as_stored(found.tensor, one.target))
+    if problems:
+        raise PlanError(
+            f"{catalog.root}: {len(problems)} weights can't be taken as 4-bit codes", tuple(problems)
+        )
+    kept = {path: one for path, one in catalog.coded.items() if one.tensor.name not in _names(coded)}
+    tensors = {**catalog.tensors, **{one.tensor.name: one.tensor for one in coded.values()}}
+    catalog = replace(catalog, tensors=tensors, coded={**kept, **coded})
+    return catalog, replace(rules, resolve=lambda _: made)
+
+
+def _names(coded: Mapping[str, Coded]) -> set[str]:
+    return {one.tensor.name for one in coded.values()}
+
+
+def _as_blocks(made: Made, layer: Any, catalog: Catalog) -> Coded | str | None:
+    """A layer's weight in blocks; None if it is stored so already (in a checkpoint), or the reason why it can't be had."""
+    blocks = layer.blocks
+    if (made.dtype, made.shape) == ("U8", blocks.stored_shape):
+        return None
+    stored = catalog.tensors[made.sources[0]]
+    shape = blocks.shape[::-1] if layer.is_transposed else blocks.shape
+    if len(made.sources) > 1 or len(made.tiles) != 1 or not is_identity(made.tiles[0], stored.shape):
+        return f"is made from {len(made.sources)} stored tensors by a conversion; leave it out by llm_int8_skip_modules"
+    one = catalog.coded.get(stored.chunks[0].path) if stored.chunks else None
+    if one is not None:
+        found = joined(one, blocks.dtype)
+        if found is None or found[0] != blocks:
+            got = (
+                one.rule.format
+                if found is None
+                else f"{found[0].quant_type.upper()} {list(found[0].shape)} in blocks of {found[0].block}"
+            )
+            return f"is stored as {got}; the model expects {blocks.quant_type.upper()} {list(blocks.shape)} in blocks of {blocks.block}"
+        return found[1]
+    if stored.shape != shape or stored.dtype not in _PLAIN:
+        return f"is stored as {stored.dtype} {list(stored.shape)}; expected floating point {list(shape)}"
+    return encoded(stored, blocks, is_transposed=layer.is_transposed)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Locates what a call of ``load_pretrained`` names: a model, a model with an adapter in its directory, or an adapter alone.
+
+
+@frozen
+class Located:
+    """The directory of a base model on this rank, and the request for it."""
+
+    request: Pretrained
+    """With the adapter that ``from_pretrained`` would load, and with the path of the base model."""
+    found: Found
+
+
+def locate(request: Pretrained, asked: Arguments, ranks: Ranks) -> Located:
+    """The base model and the adapter that ``from_pretrained`` would load from ``request.path``.
+
+    An ``adapter_config.json`` there names an adapter: of the model in the same local directory if it has a
+    ``config.json``, otherwise of the base model that the file names. ``request.adapter`` decides if it is given; an
+    empty mapping takes the base alone.
+
+    Every rank must call it. Raises as :func:`.find_for_all` does; :class:`SourceError` for a base that is not found.
+    """
+    found = find_for_all(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+    if request.adapter is not None:
+        return Located(request, found)
+    with ranks.agree("look for an adapter"):
+        if not os.path.isfile(os.path.join(found.directory, ADAPTER_CONFIG)) or _is_checkpoint(found):
+            return Located(request, found)
+        base = _base_named(request, found)
+    request = replace(request, adapter=found.directory)
+    if base is None:
+        return Located(request, found)
+    try:
+        of_base = find_for_all(base, asked.hub, ranks, with_code=request.trust_remote_code)
+    except SourceError as error:
+        raise _no_base(found.directory, base, str(error)) from error
+    with ranks.agree("look for the adapter's base"):
+        if of_base.lent is None and not os.path.isdir(of_base.directory):
+            raise _no_base(found.directory, base, "no such directory here")
+    return Located(replace(request, path=base), of_base)
+
+
+def choice_of(request: Pretrained, asked: Arguments, directory: str) -> Choice:
+    """Which of several models in ``directory`` a load takes, by its arguments and the config of its class."""
+    given = request.config, request.auto_class
+    if request.config is None and not holds_config(directory):
+        return asked.hub.choice  # whoever opens the weights says whether there is anything at all
+    config, _ = config_and_class(directory, *given, trust_remote_code=request.trust_remote_code)
+    return replace(asked.hub.choice, config=config)
+
+
+def holds_config(directory: str) -> bool:
+    """Whether a local directory, or the model's directory in a checkpoint, has a ``config.json``."""
+    return os.path.isfile(os.path.join(home_of(directory), CONFIG_NAME))
+
+
+def _is_checkpoint(found: Found) -> bool:
+    return os.path.isfile(os.path.join(found.directory, "manifest.json"))
+
+
+def _base_named(request: Pretrained, found: Found) -> str | None:
+    """The base model that an adapter's config names; None if it is the model in the adapter's directory."""
+    directory = found.directory
+    if found.lent is not None:
+        raise SourceError(
+            "has an adapter in it, and adapters are read from local directories that every rank has; copy it, or load the "
+            "base alone by adapter={}",
+            path=found.lent,
+        )
+    # By transformers' rule a model of the hub with an adapter in it is the adapter alone.
+    is_local = os.path.exists(request.path)
+    if is_local and os.path.isfile(os.path.join(directory, CONFIG_NAME)):
+        return None
+    file = os.path.join(directory, ADAPTER_CONFIG)
+    document = read_shallow_json(file)
+    base = document.get("base_model_name_or_path") if isinstance(document, dict) else None
+    if not isinstance(base, str) or not base:
+        raise SourceError(
+            f"is an adapter alone, and its {ADAPTER_CONFIG} names no base model; give the base: load_pretrained(BASE, "
+            f"adapter={os.fspath(request.path)!r})",
+            path=directory,
+        )
+    return base
+
+
+def _no_base(directory: str, base: str, why: str) -> SourceError:
+    return SourceError(
+        f"is an adapter alone, of the base model {base!r} ({ADAPTER_CONFIG}), which can't be found: {why}; give the "
+        f"base that you have: load_pretrained(BASE, adapter={directory!r})",
+        path=directory,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``load_pretrained``: config → meta model → fully_shard → load. The result of ``from_pretrained``, but sharded.
 
 _log = logging.getLogger(__name__)
 

@@ -1,38 +1,71 @@
-"""Finds the config and the model class of a directory.
-
-A directory may contain its classes, as Python files that ``auto_map`` in config.json names. They run only if the
-caller allows it; transformers never asks on the terminal.
-"""
+"""Finds the config and the model class of a directory, what the class declares, and outlines of hub models."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 import os
 import re
+import shutil
 import socket
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from ..catalog.kinds import refuse_config, refuse_foreign
-from ..catalog.modules import modules_in
-from ..catalog.weights import ADAPTER_CONFIG
+import torch
+from torch import nn
+
+from ..catalog.quantized import DESCRIBING
+from ..catalog.records import refuse_config, refuse_foreign
+from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, modules_in
 from ..errors import FormatError, ShardwiseError, SourceError
-from ..format.steps import describe_steps
-from ..internals.transformers import known_class, modules_cache, remote_class
+from ..format.header import describe_steps
+from ..internals.torch import (
+    TorchDispatchMode,
+    meta_tree,
+    original_class,
+    reset_methods,
+    storage_key,
+    written_tensors,
+)
+from ..internals.transformers import initializer_of, known_class, modules_cache, remote_class
 from ..limits import MAX_CONFIG_COUNT, brief, inside, read_shallow_json, refuse_foreign_config
-from ..ranks.patience import patiently
-from ..ranks.ranks import Ranks
+from ..names import exchange_parameter
+from ..objects import frozen
+from ..ranks.ranks import Ranks, patiently
+from .documents import MODULES_NAME
+from .meta import meta_init
 
 __all__ = [
+    "Rule",
+    "Template",
+    "build_template",
     "code_of_auto_map",
     "config_and_class",
+    "copy_template",
+    "documents_of_outline",
     "home_of",
     "import_code",
     "in_turn",
+    "outline",
+    "outline_of_cache",
     "read_config",
+    "rules_of",
+    "run_rules",
     "same_directory",
     "without_config",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds the config and the model class of a directory.
+#
+# A directory may contain its classes, as Python files that ``auto_map`` in config.json names. They run only if the
+# caller allows it; transformers never asks on the terminal.
 
 T = TypeVar("T")
 
@@ -289,3 +322,266 @@ def same_directory(directory: str) -> str:
     patiently(os.makedirs, directory, exist_ok=True)
     found = os.stat(directory)
     return f"{socket.gethostname()}/{found.st_dev}/{found.st_ino}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Outlines of hub models, for a plan: config, index, code, and safetensors files that have the header and no payload.
+#
+# An outline's weights are files with holes: as long as the real ones, and almost nothing of them is on the disk.
+
+#: Headers that are asked for at a time.
+_AT_ONCE = 8
+
+
+def documents_of_outline(names: Iterable[str]) -> list[str]:
+    """Of the files that a load needs, those other than weights that a plan reads. Pure."""
+    known = (CONFIG_NAME, ADAPTER_CONFIG, MODULES_NAME)
+    return [n for n in names if os.path.basename(n) in known or n.endswith((".py", ".index.json"))]
+
+
+def outline(
+    folder: str, model: str, revision: str | None, commit: str, names: Collection[str], common: dict[str, Any]
+) -> str:
+    """Make the outline of a hub model in ``folder``; returns its directory, whose name is the commit.
+
+    ``names``: the files of the repository that a load needs. ``common``: arguments of ``hf_hub_download``. A source whose
+    description is in its tensors, or in pickles, gets no weights: its config alone is planned. Raises :class:`SourceError` if
+    ``revision`` is no longer that commit.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    here = _directory(folder, model, commit)
+    for name in documents_of_outline(names):
+        file = hf_hub_download(model, name, revision=revision, **common)  # the cache notes its commit
+        if not file.endswith(os.path.join(commit, name)):
+            raise SourceError(
+                f"{revision or 'the main branch'} moved while it was downloaded; run again", path=model
+            )
+        _put(here, name, file)
+    api = HfApi(token=common["token"], library_name=common["library_name"])
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    with ThreadPoolExecutor(_AT_ONCE, "shardwise-headers") as pool:
+        headers = list(
+            pool.map(
+                lambda name: api.parse_safetensors_file_metadata(
+                    model, name, revision=commit, token=common["token"]
+                ),
+                weights,
+            )
+        )
+    if any(name.endswith(DESCRIBING) for header in headers for name in header.tensors):
+        return here
+    for name, header in zip(weights, headers, strict=True):
+        _write_header(inside(here, name), header, model)
+    return here
+
+
+def outline_of_cache(folder: str, model: str, snapshot: str, subfolder: str) -> str | None:
+    """The outline of what the cache has of a model without its weights; None if that lacks a config."""
+    if not os.path.isfile(os.path.join(snapshot, subfolder, CONFIG_NAME)):
+        return None
+    here = _directory(folder, model, os.path.basename(snapshot))
+    files = [os.path.relpath(os.path.join(at, n), snapshot) for at, _, ns in os.walk(snapshot) for n in ns]
+    for name in documents_of_outline(files):
+        if not name.endswith(".index.json"):
+            _put(here, name, os.path.join(snapshot, name))
+    return here
+
+
+def _directory(folder: str, model: str, commit: str) -> str:
+    here = os.path.join(folder, model.replace("/", "--"), commit)
+    os.makedirs(here, exist_ok=True)
+    return here
+
+
+def _put(here: str, name: str, file: str) -> None:
+    target = inside(here, name)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    shutil.copyfile(file, target)
+
+
+def _write_header(path: str, header: Any, model: str) -> None:
+    """Write a safetensors file of a header that the hub sent; its payload is a hole."""
+    entries: dict[str, Any] = {
+        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": list(t.data_offsets)}
+        for name, t in header.tensors.items()
+    }
+    metadata = {"__metadata__": header.metadata} if header.metadata else {}
+    text = json.dumps({**metadata, **entries}).encode()
+    end = max((t.data_offsets[1] for t in header.tensors.values()), default=0)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        with open(path, "xb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"its {os.path.basename(path)} would have {end} bytes, and such a file can't be made: {error}",
+            path=model,
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------
+# The model's own rules for initial values, found by watching them write on meta.
+#
+# A rule is a call: a module's ``reset_parameters()``, or ``_init_weights(module)`` of the nearest model around it
+# that has one. Names do not tell which parameters a call writes. So all calls run once on an unsharded meta copy of the
+# model, in the order of ordinary construction, under a dispatch mode that records every write. This also finds GPT-2's
+# scaling of ``c_proj``, which happens in the call for the *whole model*.
+
+# Operations that set every element without reading it: earlier writes no longer matter.
+_OVERWRITES = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "bernoulli",
+        "copy",
+        "exponential",
+        "fill",
+        "geometric",
+        "normal",
+        "random",
+        "uniform",
+        "zero",
+    )
+)
+
+
+@frozen
+class Template:
+    """An unsharded meta copy of a model (or of a part of it), on which rules can run."""
+
+    root: nn.Module
+    path: str
+    """Its path in the live model, as in ``named_modules``."""
+
+
+@dataclass(eq=False, slots=True)
+class Rule:
+    """One call, and its writes to each parameter of the template, by id."""
+
+    module: nn.Module
+    call: Callable[[], object]
+    written: dict[int, int] = field(default_factory=dict)
+    """Elements written, counting repeats."""
+    overwrites: set[int] = field(default_factory=set)
+    """Parameters of which it first sets every element."""
+    failure: str | None = None
+
+
+def build_template(live: nn.Module, path: str) -> Template:
+    """A fresh transformers model of the original class, from the live one's config, without wrappers."""
+    with meta_init():
+        root: nn.Module = original_class(live)(copy.deepcopy(live.config))
+    _untie(root)
+    return Template(root, path)
+
+
+def copy_template(live: nn.Module) -> Template:
+    """A copy of any module's tree, with the original classes and without hooks."""
+    root = meta_tree(live)
+    _untie(root)
+    return Template(root, "")
+
+
+def _untie(root: nn.Module) -> None:
+    """Give every slot its own parameter: construction ties parameters only after each module was initialized."""
+    seen: set[int] = set()
+    for module in root.modules():
+        for attribute, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if id(parameter) in seen:
+                parameter = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                exchange_parameter(module, attribute, parameter)
+            seen.add(id(parameter))
+
+
+def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Rule]:
+    """Every call that ordinary construction makes, in its order, with its writes. Draws no random numbers.
+
+    ``calls``: calls to watch instead.
+    """
+    recorder = _Recorder(p for p in template.root.parameters() if p.is_meta)
+    rules = [*_resets(template.root), *_init_weights(template.root)] if calls is None else [*calls]
+    for rule in rules:
+        recorder.watch(rule)
+    return rules
+
+
+def run_rules(rules: Iterable[Rule], parameters: Collection[torch.Tensor]) -> bool:
+    """Run calls on parameters with memory. Returns whether they wrote to all of these."""
+    recorder, written = _Recorder(parameters), set[int]()
+    for rule in rules:
+        run = Rule(rule.module, rule.call)
+        recorder.call(run)
+        written |= run.written.keys()
+    return all(id(p) in written for p in parameters if p.numel())
+
+
+def _resets(root: nn.Module) -> Iterator[Rule]:
+    for module, _ in _children_first(root, None, set()):
+        method = next(filter(_takes, reset_methods(module)), None)
+        if method is not None:
+            yield Rule(module, method)
+
+
+def _init_weights(root: nn.Module) -> Iterator[Rule]:
+    for module, giver in _children_first(root, None, set()):
+        if giver is not None:
+            yield Rule(module, partial(giver, module))
+
+
+def _children_first(
+    module: nn.Module, giver: Callable[[nn.Module], Any] | None, seen: set[int]
+) -> Iterator[tuple[nn.Module, Callable[[nn.Module], Any] | None]]:
+    """Every module once, children before parents, with the ``_init_weights`` of the nearest module around it that has one."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    method = initializer_of(module)
+    if method is not None and _takes(method, module):
+        giver = method
+    for child in module.children():
+        yield from _children_first(child, giver, seen)
+    yield module, giver
+
+
+def _takes(method: Callable[..., object], *arguments: object) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes, for one call at a time, the parameters whose storages it writes, through any view."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_storage = {storage_key(p): p for p in parameters}
+        self._rule: Rule | None = None
+
+    def call(self, rule: Rule) -> None:
+        self._rule = rule
+        with self, torch.no_grad():
+            rule.call()
+
+    def watch(self, rule: Rule) -> None:
+        try:
+            self.call(rule)
+        except Exception as error:
+            rule.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, args, kwargs):
+            self._note(tensor, func.name().partition(".")[0])
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: torch.Tensor, operation: str) -> None:
+        parameter = self._by_storage.get(storage_key(tensor))
+        if parameter is None or self._rule is None:
+            return
+        key, written = id(parameter), self._rule.written
+        if key not in written and operation in _OVERWRITES and tensor.numel() == parameter.numel():
+            self._rule.overwrites.add(key)
+        written[key] = written.get(key, 0) + tensor.numel()

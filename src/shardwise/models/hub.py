@@ -1,22 +1,26 @@
-"""Locates a model's files: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
-
-One rank per cache downloads, and the ranks that share the cache wait as long as it works. It downloads only the files
-that a load needs; a plan needs no weights (:mod:`.outlines`).
-"""
+"""Locates a model's files: a local directory or a snapshot of a hub repository; and what a caller may ask of the model."""
 
 from __future__ import annotations
 
+import atexit
 import glob
 import logging
 import os
 import re
+import shutil
 import socket
+import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import field
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
 
-from ..catalog.kinds import kind_in
+import torch
+
+from ..catalog.records import kind_in
 from ..catalog.weights import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -28,16 +32,152 @@ from ..catalog.weights import (
     named_by,
 )
 from ..errors import SourceError
-from ..limits import inside, read_json, read_small
+from ..limits import inside, leads_out, read_json, read_small
+from ..names import patterns_of
 from ..objects import frozen
 from ..ranks.ranks import Ranks
-from ..storage import is_url, place_of
-from .classes import same_directory
-from .documents import MODULES_NAME, documents_among, modules_in, named_in
-from .lend import lend_documents
-from .outlines import outline, outline_of_cache
+from ..storage import files_below, files_in, folders_in, looking_once, read_range
+from ..storage.records import Stat, counted_here, is_url, join, place_of
+from .build import refuse_request
+from .classes import outline, outline_of_cache, same_directory
+from .documents import (
+    ALPHABET,
+    LANGUAGE_MODEL,
+    MODULES_NAME,
+    documents_among,
+    files_below_modules,
+    is_document,
+    modules_in,
+    named_in,
+)
 
-__all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "needed_files"]
+__all__ = [
+    "Arguments",
+    "Found",
+    "FromPretrained",
+    "HubOptions",
+    "Pretrained",
+    "REFUSED",
+    "documents_of",
+    "find_for_all",
+    "find_model",
+    "is_hub_id",
+    "lend_documents",
+    "needed_files",
+    "understand",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# A model's directory that only some ranks have, or that lies in a store: the ranks get its documents, which a model is built from.
+
+_MAX_BYTES = 256 * 1024**2
+#: Documents of a store that are read at a time.
+_AT_ONCE = 8
+
+
+def lend_documents(directory: str, lender: int, ranks: Ranks, *, with_code: bool) -> str:
+    """The directory on ranks that have it; on the others a temporary copy of its documents, until the process ends. A
+    directory may be a URL, which ``lender`` reads.
+
+    Every rank must call it. ``with_code``: Python files, too. Raises :class:`SourceError` or :class:`RankError`.
+    """
+
+    def read() -> dict[str, bytes]:
+        if ranks.rank != lender:
+            return {}
+        return _in_store(directory, with_code) if is_url(directory) else _documents(directory, with_code)
+
+    documents: dict[str, bytes] = ranks.combine("lend the model's documents", read, lambda all_: all_[lender])
+    with ranks.agree("write the model's documents"):
+        if os.path.lexists(directory):
+            return directory
+        return _written(documents)
+
+
+def documents_of(url: str, *, with_code: bool) -> str:
+    """A temporary directory with the documents at a URL, until the process ends. Rank-local. Raises :class:`SourceError`."""
+    return _written(_in_store(url, with_code))
+
+
+def _written(documents: Mapping[str, bytes]) -> str:
+    copy = tempfile.mkdtemp(prefix="shardwise-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for name, content in documents.items():
+        file = Path(inside(copy, name))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return copy
+
+
+def _is_lent(name: str, with_code: bool) -> bool:
+    """Whether a rank without the directory needs a file: a document, what a checkpoint or an adapter says of itself, or code."""
+    return (
+        is_document(name)
+        or (name.endswith(".json") and ".index." not in name)
+        or (with_code and name.endswith(".py"))
+    )
+
+
+def _documents(directory: str, with_code: bool) -> dict[str, bytes]:
+    """Documents of a directory and of those right in it, by relative name. Links out of it are not among them."""
+    root = Path(directory)
+    found = [p for pattern in ("*", "*/*") for p in sorted(root.glob(pattern)) if _is_lent(p.name, with_code)]
+    files = {str(p.relative_to(root)): p for p in found if p.is_file() and not leads_out(directory, str(p))}
+    if (modules := files.get(MODULES_NAME)) is not None:
+        below = [root / name for name in files_below_modules(directory, modules_in(read_small(str(modules))))]
+        files |= {
+            str(p.relative_to(root)): p for p in below if p.is_file() and not leads_out(directory, str(p))
+        }
+    further = named_in(directory, [p.name for p in sorted(root.iterdir()) if p.is_dir()])
+    if ALPHABET in files:
+        further += files_below_modules(directory, [LANGUAGE_MODEL])
+    for path in (root / name for name in further):
+        if path.is_file() and not leads_out(directory, str(path)):
+            files[str(path.relative_to(root))] = path
+    _refuse_large(sum(path.stat().st_size for path in files.values()), directory)
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def _in_store(url: str, with_code: bool) -> dict[str, bytes]:
+    """The same of a URL."""
+    with looking_once(url):
+        found = dict(_documents_below(url, "", with_code))
+        for folder in sorted(folders_in(url)):
+            found |= _documents_below(join(url, folder), f"{folder}/", with_code)
+        if MODULES_NAME in found:
+            for module in modules_in(read_small(join(url, MODULES_NAME))):
+                found |= {
+                    f"{module}/{name}": stat for name, stat in files_below(join(url, module)).items() if stat
+                }
+    _refuse_large(sum(stat.nbytes for stat in found.values()), url)
+
+    def read(name: str) -> bytes:
+        return read_range(join(url, name), 0, found[name].nbytes, version=found[name].version)
+
+    with ThreadPoolExecutor(_AT_ONCE, "shardwise-documents") as pool:
+        return dict(zip(found, pool.map(counted_here(read), found), strict=True))
+
+
+def _documents_below(url: str, prefix: str, with_code: bool) -> dict[str, Stat]:
+    files = files_in(url)
+    return {prefix + name: files[name] for name in sorted(files) if _is_lent(name, with_code)}
+
+
+def _refuse_large(nbytes: int, where: str) -> None:
+    if nbytes > _MAX_BYTES:
+        raise SourceError(
+            f"its documents are {nbytes} bytes, and at most {_MAX_BYTES} are sent to ranks that do not have the directory; "
+            f"copy it to every host",
+            path=where,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Locates a model's files: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
+#
+# One rank per cache downloads, and the ranks that share the cache wait as long as it works. It downloads only the files
+# that a load needs; a plan needs no weights (:mod:`.outlines`).
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -489,3 +629,169 @@ def _listed_weights(file: str, folder: str) -> list[str]:
     found = document.get("weight_map") if isinstance(document, dict) else None
     names = {n for n in found.values() if isinstance(n, str)} if isinstance(found, dict) else set()
     return [inside(folder, name) for name in sorted(names)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What loaders of transformers models are asked for: their common arguments, and those of ``from_pretrained``.
+
+
+class FromPretrained(TypedDict, total=False):
+    """Keyword arguments of ``load_pretrained`` beside its own, with their meaning in transformers."""
+
+    attn_implementation: str | dict[str, str] | None
+    experts_implementation: str | dict[str, str] | None
+    torch_dtype: torch.dtype | str | None
+    """The former name of ``dtype``."""
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    subfolder: str
+    variant: str | None
+    use_safetensors: bool | None
+    local_files_only: bool
+    force_download: bool
+
+
+_WHOLE = "every rank gets its shards and nothing else, on the mesh's device (device= chooses another one)"
+_MESH = (
+    "give mesh= for FSDP and HSDP; for tensor parallelism shard the model yourself, or through the Accelerate "
+    "integration, and load into it"
+)
+_OFFLOAD = "policy=ShardPolicy(cpu_offload=True) keeps the shards in host memory"
+_GONE = "transformers ignores it, too"
+_KERNELS = "set model.use_kernels after the load"
+
+#: Every other keyword argument of transformers' ``from_pretrained`` (5.17-5.23, and 4 where still in use), with its
+#: replacement.
+REFUSED: Mapping[str, str] = {
+    "adapter_kwargs": "adapter= accepts the adapter's local directory",
+    "adapter_name": "adapter={name: directory} names it",
+    "allow_all_kernels": _KERNELS,
+    "code_revision": "code is that of the same revision=",
+    "device_map": _WHOLE,
+    "device_mesh": _MESH,
+    "disable_mmap": "files are read by position, and none is mapped",
+    "distributed_config": _MESH,
+    "from_flax": _GONE,
+    "from_tf": _GONE,
+    "fusion_config": "fusing changes stored tensors and is not supported",
+    "generation_config": "set model.generation_config after the load",
+    "gguf_file": "GGUF is not supported: use the model's safetensors",
+    "ignore_mismatched_sizes": (
+        "build the model in sw.meta_init(), and say which tensors are new: sw.load(model, path, names=lambda n: "
+        "n.replace('score.', 'old_score.'), allow_unused=('score.*',), allow_missing=('score.*',))"
+    ),
+    "kernel_config": _KERNELS,
+    "low_cpu_mem_usage": "no rank ever holds more than its shards and io.staging_bytes",
+    "max_memory": _WHOLE,
+    "mirror": "set HF_ENDPOINT in the environment",
+    "offload_buffers": _OFFLOAD,
+    "offload_folder": _OFFLOAD,
+    "offload_state_dict": _OFFLOAD,
+    "output_loading_info": "the report says it: pass return_report=True, or call shardwise.load_report(model)",
+    "proxies": "set HTTPS_PROXY in the environment",
+    "resume_download": _GONE,
+    "state_dict": "save it as safetensors and load that: nothing else is proved complete",
+    "tp_plan": _MESH,
+    "tp_size": _MESH,
+    "tqdm_class": "huggingface_hub shows the progress of a download (HF_HUB_DISABLE_PROGRESS_BARS=1 hides it)",
+    "use_auth_token": "its name is token=",
+    "use_kernels": _KERNELS,
+    "weights_only": "only tensors are read from pickled files, and none of their code is run",
+    "_commit_hash": "its name is revision=",
+    "_fast_init": _GONE,
+    "_from_auto": _GONE,
+    "_from_pipeline": _GONE,
+}
+
+
+@frozen(kw_only=True)
+class Arguments:
+    """The caller's arguments, checked."""
+
+    dtype: torch.dtype | str
+    hub: HubOptions
+    implementations: Mapping[str, Any]
+    """Fields of the config: ``_attn_implementation``, ``_experts_implementation``."""
+
+
+def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
+    """Check keyword arguments of ``from_pretrained``. Rank-local.
+
+    ``dtype`` is the call's own argument. Raises :class:`TypeError` naming the replacement of an argument that is not
+    taken, :class:`ValueError` if ``torch_dtype`` contradicts ``dtype``, :class:`UnsupportedConversionError` for a
+    request to quantize.
+    """
+    rest = dict(given)
+    for name in ("quantization_config", "load_in_4bit", "load_in_8bit"):
+        value = rest.pop(name, None)
+        if value if name.startswith("load_in_") else value is not None:
+            refuse_request({name: value} if name.startswith("load_in_") else value, f"{name}=")
+    old_dtype = rest.pop("torch_dtype", None)
+    if old_dtype is not None:
+        if dtype != "auto" and _named_arguments(dtype) != _named_arguments(old_dtype):
+            raise ValueError(
+                f"dtype={dtype!r} and torch_dtype={old_dtype!r} differ; torch_dtype is the old name: pass only dtype"
+            )
+        dtype = old_dtype
+    implementations = {
+        f"_{name}": value
+        for name in ("attn_implementation", "experts_implementation")
+        if (value := rest.pop(name, None)) is not None
+    }
+    taken = HubOptions.__dataclass_fields__.keys() - {"config", "outlines"}
+    hub = {name: rest.pop(name) for name in taken if name in rest}
+    if hub.get("subfolder", "") is None:
+        hub["subfolder"] = ""
+    for name in rest:
+        raise TypeError(f"load_pretrained takes no {name}=; {_instead(name)}")
+    return Arguments(dtype=dtype, hub=HubOptions(**hub), implementations=implementations)
+
+
+def _named_arguments(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+#: Arguments of ``load_pretrained`` that have no place in :class:`Pretrained`.
+_OF_THE_CALL = ("mesh", "policy", "seed", "device", "io", "verify")
+
+
+def _instead(name: str) -> str:
+    known = (*FromPretrained.__annotations__, *Pretrained.__dataclass_fields__, *_OF_THE_CALL)
+    if name not in REFUSED and (close := get_close_matches(name, known, n=1, cutoff=0.75)):
+        return f"did you mean {close[0]}=?"
+    return "leave it out: " + (
+        REFUSED.get(name)
+        or f"put config settings into a config: config = AutoConfig.from_pretrained(path, {name}=…), and "
+        f"load_pretrained(path, …, config=config)"
+    )
+
+
+@frozen(kw_only=True)
+class Pretrained:
+    """Which model is built, and from what it is filled: what every loader of transformers models takes alike.
+
+    See :func:`shardwise.load_pretrained` for the fields.
+    """
+
+    path: str | os.PathLike[str]
+    dtype: torch.dtype | str
+    auto_class: Any
+    config: Any
+    trust_remote_code: bool
+    key_mapping: Mapping[str, str] | None
+    allow_unused: Sequence[str]
+    allow_missing: Sequence[str]
+    adapter: Any
+    quantized: Any
+    options: Mapping[str, Any]
+    """The keyword arguments of ``from_pretrained`` among the caller's."""
+
+    def understood(self) -> Arguments:
+        """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""
+        found = understand(self.options, self.dtype)
+        if self.config is not None and not isinstance(self.config, str | os.PathLike):
+            found = replace(found, hub=replace(found.hub, config=self.config))
+        patterns_of("allow_unused", self.allow_unused)
+        patterns_of("allow_missing", self.allow_missing)
+        return found

@@ -12,8 +12,8 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from ..errors import UnsupportedConversionError
-from ..internals.quantizers import eager_experts, fp8_modules, with_modules_of
-from .kept_layers import KeptLayer, freeze, product
+from ..internals.low_bit import eager_experts, fp8_modules, with_modules_of
+from .layers import KeptLayer, freeze, product
 
 __all__ = ["KeptFP8Experts", "KeptFP8Linear", "put_fp8"]
 

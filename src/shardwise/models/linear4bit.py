@@ -15,8 +15,8 @@ from bitsandbytes.nn.modules import Linear4bit
 from torch import nn
 
 from ..dtypes import code_of, torch_dtype
-from ..internals.bitsandbytes import linears_4bit, matmul_4bit
-from ..quantized.blocks4 import Blocks
+from ..internals.low_bit import linears_4bit, matmul_4bit
+from ..quantized.bitsandbytes import Blocks
 
 __all__ = ["ShardedLinear4bit", "shardable"]
 

@@ -1,1 +1,1 @@
-"""How far operations are: each counts its bytes; hooks, bars on a terminal and lines of the log follow it."""
+"""Operations: their progress, for hooks, bars and the log, and the ledger of a process's memory."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from .records import size
+from .operation import size
 
 __all__ = ["Printed"]
 

@@ -1,6 +1,1 @@
-"""Plans: frozen lists of reads, with their cost and a proof of cover. Pure: no CUDA, no collectives, no payload."""
-
-from .build import build_plan
-from .records import IOOptions, Plan, Transfer
-
-__all__ = ["IOOptions", "Plan", "Transfer", "build_plan"]
+"""Plans: which bytes of a source go where, with a proof that they cover the model. Pure: no payload, no collectives."""

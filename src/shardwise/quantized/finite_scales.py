@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Coded
-from ..layout.boxes import Box
-from .blocks4 import Joined
-from .fourbit import FourBit
-from .gptq_rule import Gptq
-from .grouped import Grouped
-from .scales import finite
+from ..tensors.boxes import Box
+from .bitsandbytes import FourBit, Joined
+from .gptq import Gptq
+from .rules import Grouped, finite
 
 if TYPE_CHECKING:
     import torch

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..catalog.records import StoredTensor
-from ..layout.boxes import whole
 from ..limits import brief
-from .coded import coded
-from .families import Found, Source
-from .scaled import Scaled
-from .stored import reshaped
+from ..tensors.boxes import whole
+from .open import Found, Source
+from .rules import Scaled, coded, reshaped
 
 __all__ = ["find"]
 

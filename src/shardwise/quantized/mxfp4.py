@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
-from ..layout.boxes import Box
 from ..objects import frozen
-from .coded import coded
-from .families import Found, Source
-from .fp4 import FP4_LIFT, numbers_of_halves
-from .scales import factors, spread
-from .words import covering, transposed_halves
+from ..tensors.boxes import Box
+from .open import Found, Source
+from .rules import FP4_LIFT, coded, covering, factors, numbers_of_halves, spread, transposed_halves
 
 if TYPE_CHECKING:
     import torch

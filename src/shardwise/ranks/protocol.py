@@ -1,48 +1,296 @@
-"""One agreement of all ranks, through keyed entries of the process group's store, never through a collective.
-
-A rank that is stopped inside a gloo collective poisons the group for good. Rank 0 coordinates. In round ``n``::
-
-    rank r:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
-    rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
-
-The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
-it because rank 0 made no progress. Where payloads are combined (:mod:`.tree`), a rank waits for those below it, combines
-theirs with its own, and only then arrives; rank 0 takes those of 16 ranks. Progress is ``beat/<rank>`` (:mod:`.beats`).
-`Ranks.tick` advances it about once a second from the working thread; during a system call on a file the watching thread does
-(:mod:`.patience`).
-"""
+"""One agreement of all ranks, through keyed entries of the process group's store, never through a collective."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import NoReturn, cast
+from dataclasses import MISSING, field, fields, replace
+from typing import Any, NoReturn, Protocol, cast
 
+import numpy as np
 import torch.distributed as dist
 
 from shardwise.errors import RankError
 from shardwise.internals.torch import default_store
-from shardwise.ranks.beats import LOOK_PERIOD_S, Watch, look_period_s
-from shardwise.ranks.parts import Parts, Store
-from shardwise.ranks.tree import are_mergeable, ranks_below
-from shardwise.ranks.verdicts import (
-    Request,
-    Status,
-    Verdict,
-    cause_of,
-    disagreement,
-    failure,
-    pack,
-    status_of,
-    unpacked_status,
-    unpacked_verdict,
-)
 
-__all__ = ["Agreement", "agreement_of"]
+from ..objects import frozen
+
+__all__ = [
+    "Agreement",
+    "FAN",
+    "LOOK_PERIOD_S",
+    "Parts",
+    "Request",
+    "Status",
+    "Store",
+    "Verdict",
+    "Watch",
+    "agreement_of",
+    "are_mergeable",
+    "cause_of",
+    "disagreement",
+    "failure",
+    "look_period_s",
+    "pack",
+    "packed_message",
+    "ranks_below",
+    "shorten",
+    "status_of",
+    "text_of",
+    "unpack",
+    "unpacked_status",
+    "unpacked_verdict",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds ranks that make no progress, by their beats: values in the store that change while a rank works.
+
+LOOK_PERIOD_S = 1.0
+
+
+def look_period_s(timeout_s: float) -> float:
+    """Seconds between two signs of progress, and between two looks for them."""
+    return min(LOOK_PERIOD_S, timeout_s / 4)
+
+
+class Watch:
+    """Looks at the beats of other ranks about once a second.
+
+    Adds up the time between looks instead of comparing clocks: a watcher that was itself stopped or suspended does
+    not blame other ranks when it wakes.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._period_s = look_period_s(timeout_s)
+        self._looked = time.monotonic()
+        self._beats: dict[int, bytes] = {}
+        self._idle_s: dict[int, float] = {}
+
+    def due(self) -> bool:
+        return time.monotonic() - self._looked >= self._period_s
+
+    def look(self, beats: Mapping[int, bytes]) -> tuple[int, ...]:
+        """The ranks among ``beats`` that made no progress for the timeout."""
+        now = time.monotonic()
+        elapsed_s = min(now - self._looked, 2 * self._period_s)
+        self._looked = now
+        for rank, beat in beats.items():
+            moved = self._beats.get(rank) != beat
+            self._idle_s[rank] = 0.0 if moved else self._idle_s[rank] + elapsed_s
+        self._beats = dict(beats)
+        return tuple(rank for rank in sorted(beats) if self._idle_s[rank] >= self._timeout_s)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Payloads in a process group's store, in parts where they are too large for one value.
+
+_PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the connection
+
+
+class Store(Protocol):
+    """The methods of torch.distributed.Store that shardwise uses. Its stub says str where it takes and gives bytes."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, value: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+class Parts:
+    """Puts large payloads into a store and takes them out; calls ``tick`` after each part."""
+
+    def __init__(self, store: Store, tick: Callable[[], object]) -> None:
+        self._store = store
+        self._tick = tick
+
+    def put(self, key: str, payload: bytes, inline_bytes: int) -> int:
+        """Store a payload in parts if it has more than ``inline_bytes``; returns the number of parts."""
+        if len(payload) <= inline_bytes:
+            return 0
+        view = memoryview(payload)
+        starts = range(0, len(payload), _PART_BYTES)
+        for i, start in enumerate(starts):
+            self._store.set(f"{key}/{i}", bytes(view[start : start + _PART_BYTES]))
+            self._tick()
+        return len(starts)
+
+    def get(self, key: str, count: int) -> bytes:
+        """The payload of so many parts, which are there: their rank deletes them after all that read them have left the round."""
+        parts = []
+        for i in range(count):
+            parts.append(self._store.get(f"{key}/{i}"))
+            self._tick()
+        return b"".join(parts)
+
+    def delete(self, key: str, count: int) -> None:
+        """Delete the parts of a payload."""
+        for i in range(count):
+            self._store.delete_key(f"{key}/{i}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What ranks tell each other in a round: how each one arrived, and the verdict for all. :mod:`.protocol` carries them.
+#
+# Failures travel in words, cut to a size that one value of the store can hold.
+
+_CAUSE_CHARS = 4_000
+_ALL_CAUSES_CHARS = 256_000  # per verdict: the causes of 1,000 failing ranks fit into one value
+
+
+@frozen
+class Request:
+    """The agreement that a rank is in."""
+
+    kind: str
+    label: str
+    timeout_s: float
+
+
+@frozen
+class Status:
+    """How a rank arrived at a round. Failures of the same type and full text have the same ``fingerprint``."""
+
+    round: int
+    kind: str
+    label: str
+    cause: str | None = None
+    fingerprint: str = ""
+    parts: int = 0
+
+
+@frozen
+class Verdict:
+    """The outcome of a round for all ranks: go on with the reply, or raise."""
+
+    ok: bool
+    label: str
+    causes: dict[str, str] = field(default_factory=dict)  # JSON has no integer keys
+    missing: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    identical: bool = False  # all ranks failed alike: each raises its own exception
+    parts: int = 0
+
+    def error(self) -> RankError:
+        causes = {int(rank): cause for rank, cause in self.causes.items()}
+        return RankError(self.label, causes, tuple(self.missing), self.timeout_s)
+
+
+def failure(request: Request, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
+    """A verdict that makes all ranks raise. Its causes are cut: those of 1,000 ranks fit into one value."""
+    room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
+    short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
+    return Verdict(ok=False, label=request.label, causes=short, missing=missing, timeout_s=request.timeout_s)
+
+
+def status_of(round_: int, request: Request, own: BaseException | None) -> Status:
+    """How a rank arrives at a round, with ``own`` exception or without."""
+    if own is None:
+        return Status(round_, request.kind, request.label)
+    full = f"{type(own).__module__}.{type(own).__qualname__}: {text_of(own)}"
+    fingerprint = hashlib.blake2b(full.encode(errors="replace"), digest_size=16).hexdigest()
+    return Status(round_, request.kind, request.label, cause_of(own), fingerprint)
+
+
+def pack(header: Status | Verdict, inline: bytes = b"") -> bytes:
+    """The value of a status or verdict in the store: a line of JSON, then a small payload.
+
+    Leaves out optional fields that are empty, as their defaults are: every rank sends and gets such a line in each round.
+    """
+    told = {
+        f.name: value
+        for f in fields(header)
+        if (value := getattr(header, f.name)) or (f.default is MISSING and f.default_factory is MISSING)
+    }
+    return json.dumps(told, separators=(",", ":")).encode() + b"\n" + inline
+
+
+def unpacked_status(value: bytes) -> tuple[Status, bytes]:
+    """The status and the payload that :func:`pack` was given."""
+    header, inline = value.split(b"\n", 1)
+    return Status(**json.loads(header)), inline
+
+
+def unpacked_verdict(value: bytes) -> tuple[Verdict, bytes]:
+    """The verdict and the payload that :func:`pack` was given."""
+    header, inline = value.split(b"\n", 1)
+    return Verdict(**json.loads(header)), inline
+
+
+def cause_of(error: BaseException) -> str:
+    """An exception in words for other ranks."""
+    text = text_of(error)
+    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__, _CAUSE_CHARS)
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's text, or a note that it has none."""
+    try:
+        return str(error)
+    except Exception:  # reporting must not fail: the other ranks wait for it
+        return "(its text can't be made)"
+
+
+def shorten(text: str, chars: int) -> str:
+    """``text``, cut to at most ``chars`` characters."""
+    return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
+
+
+def disagreement(rank: int, status: Status, request: Request) -> str:
+    """The cause of failure where a rank is in another agreement than rank 0, which is in ``request``; else empty."""
+    if (status.kind, status.label) == (request.kind, request.label):
+        return ""
+    theirs, ours = f"'{status.label}'", f"'{request.label}'"
+    if theirs == ours:
+        theirs, ours = f"{status.kind}({theirs})", f"{request.kind}({ours})"
+    return f"ranks disagree on what they are doing: rank {rank} is in {theirs}, rank 0 in {ours}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The tree in which payloads are combined on their way to rank 0, so that no rank receives one of each rank. Pure.
+#
+# Rank 0 is the root; the ranks below rank r are 16·r + 1 … 16·r + 16. With 4,096 ranks a payload passes three ranks at most.
+
+#: How many payloads one rank combines with its own.
+FAN = 16
+
+
+def ranks_below(rank: int, world_size: int) -> Sequence[int]:
+    """The ranks whose payloads a rank combines with its own."""
+    return range(FAN * rank + 1, min(FAN * rank + FAN + 1, world_size))
+
+
+def are_mergeable(
+    statuses: Mapping[int, tuple[Status, bytes]], below: Sequence[int], request: Request
+) -> bool:
+    """Whether all ranks below are in this round with a payload. If not, the round fails, and rank 0 says why."""
+    return len(statuses) == len(below) and all(
+        s.cause is None and (s.kind, s.label) == (request.kind, request.label) for s, _ in statuses.values()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# One agreement of all ranks, through keyed entries of the process group's store, never through a collective.
+#
+# A rank that is stopped inside a gloo collective poisons the group for good. Rank 0 coordinates. In round ``n``::
+#
+#     rank r:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
+#     rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
+#
+# The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
+# it because rank 0 made no progress. Where payloads are combined (:mod:`.tree`), a rank waits for those below it, combines
+# theirs with its own, and only then arrives; rank 0 takes those of 16 ranks. Progress is ``beat/<rank>`` (:mod:`.beats`).
+# `Ranks.tick` advances it about once a second from the working thread; during a system call on a file the watching thread does
+# (:mod:`.patience`).
 
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
 _INLINE_IN_TREE_BYTES = 256  # rank 0 reads all statuses, but only the payloads of the ranks below it
@@ -398,3 +646,57 @@ class Agreement:
         if cause is None:
             raise error
         raise error from cause
+
+
+# ----------------------------------------------------------------------------------------------------
+# Messages between ranks as bytes: plain values as JSON, bytes and arrays of numbers unchanged.
+
+_JSON, _BYTES, _NUMBERS, _PARTS = b"j", b"b", b"n", b"p"
+
+
+def packed_message(value: Any) -> bytes:
+    """A value as bytes, for :func:`unpack`; None becomes no bytes.
+
+    Takes bytes, 1-D arrays of uint64, mappings of text to these two, and values that JSON gives back equal: text,
+    numbers, booleans, None, and lists and text-keyed mappings of these. Raises :class:`TypeError` otherwise (a tuple
+    would come back as a list).
+    """
+    if value is None:
+        return b""
+    if isinstance(value, bytes):
+        return _BYTES + value
+    if _are_numbers(value):
+        return _NUMBERS + bytes(value)
+    if isinstance(value, dict) and any(
+        isinstance(part, bytes) or _are_numbers(part) for part in value.values()
+    ):
+        parts = {name: packed_message(part) for name, part in value.items()}
+        head = json.dumps([[name, len(part)] for name, part in parts.items()]).encode()
+        return b"".join((_PARTS, len(head).to_bytes(8, "little"), head, *parts.values()))
+    text = json.dumps(value)
+    if json.loads(text) != value:
+        raise TypeError(f"JSON does not give back {text[:200]} as it was: use lists, and text as keys")
+    return _JSON + text.encode()
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint64 and value.ndim == 1
+
+
+def unpack(payload: bytes) -> Any:
+    """The value that :func:`pack` was given. Arrays can't be written to."""
+    kind, content = payload[:1], payload[1:]
+    if not payload:
+        return None
+    if kind == _BYTES:
+        return content
+    if kind == _NUMBERS:
+        return np.frombuffer(content, dtype=np.uint64)
+    if kind == _JSON:
+        return json.loads(content)
+    end = 8 + int.from_bytes(content[:8], "little")
+    parts = {}
+    for name, size in json.loads(content[8:end]):
+        parts[name] = unpack(content[end : end + size])
+        end += size
+    return parts

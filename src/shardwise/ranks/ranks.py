@@ -1,32 +1,227 @@
-"""The ranks that load or save together, and how they agree on results and failures; :mod:`.protocol` carries it."""
+"""The ranks that load or save together: how they agree, which of them share a host, and how long they wait."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import functools
 import hashlib
 import json
+import os
+import socket
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from shardwise import errors
-from shardwise.errors import CheckpointError, RankError
-from shardwise.ranks.beats import look_period_s
-from shardwise.ranks.messages import pack, unpack
-from shardwise.ranks.patience import LIMIT, Watch, watched
-from shardwise.ranks.protocol import Agreement, agreement_of
-from shardwise.ranks.verdicts import Request, cause_of, shorten, text_of
+from shardwise.errors import CheckpointError, RankError, ShardwiseError, StateError
+from shardwise.host import own_device
+from shardwise.ranks.protocol import (
+    Agreement,
+    Request,
+    agreement_of,
+    cause_of,
+    look_period_s,
+    shorten,
+    text_of,
+    unpack,
+)
+from shardwise.ranks.protocol import packed_message as pack
 
 from ..objects import frozen
 
-__all__ = ["Claim", "Ranks", "different"]
+__all__ = [
+    "Claim",
+    "LIMIT",
+    "PIECE_BYTES",
+    "Peer",
+    "Places",
+    "Ranks",
+    "Watch",
+    "current_watch",
+    "device_of_group",
+    "device_where_ranks_sum",
+    "different",
+    "host_key",
+    "patiently",
+    "remove_tree",
+    "watched",
+    "write_behind",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Slow system calls on files count as progress, and large writes are cut into short ones.
+#
+# A rank that makes no progress for ``timeout_s`` counts as missing. During a system call Python can't tick, but the
+# kernel works: a slow disk or server does not make a rank dead. So the calls of a block of work go through
+# :func:`patiently`, and a thread that lives as long as the block ticks
+#
+# * while a call goes on, for at most ``LIMIT`` times the timeout: a server that is gone for good keeps a call forever;
+# * when a call has ended since it last looked.
+#
+# It does not tick for Python code between the calls, nor in a killed or stopped process, whose threads stop with it.
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: One system call counts as progress for this many times the timeout.
+LIMIT = 10
+#: The kernel is told to write after this many bytes in the page cache. An fsync then finds at most two pieces.
+PIECE_BYTES = 64 * 1024**2
+
+
+#: Calls that one thread began plus calls that it ended, in one block of work. Odd during a call.
+Count = list[int]
+
+
+class Watch:
+    """Ticks for the system calls of one block of work. Several threads may make them."""
+
+    def __init__(self, tick: Callable[[], object], period_s: float, limit_s: float) -> None:
+        self._tick = tick
+        self._period_s = period_s
+        self._limit_s = limit_s
+        self._counts: list[Count] = []
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def count(self) -> Count:
+        """A counter for the calls of one thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="shardwise-patience", daemon=True)
+                # Python starts no thread while a process ends or when the system has none left: then nothing ticks.
+                with contextlib.suppress(RuntimeError):
+                    self._thread.start()
+        count = [0]
+        self._counts.append(count)
+        return count
+
+    def end(self) -> None:
+        """No tick comes after this."""
+        self._is_over.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        seen: dict[int, tuple[int, float]] = {}  # by thread, its count and since when it is that
+        while not self._is_over.wait(self._period_s):
+            now, is_moving = time.monotonic(), False
+            for k, (number,) in enumerate(tuple(self._counts)):
+                before, since = seen.get(k, (0, now))
+                if number != before:
+                    seen[k], is_moving = (number, now), True
+                elif number % 2 and now - since < self._limit_s:
+                    is_moving = True
+            if is_moving:
+                with contextlib.suppress(ShardwiseError):  # the group is gone: the next agreement says so
+                    self._tick()
+
+
+class _Here(threading.local):
+    watch: Watch | None = None
+    count: Count | None = None
+    """The counter of this thread's calls; made at the first call."""
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def watched(watch: Watch | None) -> Iterator[None]:
+    """Count this thread's system calls in the block for ``watch``; None: for no watch."""
+    before = _here.watch, _here.count
+    _here.watch, _here.count = watch, None
+    try:
+        yield
+    finally:
+        _here.watch, _here.count = before
+
+
+def current_watch() -> Watch | None:
+    """The watch of this thread, to hand to a helper thread that does part of its work."""
+    return _here.watch
+
+
+def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run ``call(*args, **kwargs)``, one system call on a file, and count it as progress of this rank.
+
+    Outside a block of work (:meth:`.ranks.Ranks.patience`) it only makes the call. Costs a quarter of a microsecond.
+    """
+    count = _here.count
+    if count is None:
+        if _here.watch is None:
+            return call(*args, **kwargs)
+        count = _here.count = _here.watch.count()
+    count[0] += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        count[0] += 1
+
+
+def remove_tree(path: str, *, spared: Container[str] = ()) -> None:
+    """Delete a directory tree, name by name, but for files at its top that are ``spared``. Files that can't be deleted stay. Links are not
+    followed: where ``path`` is one, nothing is deleted.
+    """
+    if patiently(os.path.islink, path):
+        return
+    for folder, folders, names in os.walk(path, topdown=False):
+        for name in names:
+            if folder == path and name in spared:
+                continue
+            with contextlib.suppress(OSError):
+                patiently(os.unlink, os.path.join(folder, name))
+        for name in folders:
+            inner = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                patiently(os.unlink if os.path.islink(inner) else os.rmdir, inner)
+    with contextlib.suppress(OSError):
+        patiently(os.rmdir, path)
+
+
+def write_behind(fd: int) -> None:
+    """Wait until the kernel has written the bytes that the call before started, then start writing the rest.
+
+    Called after each ``PIECE_BYTES`` it leaves at most two pieces for fsync, and the disk writes beside the caller.
+    Linux only (``sync_file_range``); elsewhere, and on file systems without it, nothing happens. Raises ``OSError``
+    if bytes could not be written: a later fsync would not report it.
+    """
+    function = _sync_file_range()
+    if function is not None and function(fd, 0, 0, _WAIT_BEFORE | _WRITE):
+        code = ctypes.get_errno()
+        if code not in _NOT_HERE:
+            raise OSError(code, os.strerror(code))
+
+
+_WAIT_BEFORE, _WRITE = 1, 2  # of linux/fs.h
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[..., int] | None:
+    found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# The ranks that load or save together, and how they agree on results and failures; :mod:`.protocol` carries it.
 
 _DESCRIPTION_CHARS = 1_000
-T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -298,3 +493,96 @@ def _raise_different(label: str, ranks: list[int], texts: list[bytes]) -> NoRetu
 def different(label: str, ranks: Iterable[int], words: Sequence[str]) -> RankError:
     """The error for ``ranks`` that have something else than rank 0; ``words`` say what each rank has."""
     return RankError(label, {r: f"differs from rank 0: has {words[r]}; rank 0 has {words[0]}" for r in ranks})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which rank lies on which host, and whose slices each rank copies. Pure.
+
+
+@frozen
+class Peer:
+    """A rank's host, and where other ranks reach its server."""
+
+    host: str
+    address: str
+    port: int
+
+
+class Places:
+    """The hosts of a run, in the order of their first ranks. The same on every rank."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers = tuple(peers)
+        self._by_host: dict[str, list[int]] = {}
+        for rank, peer in enumerate(peers):
+            self._by_host.setdefault(peer.host, []).append(rank)
+        self._hosts = list(self._by_host)
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return len(self._hosts)
+
+    def beside(self, rank: int) -> list[int]:
+        """The ranks on the host of ``rank``, itself included."""
+        return self._by_host[self.peers[rank].host]
+
+    def is_leader(self, rank: int) -> bool:
+        """Whether a rank is the first on its host. That rank does the work that a host needs once."""
+        return self.beside(rank)[0] == rank
+
+    def holders_of(self, rank: int, copies: int) -> list[int]:
+        """The ranks on other hosts that copy the slices of ``rank``: one on each of the next ``copies - 1`` hosts.
+
+        Ranks of one host spread over those of the next.
+        """
+        own, index = self._hosts.index(self.peers[rank].host), self.beside(rank).index(rank)
+        found = []
+        for k in range(1, min(copies, self.hosts)):
+            there = self._by_host[self._hosts[(own + k) % self.hosts]]
+            found.append(there[index % len(there)])
+        return found
+
+    def sources_of(self, rank: int, copies: int) -> list[int]:
+        """The ranks whose slices ``rank`` copies."""
+        host = self._hosts.index(self.peers[rank].host)
+        before = {self._hosts[(host - k) % self.hosts] for k in range(1, min(copies, self.hosts))}
+        ranks = [one for name in before for one in self._by_host[name]]
+        return sorted(one for one in ranks if rank in self.holders_of(one, copies))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which ranks can share memory, and which collectives their process group has.
+
+
+def host_key() -> str:
+    """Equal on two ranks if they can open each other's memory by process id: same system, same process ids, same user."""
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux
+        return f"{socket.gethostname()} {os.getpid()}"
+    return f"{system} {processes} {os.getuid()}"
+
+
+def device_of_group(preferred: torch.device) -> torch.device | None:
+    """A device of this process on which the default process group has collectives; ``preferred`` if that is one.
+
+    None if this process has no such device.
+    """
+    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
+    if preferred.type in kinds:
+        return preferred
+    return next((own for own in map(own_device, kinds) if own.type in kinds), None)
+
+
+def device_where_ranks_sum(device: torch.device) -> torch.device:
+    """``device`` if the default process group supports it, else this process's device of a supported type. Raises
+    :class:`StateError` if this process has none."""
+    found = device_of_group(device)
+    if found is None:
+        raise StateError(
+            f"the default process group ({dist.get_backend_config()}) works on devices that this process does not have; "
+            f"the tensors are on {device.type}. Start the group with a backend for {device.type}"
+        )
+    return found

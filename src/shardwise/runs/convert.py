@@ -14,40 +14,43 @@ from typing import Any
 
 import torch
 
-from ..catalog import StoredFile, StoredTensor
 from ..catalog.checkpoint import directory, packed_name
-from ..checkpoint.collect import Collected, Lineage
-from ..checkpoint.own_files import Piece, own_parts
-from ..checkpoint.pieces import InParts, live_piece
+from ..catalog.records import StoredFile, StoredTensor
 from ..checkpoint.save import publish_collected
-from ..checkpoint.snapshot import Live, MadeOf, ModelPart, OptimizerPart, Snapshot, layout_hash
+from ..checkpoint.snapshot import (
+    Live,
+    MadeOf,
+    ModelPart,
+    OptimizerPart,
+    Piece,
+    Snapshot,
+    layout_hash,
+    own_parts,
+)
+from ..checkpoint.take import Collected, InParts, Lineage, live_piece
 from ..dtypes import code_of, torch_dtype
+from ..engine.engine import ConvertingReader, Staging, read_recipe, wanted_box
+from ..engine.files import page_cache_for
+from ..engine.objects import SourceReader
 from ..errors import IntegrityError
+from ..format.header import STEP_NAME
 from ..format.manifest import CONVERTED, Manifest
-from ..format.slices import SliceTensor, assign_owners
-from ..format.states import StateKey
-from ..format.steps import STEP_NAME
-from ..layout.placements import Cut, Geometry, replicated
+from ..format.slices import SliceTensor, StateKey, assign_owners
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
 from ..objects import frozen
-from ..operations.announced import announced
-from ..operations.operation import this_operation
+from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
-from ..planning import IOOptions
+from ..planning.match import HostConversion, Recipe
+from ..planning.plan import IOOptions
+from ..publish.places import target_of
 from ..ranks.ranks import Ranks
-from ..recipe.host_convert import HostConversion
-from ..recipe.match import Recipe
-from ..recipe.tiles import identity
 from ..state.optimizer import Drained
-from ..storage import absolute, is_url
-from ..store.target import target_of
-from ..transfer import SourceReader
-from ..transfer.box import read_recipe, wanted_box
-from ..transfer.converted import ConvertingReader
-from ..transfer.copy import Staging
-from ..transfer.page_cache import page_cache_for
-from .stored_run import StoredModel, StoredOptimizerState, StoredRun, describe_run, home_of_run
+from ..storage import absolute
+from ..storage.records import is_url
+from ..tensors.placements import Cut, Geometry, replicated
+from ..tensors.tiles import identity
+from .run import StoredModel, StoredOptimizerState, StoredRun, describe_run, home_of_run
 
 __all__ = ["ConvertReport", "convert"]
 

@@ -9,26 +9,24 @@ from typing import Any
 
 import torch
 
-from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
 from ..catalog.open import open_catalog
-from ..catalog.records import StoredFile
+from ..catalog.records import Catalog, StoredFile, StoredTensor
 from ..checkpoint.verify import model_of, runs_of
-from ..digests.digest import finish, partial_sum
+from ..digests import finish, partial_sum
 from ..dtypes import itemsize
+from ..engine.engine import Staging, read_box, wanted_box
+from ..engine.objects import SourceReader
 from ..errors import ShardwiseError, SourceError
 from ..format.manifest import read_manifest
-from ..layout.boxes import Box
 from ..objects import frozen
-from ..operations.announced import announced
-from ..operations.operation import this_operation
+from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
-from ..planning import IOOptions
-from ..recipe.tiles import identity
-from ..storage import absolute, is_file, is_url
-from ..transfer import SourceReader
-from ..transfer.box import read_box, wanted_box
-from ..transfer.copy import Staging
+from ..planning.plan import IOOptions
+from ..storage import absolute, is_file
+from ..storage.records import is_url
+from ..tensors.boxes import Box
+from ..tensors.tiles import identity
 from .third_party import StoredOptimizer, as_text, find_run
 
 __all__ = ["Change", "DiffReport", "diff"]

@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from ..checkpoint.check import check_part
+from ..checkpoint.verify import check_part
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
-from ..format.head import HEAD_NAME
+from ..format.header import HEAD_NAME, OTHERS_NAME, TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME, read_manifest
-from ..format.steps import OTHERS_NAME, TRAINER_FILE
 from ..limits import MAX_COUNT, MAX_VALUE_BYTES, read_json
 from ..objects import frozen
-from ..storage import is_file, is_url, join, stat_of_expected
-from ..store.line import line_of
-from ..store.publish import was_ever_published
+from ..publish.line import line_of
+from ..publish.places import was_ever_published
+from ..storage import is_file, stat_of_expected
+from ..storage.records import is_url, join
 
 __all__ = [
     "RESUMED",

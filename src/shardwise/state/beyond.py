@@ -1,14 +1,9 @@
-"""Finds state beyond parameters, buffers, ``state`` and ``param_groups`` in an object's own state dict.
-
-A model or an optimizer may save more than torch's base classes do: by its own ``state_dict``, by a module's
-``_save_to_state_dict``, by hooks. Its state dict is compared with the state that the checkpoint holds anyway. The rest
-is a set of *leaves*: values by their path in the state dict. Leaves become a typed JSON document, and a restore gives
-them back through the object's own ``load_state_dict``. Reports name leaves that can't be stored. A second look at the
-state dict shows whether they arrived.
-"""
+"""Finds state beyond parameters, buffers, ``state`` and ``param_groups`` in an object's own state dict."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -18,29 +13,51 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ..errors import ShardwiseError
-from ..internals.torch import keep_metadata
-from ..layout.model import local_tensor
+from ..digests import partial_sums
+from ..errors import ShardwiseError, StateError
+from ..internals.torch import keep_metadata, local_tensor
+from ..names import NamedTensor, canonical_name, unwrap
 from ..objects import frozen
-from .encoding import quantized_parts
-from .places import Places
-from .typed_json import encode
+from ..tensors.live import LiveModel
+from .low_bit import contents_of
+from .typed_json import Places, encode, quantized_parts
 
 __all__ = [
-    "MAX_BEYOND_BYTES",
     "Beyond",
+    "KeptOptimizer",
+    "MAX_BEYOND_BYTES",
     "Path",
     "StoredOwn",
+    "beyond_model",
+    "beyond_optimizer",
+    "differences_of_model",
+    "differences_of_optimizer",
     "differing_leaves",
+    "give_back_to_model",
+    "give_back_to_optimizer",
+    "has_own_loading",
     "leaves_beyond",
+    "make_room",
     "path_key",
     "path_text",
     "put_leaves",
+    "refuse_fsdp1",
     "same",
     "split_storable",
     "with_leaves",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds state beyond parameters, buffers, ``state`` and ``param_groups`` in an object's own state dict.
+#
+# A model or an optimizer may save more than torch's base classes do: by its own ``state_dict``, by a module's
+# ``_save_to_state_dict``, by hooks. Its state dict is compared with the state that the checkpoint holds anyway. The rest
+# is a set of *leaves*: values by their path in the state dict. Leaves become a typed JSON document, and a restore gives
+# them back through the object's own ``load_state_dict``. Reports name leaves that can't be stored. A second look at the
+# state dict shows whether they arrived.
 
 #: Path of a value in a state dict: keys of dicts, indices of lists.
 Path = tuple[Any, ...]
@@ -267,3 +284,338 @@ def differing_leaves(
             yield f"{what}: {text}, which the object itself would save, is not in the checkpoint"
         elif path not in found or not same(found[path], wanted[path]):
             yield f"{what}: {text}, which the object itself saved, was not taken back by its load_state_dict"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds state of a model beyond parameters, persistent buffers and ``get_extra_state``.
+#
+# ``nn.Module.state_dict`` gives exactly these, unless a class overrides part of it or a hook changes it. Only then each
+# save calls the model's own ``state_dict``, once; its tensors come as references. The hooks of FSDP2 and activation
+# checkpointing move no data and start no collective.
+
+#: Modules whose hooks only put shards in place and rename keys.
+_WRAPPERS = (
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+)
+_SAVING = ("state_dict", "_save_to_state_dict"), ("_state_dict_hooks", "_state_dict_pre_hooks")
+_LOADING = (
+    ("load_state_dict", "_load_from_state_dict"),
+    ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def refuse_fsdp1(problem: str | None) -> None:
+    """Raise :class:`StateError` for a model that FSDP1 wraps: its flat parameters have no names to be stored under.
+
+    ``problem`` is what :func:`..layout.model.fsdp1_problem` says of it.
+    """
+    if problem is not None:
+        raise StateError(problem)
+
+
+def has_own_loading(live: LiveModel) -> bool:
+    """Whether the model's ``load_state_dict`` does more than that of torch's base class."""
+    return _differs_from_torch(live, *_LOADING)
+
+
+def _differs_from_torch(live: LiveModel, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
+    plain: set[type] = set()
+    for _, module in live.modules:
+        cls = type(module)
+        if cls not in plain and any(getattr(cls, n) is not getattr(nn.Module, n) for n in methods):
+            return True
+        plain.add(cls)
+        own = module.__dict__
+        if any(n in own for n in methods) or any(
+            not _is_wrappers(hook) for n in hooks if own[n] for hook in own[n].values()
+        ):
+            return True
+    return False
+
+
+def _is_wrappers(hook: Any) -> bool:
+    return (getattr(getattr(hook, "hook", hook), "__module__", None) or "").startswith(_WRAPPERS)
+
+
+def beyond_model(name: str, live: LiveModel) -> Beyond:
+    """What a checkpoint of the model has to hold besides its tensors and extra state. Rank-local.
+
+    Calls the model's ``state_dict`` if it may hold more than torch's. Paths begin with the canonical key.
+    """
+    model = live.root
+    if not _differs_from_torch(live, *_SAVING):
+        return Beyond()
+    try:
+        leaves = _leaves(model, live.tensors)
+    except Exception as error:
+        why = f"{type(model).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
+        return Beyond(not_stored={"": f"{name}: its own state is not known ({why})"})
+    return split_storable(leaves, name)
+
+
+def _leaves(model: nn.Module, named: Iterable[NamedTensor]) -> list[tuple[Path, Any]]:
+    plain = {alias: t.tensor for t in named if t.persistent for alias in t.names}
+    extra = {canonical_name(key) for key in _extra_state_keys(model)}
+    own = {canonical_name(k): v for k, v in _own_state(model).items() if canonical_name(k) not in extra}
+    own = {**_scales_aside(model), **own}
+    return list(leaves_beyond(own, plain, {id(t) for t in plain.values()}))
+
+
+def _scales_aside(model: nn.Module) -> dict[str, Any]:
+    """The scales that bitsandbytes' 4-bit layers would save if a shard had not replaced their weight.
+
+    When they save, these layers look for scales on the weight; when they compute, they keep them in the module.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        state = getattr(module, "quant_state", None)
+        if state is not None and callable(getattr(state, "as_dict", None)):
+            prefix = canonical_name(f"{path}.weight" if path else "weight")
+            found.update({f"{prefix}.{key}": value for key, value in state.as_dict(packed=True).items()})
+    return found
+
+
+def _extra_state_keys(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}._extra_state" if path else "_extra_state"
+
+
+def _own_state(model: nn.Module) -> dict[str, Any]:
+    """The model's own state dict, as references to the live objects if the model gives references."""
+    takes = inspect.signature(model.state_dict).parameters.values()
+    can_keep = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
+    with torch.no_grad():
+        found = model.state_dict(keep_vars=True) if can_keep else model.state_dict()
+    if not isinstance(found, dict):
+        raise TypeError(f"it gives a {type(found).__name__}, not a dict")
+    return found
+
+
+def give_back_to_model(own: StoredOwn, live: LiveModel, places: Places) -> list[str]:
+    """Let the model take its stored state by its own ``load_state_dict``, beside its present tensors. Rank-local.
+
+    Call it after restoring the model's tensors: it passes the live ones, so torch copies nothing. Tensors in
+    ``own`` move to the devices of the live ones. Returns reasons for a failure; raises no error of the model.
+    """
+    if not (own.leaves or has_own_loading(live)):
+        return []
+    try:
+        now = dict(_leaves(live.root, live.tensors))
+        own.leaves[:] = put_leaves(own.leaves, now, places)
+        _load(live.root, own.leaves, own.stale(now))
+    except Exception as error:
+        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+    return []
+
+
+def differences_of_model(own: StoredOwn, live: LiveModel) -> list[str]:
+    """One line per value of the model's own state that differs from the stored one. Rank-local."""
+    if not (own.leaves or _differs_from_torch(live, *_SAVING)):
+        return []
+    try:
+        now = _leaves(live.root, live.tensors)
+        return list(differing_leaves(now, own.leaves, own.not_stored.keys(), own.name))
+    except Exception as error:
+        return [f"{own.name}: its own state is not known ({type(error).__name__}: {error})"]
+
+
+def _load(model: nn.Module, stored: list[tuple[Path, Any]], stale: list[Path]) -> None:
+    own = _own_state(model)
+    raw = {canonical_name(key): key for key in own}
+    prefix = _prefix_of_root(model)
+
+    def live_path(path: Path) -> Path:
+        return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
+
+    given = with_leaves(own, [(live_path(p), value) for p, value in stored], map(live_path, stale))
+    takes = inspect.signature(model.load_state_dict).parameters.values()
+    can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
+    with torch.no_grad():
+        # A hook may have dropped keys from the state dict; differences_of_model checks afterwards what arrived.
+        model.load_state_dict(given, strict=False) if can_be_lax else model.load_state_dict(given)
+
+
+def _prefix_of_root(model: nn.Module) -> str:
+    inner = unwrap(model)
+    return next((f"{path}." for path, module in model.named_modules() if module is inner and path), "")
+
+
+def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Let a model with a loading of its own take stored shapes of plain tensors that are not its own. Rank-local.
+
+    A module may give a buffer the shape of the loaded tensor. Its ``load_state_dict`` gets zeros of the stored shapes,
+    which are filled later. What it does not take stays as it is, and the plan names it. Returns whether it was called:
+    it may have replaced tensors of the model.
+    """
+    other = [
+        t
+        for t in live.stored
+        if type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
+        and any(tuple(t.tensor.shape) != shapes[n] for n in t.names if n in shapes)
+    ]  # fmt: skip
+    if not other or not has_own_loading(live):
+        return False
+    zeros: list[tuple[Path, Any]] = [
+        ((n,), t.tensor.new_zeros(shapes[n])) for t in other for n in t.names if n in shapes
+    ]
+    with contextlib.suppress(Exception):
+        _load(live.root, zeros, [])
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------
+# Finds state of an optimizer beyond ``state`` and ``param_groups``.
+#
+# ``Optimizer.state_dict`` gives exactly these, unless a class overrides it, a hook changes it, or another optimizer
+# wraps this one. Only then each save calls the ``state_dict`` of the outermost optimizer, once.
+
+_OPTIMIZER_SAVING = "state_dict", ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_OPTIMIZER_LOADING = (
+    "load_state_dict",
+    ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+def _optimizer_differs_from_torch(optimizer: Optimizer, method: str, hooks: tuple[str, ...]) -> bool:
+    return (
+        getattr(type(optimizer), method) is not getattr(Optimizer, method)
+        or method in vars(optimizer)
+        or any(getattr(optimizer, hook, None) for hook in hooks)
+    )
+
+
+def _has_own_saving(outer: Optimizer, inner: Optimizer) -> bool:
+    return outer is not inner or _optimizer_differs_from_torch(inner, *_OPTIMIZER_SAVING)
+
+
+def beyond_optimizer(name: str, outer: Optimizer, inner: Optimizer) -> Beyond:
+    """State that a checkpoint must hold besides ``state`` and ``param_groups`` of ``inner``. Rank-local.
+
+    ``outer`` is the optimizer that the program steps: ``inner``, or its wrapper. Calls the ``state_dict`` of ``outer``
+    if it may hold more than torch's.
+    """
+    if not _has_own_saving(outer, inner):
+        return Beyond()
+    try:
+        leaves = _optimizer_leaves(outer, inner)
+    except Exception as error:
+        why = f"{type(outer).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
+        return Beyond(not_stored={"": f"{name}: its own state is not known ({why})"})
+    return split_storable(leaves, name)
+
+
+def _optimizer_leaves(outer: Optimizer, inner: Optimizer) -> list[tuple[Path, Any]]:
+    own = outer.state_dict()
+    if not isinstance(own, dict):
+        raise TypeError(f"it gives a {type(own).__name__}, not a dict")
+    known = {id(v) for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)}
+    known |= {id(p) for group in inner.param_groups for p in group["params"]}
+    return list(leaves_beyond(own, _plain(inner), known))
+
+
+def _plain(optimizer: Optimizer) -> dict[str, Any]:
+    """The result of ``Optimizer.state_dict`` without hooks: parameters by their number."""
+    numbers: dict[int, int] = {}
+    groups = []
+    start = 0
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"], start):
+            numbers.setdefault(id(parameter), number)
+        groups.append(
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+        )  # fmt: skip
+        start += len(group["params"])
+    state = {numbers[id(k)]: v for k, v in optimizer.state.items() if id(k) in numbers}
+    return {"state": state, "param_groups": groups}
+
+
+def give_back_to_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer, places: Places) -> list[str]:
+    """Let ``outer`` take its stored state by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
+
+    Call it after restoring ``inner``. torch's own ``load_state_dict`` casts state and replaces groups, so both are put
+    back afterwards. Tensors in ``own`` move to the devices of the live ones. Returns a line for each change that
+    could not be undone, or for the failure.
+    """
+    if not (own.leaves or _optimizer_differs_from_torch(inner, *_OPTIMIZER_LOADING)):
+        return []
+    try:
+        own.leaves[:] = put_leaves(own.leaves, dict(_optimizer_leaves(outer, inner)), places)
+        return _load_optimizer(own, outer, inner)
+    except Exception as error:
+        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+
+
+def differences_of_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:
+    """A line for each value in the optimizer's own state that differs from the stored one. Rank-local."""
+    if not (own.leaves or _has_own_saving(outer, inner)):
+        return []
+    try:
+        return list(
+            differing_leaves(_optimizer_leaves(outer, inner), own.leaves, own.not_stored.keys(), own.name)
+        )
+    except Exception as error:
+        return [f"{own.name}: its own state is not known ({type(error).__name__}: {error})"]
+
+
+def _load_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:
+    stale = own.stale(path for path, _ in _optimizer_leaves(outer, inner))
+    given = with_leaves(outer.state_dict(), own.leaves, stale)
+    kept = KeptOptimizer(outer, inner)
+    try:
+        outer.load_state_dict(given)
+    finally:
+        changed = kept.put_back()
+    return [f"{own.name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
+
+
+class KeptOptimizer:
+    """Keeps state and groups of an optimizer, and puts them back after its ``load_state_dict``."""
+
+    def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
+        self._inner = inner
+        self._state, self._groups = inner.state, inner.param_groups
+        self._states = {parameter: dict(state) for parameter, state in inner.state.items()}
+        self._each = list(inner.param_groups)
+        self._options = [dict(group) for group in self._each]
+        self._rates = [
+            (v, v.detach().clone()) for o in self._options for v in o.values() if isinstance(v, torch.Tensor)
+        ]
+        shared = (id(inner.state), id(inner.param_groups))
+        self._shared = [(outer, k, v) for k, v in vars(outer).items() if id(v) in shared]
+        self._sums = self._digests()
+
+    def _digests(self) -> dict[tuple[int, str], int]:
+        states = [
+            ((number, key), content.detach())
+            for number, state in enumerate(self._states.values())
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+            for content in contents_of(local_tensor(value))
+        ]
+        found: dict[tuple[int, str], int] = {}
+        sums = partial_sums((t, (0,) * t.dim()) for _, t in states)
+        for place, ((where, _), total) in enumerate(zip(states, sums, strict=True), 1):
+            found[where] = found.get(where, 0) + place * total
+        return found
+
+    def put_back(self) -> list[str]:
+        """Put state and groups back. Returns the tensors that were changed in place."""
+        self._groups[:] = self._each
+        for live, value in self._rates:
+            live.detach().copy_(value)
+        for group, options in zip(self._groups, self._options, strict=True):
+            group.clear()
+            group.update(options)
+        self._state.clear()
+        self._state.update(self._states)
+        self._inner.state, self._inner.param_groups = self._state, self._groups
+        for owner, attribute, value in self._shared:
+            setattr(owner, attribute, value)
+        now = self._digests()
+        return [
+            f"state[{number}].{key}"
+            for (number, key), total in self._sums.items()
+            if now[number, key] != total
+        ]

@@ -1,30 +1,29 @@
-"""Optimizer states of few bits (torchao's): as plain tensors that are spread like their parameter, and made of such again.
-
-A state ``exp_avg`` is stored as ``exp_avg:codes`` and ``exp_avg:scale``, and a document says what they are. Both are tensors
-of the whole parameter (:mod:`..layout.blocks`): plans, digests and resharding treat them like any other state.
-"""
+"""Optimizer states of few bits (torchao's) as plain tensors, and what rounding does to an update."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
 from ..dtypes import code_of, torch_dtype
 from ..errors import FormatError, StateError
+from ..internals.low_bit import KINDS, LowBit, fresh_book, low_bit, low_bit_state
 from ..internals.torch import dtensor_like, local_tensor
-from ..internals.torchao import KINDS, LowBit, fresh_book, low_bit, low_bit_state
-from ..layout.blocks import BlockGrid, grid_of
 from ..limits import MAX_COUNT, brief, cause
-from ..models.host_memory import HostMemory
 from ..objects import frozen
+from ..tensors.live import HostMemory
+from ..tensors.placements import BlockGrid, grid_of
 
 __all__ = [
+    "Form",
     "PARTS",
     "PLAIN",
-    "Form",
     "StoredForm",
     "books_of",
     "contents_of",
@@ -34,7 +33,15 @@ __all__ = [
     "parts_of",
     "room_for",
     "state_by_rank",
+    "warn_of_rounded_updates",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Optimizer states of few bits (torchao's): as plain tensors that are spread like their parameter, and made of such again.
+#
+# A state ``exp_avg`` is stored as ``exp_avg:codes`` and ``exp_avg:scale``, and a document says what they are. Both are tensors
+# of the whole parameter (:mod:`..layout.blocks`): plans, digests and resharding treat them like any other state.
 
 #: The stored tensors of one state.
 PARTS = ("codes", "scale")
@@ -268,3 +275,40 @@ def _made(
             f"the checkpoint holds optimizer states of torchao's {form.kind}, and torchao can't make them here "
             f"({cause(error)}); install the torchao of the saved run"
         ) from error
+
+
+# ----------------------------------------------------------------------------------------------------
+# Weights in 16 bits under an optimizer that adds small steps to them: most steps are rounded away.
+
+_log = logging.getLogger(__name__)
+#: Of the optimizers that were warned about, in this process: one warning is enough.
+_warned = False
+
+
+def warn_of_rounded_updates(optimizers: Mapping[str, Optimizer]) -> None:
+    """Log once, on rank 0, if one of torch's own optimizers trains weights of 16 bits.
+
+    Those of other packages are left alone: some keep fp32 masters, or round stochastically.
+    """
+    global _warned
+    if _warned:
+        return
+    for optimizer in optimizers.values():
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            continue
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        half = [p for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
+        if not half:
+            continue
+        _warned = True
+        if not (dist.is_initialized() and dist.get_rank()):
+            _log.warning(
+                "%s trains %d of %d tensors in %s: an update below 1/256 of a bf16 weight is rounded away. Load fp32 weights and "
+                "compute in bf16: sw.load_pretrained(path, mesh, dtype=torch.float32, policy=sw.ShardPolicy("
+                "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))",
+                type(optimizer).__name__,
+                len(half),
+                len(parameters),
+                str(half[0].dtype).removeprefix("torch."),
+            )
+        return

@@ -1,49 +1,210 @@
-"""Optimizer state by parameter name: drained and filled directly.
-
-No dummy step, no zero gradients, and no ``load_state_dict`` (which casts fp32 state of bf16 parameters to bf16).
-State is filled in place if shape and dtype match, otherwise created as stored, and cleared if none is stored.
-Gradients that wait for a step are stored with it.
-"""
+"""Training state by parameter name: ``TrainState``, optimizer states and pending gradients, drained and filled directly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..devices import to_host
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
-from ..internals.optim import keeps_flat_history
-from ..internals.torch import storage_key
-from ..layout.model import local_tensor
-from ..limits import brief
-from ..models.host_memory import HostMemory
+from ..format.manifest import GRADIENT, document_of
+from ..host import to_host
+from ..internals.fsdp import fsdp_unreduced_ids
+from ..internals.torch import keeps_flat_history, local_tensor, storage_key, version_of
+from ..limits import brief, is_word
 from ..names import NamedTensor
 from ..objects import frozen
-from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
-from .low_bit import Form, StoredForm, form_of, part_name, room_for
-from .storable import why_unstorable
+from ..tensors.live import HostMemory, LiveModel, fsdp1_problem
+from .beyond import refuse_fsdp1
+from .low_bit import Form, StoredForm, form_of, part_name, room_for, warn_of_rounded_updates
+from .parts import why_unstorable
 
 __all__ = [
-    "NO_FORMS",
     "AgreedForm",
     "Drained",
+    "GRADIENT",
     "LowBitState",
+    "NO_FORMS",
+    "TrainState",
+    "UNSEEN_GRADIENTS",
+    "bare_optimizer",
     "check_groups",
     "check_stored",
+    "clear_gradients",
     "differing_groups",
+    "document_of",
     "drain",
     "fill_groups",
+    "has_unseen_gradients",
     "parameter_names",
+    "place_gradients",
     "place_scalars",
     "place_states",
     "place_values",
+    "refuse_unreduced",
+    "waiting_gradients",
+    "watch_steps",
 ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Gradients that wait for an optimizer step: they are part of the state during an accumulation.
+#
+# A gradient does not show whether it waits: many loops save first, and clear gradients at the start of the next step.
+# So each optimizer of a :class:`TrainState` gets a hook that notes, after every step, the gradients that it used and
+# their versions. A new or changed gradient waits. Both mistakes would be silent: losing a waiting gradient, and
+# restoring a used one, which a loop that clears after saving would use again. Gradients from before the hook are
+# unknown: the save then says so, and the restore does not call itself exact.
+
+UNSEEN_GRADIENTS = "gradients from before the first TrainState (it is not known whether a step has used them)"
+
+
+@frozen
+class _Mark:
+    """A gradient after the step that used it, or one from before the hook was set."""
+
+    gradient: weakref.ref[torch.Tensor]
+    """An id alone is not enough: a parameter's next gradient often has the address of the last one."""
+    versions: tuple[int, int]
+    is_used: bool
+
+
+#: By optimizer, and by id of the gradient.
+_MARKS: weakref.WeakKeyDictionary[Optimizer, dict[int, _Mark]] = weakref.WeakKeyDictionary()
+
+
+def watch_steps(optimizer: Optimizer) -> None:
+    """Note the gradients that each later step uses. Further calls for the same optimizer do nothing."""
+    inner = bare_optimizer(optimizer)
+    if inner in _MARKS:
+        return
+    try:
+        inner.register_step_post_hook(_note_used)
+    except AttributeError:  # its class leaves out torch's constructor, and takes no hooks
+        return
+    _mark(inner, is_used=False)
+
+
+def _note_used(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _mark(optimizer, is_used=True)
+
+
+def _mark(optimizer: Optimizer, *, is_used: bool) -> None:
+    _MARKS[optimizer] = {
+        id(g): _Mark(weakref.ref(g), _versions(g), is_used) for _, g in _gradients(optimizer)
+    }
+
+
+def waiting_gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The gradients, with their parameters, that no step of ``optimizer`` has used in their present version.
+
+    Skips gradients whose use is unknown (:func:`has_unseen_gradients`). Does not see changes that bypass torch's
+    version counters: ``.data``, the replay of a CUDA graph, ``torch._foreach`` functions on DTensors.
+    """
+    for parameter, gradient in _gradients(optimizer):
+        if _is_waiting(optimizer, gradient):
+            yield parameter, gradient
+
+
+def has_unseen_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients existed before :func:`watch_steps` and no step has run since."""
+    return any(_is_waiting(optimizer, gradient) is None for _, gradient in _gradients(optimizer))
+
+
+def _is_waiting(optimizer: Optimizer, gradient: torch.Tensor) -> bool | None:
+    marks = _MARKS.get(bare_optimizer(optimizer))
+    if marks is None:  # an optimizer that takes no hooks
+        return None
+    mark = marks.get(id(gradient))
+    if mark is None or mark.gradient() is not gradient:
+        return True
+    return mark.versions != _versions(gradient) if mark.is_used else None
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """Drop the gradients of an optimizer's parameters, and no other gradients (such as those of frozen parameters)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def place_gradients(
+    optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Give parameters their stored gradients, cast if a parameter now takes another dtype.
+
+    0-d gradients may be plain tensors although the parameter is a DTensor. Returns one line for each cast.
+    """
+    differences = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            gradient = stored.get(name)
+            if gradient is None:
+                continue
+            wanted = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
+            if wanted is not None and gradient.dtype != wanted:
+                differences.append(f"gradient of {name}: {gradient.dtype} when saved, {wanted} now")
+                gradient = gradient.to(wanted)
+            if not parameter.dim():
+                whole = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).detach()
+                local_tensor(whole).copy_(gradient)
+                gradient = whole
+            parameter.grad = gradient
+    return tuple(differences)
+
+
+def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
+    """Raise :class:`StateError` if FSDP2 holds gradients of the optimizer's parameters that it has yet to reduce.
+
+    These gradients are whole, differ between ranks, and lie in FSDP2's own memory.
+    """
+    held = fsdp_unreduced_ids(live.fsdp_modules)
+    if not held:
+        return
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [t.name for t in live.tensors if id(t.tensor) in held & optimized]
+    if found:
+        raise StateError(
+            f"FSDP2 has not reduced the gradients of {len(found)} parameters yet ({', '.join(found[:3])}), because of a "
+            f"backward without gradient sync: they can be neither stored nor overwritten. Save and "
+            f"resume after the optimizer's step, or leave set_requires_gradient_sync on in every "
+            f"backward of the accumulation: then its gradients are part of the state"
+        )
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                yield parameter, gradient
+
+
+def _versions(gradient: torch.Tensor) -> tuple[int, int]:
+    """A DTensor has two counts: its own, and that of its local tensor, which FSDP2 writes to."""
+    return version_of(gradient), version_of(local_tensor(gradient))
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside Accelerate's wrapper (its ``optimizer``), or the optimizer itself."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+# ----------------------------------------------------------------------------------------------------
+# Optimizer state by parameter name: drained and filled directly.
+#
+# No dummy step, no zero gradients, and no ``load_state_dict`` (which casts fp32 state of bf16 parameters to bf16).
+# State is filled in place if shape and dtype match, otherwise created as stored, and cleared if none is stored.
+# Gradients that wait for a step are stored with it.
 
 
 @frozen
@@ -433,3 +594,106 @@ def place_values(
                 if isinstance(value, torch.Tensor):
                     value = value.to(parameter.device)
                 optimizer.state[parameter][key] = value
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``TrainState``: the live objects that a checkpoint stores.
+
+
+@dataclass(slots=True)
+class TrainState:
+    """The objects of a training run that are saved and restored together. It holds references and copies nothing.
+
+    Create it before training: it registers a hook with each optimizer (:meth:`watch`) to record which gradients each step used. At a save,
+    gradients that still wait for a step (in the middle of an accumulation) are part of the state. Gradients that existed before the first
+    ``TrainState`` and that no step has used since aren't saved; both reports say so.
+
+    Custom state that a model or an optimizer saves (through its own ``state_dict``, its modules' ``_save_to_state_dict``, or
+    hooks) is stored too, and restored through its own ``load_state_dict``. The reports list the parts that can't be stored or that weren't
+    accepted. See docs/state.md.
+
+    Creating it needs no other rank, but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
+    model wrapped by FSDP1, for an object of the wrong type, and for names with characters other than letters, digits, ``_`` and ``-``,
+    because names become folder names.
+    """
+
+    model: nn.Module | Mapping[str, nn.Module]
+    """Any module, sharded or not, or several by name (an actor and a critic, for example). Parameters, persistent buffers and the
+    ``get_extra_state`` of modules are stored. Non-persistent buffers aren't, because constructing the model creates them again."""
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None
+    """An optimizer over the parameters of one model, or several by name. Its state is stored by parameter name."""
+    _: KW_ONLY
+    scheduler: Any = None
+    """A learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict``, or several by name."""
+    dataloader: Any = None
+    """Where the run is in its data: a :class:`ResumableLoader`, torchdata's StatefulDataLoader, or any object with ``state_dict`` and
+    ``load_state_dict``. It must count the batches that were consumed, not those that were prefetched."""
+    scaler: Any = None
+    """A ``torch.amp.GradScaler``."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Additional state by name: objects with ``state_dict`` and ``load_state_dict``, or plain values, which a restore writes back into this dict."""
+    frozen: Literal["hold", "refer"] = "hold"
+    """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
+    digests instead of content. Such a checkpoint needs the same base: load it first, and the restore compares each digest with the live tensor
+    before it changes anything. ``load`` and ``export_hf`` can't read it. A restore follows the checkpoint, not this field."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files by relative path, added to the checkpoint for other programs. Rank 0's are written. A restore doesn't read them."""
+
+    def __post_init__(self) -> None:
+        if self.frozen not in ("hold", "refer"):
+            raise StateError(f"frozen={self.frozen!r}: expected 'hold' or 'refer'")
+        for model in self.models.values():
+            refuse_fsdp1(fsdp1_problem(model.named_modules()))
+        self.watch()
+        warn_of_rounded_updates(self.optimizers)
+
+    def watch(self) -> None:
+        """Record from now on which gradients each optimizer step uses. Each optimizer is watched once, no matter how often you call this.
+
+        Registers a hook (``register_step_post_hook``). Creating the state does this, and so does each save and restore for
+        optimizers that were added later.
+        """
+        for optimizer in self.optimizers.values():
+            watch_steps(optimizer)
+
+    @property
+    def not_given(self) -> tuple[str, ...]:
+        """The fields that a training usually has, ``optimizer`` and ``dataloader``, and that this state lacks."""
+        return tuple(name for name in ("optimizer", "dataloader") if getattr(self, name) is None)
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models by name; a single one is named ``model``."""
+        named = self.model if isinstance(self.model, Mapping) else {"model": self.model}
+        return _checked(named, "model", nn.Module)
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by name, without wrappers; a single one is named ``optimizer``."""
+        return {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
+
+    @property
+    def given_optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by name, as they were passed: with Accelerate's wrapper, or one that has its own state."""
+        if self.optimizer is None:
+            return {}
+        named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
+        return _checked(named, "optimizer", Optimizer)
+
+
+def _checked(given: Mapping[str, Any], what: str, cls: type) -> dict[str, Any]:
+    """The given objects by name, checked: names become folders of the checkpoint."""
+    for name, one in given.items():
+        if not isinstance(one, cls):
+            raise StateError(
+                f"{what}: expected a {cls.__module__}.{cls.__name__}, or several by name, got a "
+                f"{type(one).__name__} ({name!r})"
+            )
+    bad = [name for name in given if not is_word(name)]
+    if bad or not given:
+        raise StateError(
+            f"{what}={{…}}: names must be words (letters, digits, '_', '-'), got {bad}"
+            if bad
+            else f"{what}={{}}: holds none"
+        )
+    return dict(given)

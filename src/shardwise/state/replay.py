@@ -24,7 +24,7 @@ from torch.utils.data.sampler import (
 
 from ..errors import StateError
 from ..rng import capture_host_rng, preserve_rng, restore_rng
-from .loader_parts import equal, keeps_workers, parts_of
+from .parts import equal, keeps_workers, parts_of
 
 __all__ = ["SAFE_SAMPLERS", "ReplayedPosition"]
 

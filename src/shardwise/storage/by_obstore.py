@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
-from .explain import (
+from .other_clients import (
     NOWHERE,
     explained,
     has_answered,
@@ -24,10 +24,21 @@ from .explain import (
     is_unknown_upload,
     text_of,
 )
-from .pages import MOST_IN_FOLDER, level, pages_below, pages_of_level
-from .records import Cut, Held, Listing, Stat
-from .requests import LISTED_AT_ONCE, Requests, note
-from .tries import Tries, again
+from .records import (
+    LISTED_AT_ONCE,
+    MOST_IN_FOLDER,
+    Cut,
+    Held,
+    Listing,
+    Requests,
+    Stat,
+    Tries,
+    again,
+    level,
+    note,
+    pages_below,
+    pages_of_level,
+)
 
 __all__ = ["ObstoreStore"]
 

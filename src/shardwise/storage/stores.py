@@ -7,10 +7,7 @@ from threading import Lock
 from typing import Any
 
 from ..errors import IntegrityError, SourceError
-from .options import options_of
-from .records import Cut, Moved, Stat, Store
-from .tries import Tries
-from .urls import place_of
+from .records import Cut, Moved, Stat, Store, Tries, options_of, place_of
 
 __all__ = ["fetch", "store_of"]
 
@@ -43,7 +40,7 @@ def _opened(root: str, options: Mapping[str, Any]) -> Store:
         from .by_obstore import ObstoreStore
 
         return ObstoreStore(root, options)
-    from .by_fsspec import FsspecStore
+    from .other_clients import FsspecStore
 
     return FsspecStore(root, options)
 

@@ -1,1 +1,0 @@
-"""PEFT's adapters in sharded models: their names, their files, their initial values."""

@@ -1,0 +1,802 @@
+"""In-memory steps: saved into a ring in host memory, listed beside the stored steps, and read back from it or from other hosts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ..digests import partial_sum, partial_sums
+from ..dtypes import torch_dtype
+from ..errors import CheckpointError, FormatError, IntegrityError, RankError, ShardwiseError
+from ..format.manifest import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+    rank_of_file,
+    step_of_manifest,
+)
+from ..format.slices import header_bytes
+from ..limits import inside, parse_json, read_small
+from ..objects import frozen
+from ..publish.hosts import (
+    Holdings,
+    Reader,
+    RemoteFiles,
+    Server,
+    address_toward_store,
+    are_all,
+    copy_units,
+    proved_units,
+    runs_of,
+    units_in,
+    units_of,
+)
+from ..publish.ring import (
+    Maps,
+    Record,
+    Ring,
+    Slot,
+    copy_tensors,
+    new_word,
+    read_or_make_record,
+    unwritten,
+    write_record,
+    write_whole,
+)
+from ..ranks.ranks import Peer, Places, Ranks, remove_tree
+from ..state.optimizer import TrainState
+from .save import checked_text, file_records, manifest_of_written, merged_records, outline_of, write_documents
+from .snapshot import OwnFile, Piece, agree_on_forms, boxes_on
+from .take import (
+    Collected,
+    InMemoryCheckpoints,
+    Lineage,
+    LiveContents,
+    Taken,
+    compare,
+    detached_documents,
+    live_piece,
+    take,
+)
+
+__all__ = [
+    "HeldStep",
+    "Host",
+    "MemorySave",
+    "MemorySteps",
+    "MemoryView",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Keeps one step in memory: copies the state into the ring at once. A thread agrees with the other ranks beside the copy; behind training it
+# hashes the copy, and lets other hosts copy it.
+
+#: Every rank reads what rank 0 sends through the group's store, which one process serves.
+_MOST_SENT_BYTES = 1024**3
+
+
+@frozen
+class Host:
+    """This rank's host, and how to reach the hosts of the other ranks."""
+
+    tier: InMemoryCheckpoints
+    ring: Ring
+    places: Places
+    secret: bytes
+    maps: Maps
+
+    def reader(self, rank: int) -> Reader:
+        """Reads from the ring of another rank's host."""
+        peer = self.places.peers[rank]
+        return Reader(peer.host, peer.address, peer.port, self.secret, self.tier.timeout_s)
+
+
+@dataclass(slots=True)
+class _File:
+    """One slice file in the slot."""
+
+    own: OwnFile
+    header: bytes
+    memory: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(s.nbytes for s in self.own.slices)
+
+
+class MemorySave:
+    """One step on its way into memory. :meth:`copy` in the training's thread; a thread of its own beside it, and then behind training.
+
+    ``ranks`` agree in the thread until :meth:`copy` returns, those on ``behind`` afterwards.
+    """
+
+    def __init__(
+        self, step: int, host: Host, number: int, ranks: Ranks, behind: Ranks, warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
+        self.step = step
+        self.slot = host.ring.slot(f"own-{number}")
+        self.is_complete = self.has_copies = False
+        self.nbytes = 0
+        self.error: BaseException | None = None
+        self._number, self._host, self._ranks, self._behind = number, host, ranks, behind
+        self._stream: torch.Stream | None = None
+        self._taken: Future[Taken] = Future()
+        self._agreed: Future[Collected | None] = Future()
+        self._copied, self._ended, self._has_started = threading.Event(), threading.Event(), False
+        self._files: list[_File] = []
+        self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._has_started and not self._ended.is_set()
+
+    def join(self) -> None:
+        """Wait for the thread. Not by ``Thread.join``: after Ctrl-C in it Python (3.11) takes a running thread for one that has ended."""
+        if self._has_started:
+            self._ended.wait()
+
+    def start(self) -> bool:
+        """Start the thread, which :meth:`copy` needs. False: the system is out of threads."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            return False
+        self._has_started = True
+        return True
+
+    def copy(self, taking: Callable[[], Taken]) -> bool:
+        """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
+
+        It does not wait for the other ranks first: the slot never holds the newest step. Raises what ``taking``
+        raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all ranks', later, and so is
+        Ctrl-C, which this rank raises when all have compared: until then the thread uses this thread's ranks.
+        """
+        if torch.accelerator.is_available():
+            self._stream = torch.accelerator.current_stream()
+        try:
+            try:
+                with self._ranks.patience():
+                    taken = taking()
+            except BaseException as error:
+                self._taken.set_exception(error)
+                raise
+            self._taken.set_result(taken)
+            self._copy(taken)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._wait_for_agreement()
+        if self.error is not None and not isinstance(self.error, Exception):
+            raise self.error
+        return self._agreed.result() is not None
+
+    def _wait_for_agreement(self) -> None:
+        """Until the thread no longer uses this thread's ranks, and no longer reads the state; also through Ctrl-C."""
+        while not self._agreed.done():
+            try:
+                if not self._taken.done():  # Ctrl-C came first
+                    self._taken.set_exception(KeyboardInterrupt())
+                wait([self._agreed])
+            except BaseException as error:
+                self.error = error
+        self._copied.set()
+
+    def _copy(self, taken: Taken) -> None:
+        rank, places = self._ranks.rank, self._host.places
+        self.slot.clear()
+        self._files = [_File(f, header_bytes(f.slices)) for part in taken.own for f in part.files]
+        sizes = {f.name: f.nbytes for f in self._files}
+        if not self._host.maps.has(self.slot, sizes):  # else there is nothing to make room for
+            self.slot.keep_only({rank}, sizes.keys())
+            if places.is_leader(rank):
+                others = {rank_of_file(n) for n in self.slot.files()}.difference(places.beside(rank))
+                self.slot.keep_only(others, ())
+        memories = self._host.maps.of(self.slot, sizes)
+        contents = LiveContents(piece for file in self._files for piece in file.own.pieces)
+        for file in self._files:
+            memory = file.memory = memories[file.name]
+            memory[: len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+            offsets = [len(file.header) + one.offset_bytes for one in file.own.slices]
+            pieces = list(zip(file.own.pieces, offsets, strict=True))
+            copy_tensors([(live_piece(p), memory, at) for p, at in pieces if not p.is_on_device])
+            for piece, at in pieces:
+                if piece.is_on_device:
+                    for _, part in contents.parts_of(piece):
+                        at += copy_tensors([(part, memory, at)])
+            self.nbytes += file.nbytes - len(file.header)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+    def _work(self) -> None:
+        try:  # beside the copy
+            found = compare(self._taken_here, self._ranks)
+            collected = None if found is None else detached_documents(found)
+        except BaseException as error:
+            self._agreed.set_exception(error)
+            return
+        self._agreed.set_result(collected)
+        self._copied.wait()
+        if collected is None:
+            return
+        try:
+            self._publish(collected)
+        except BaseException as error:
+            self.error = error
+            self._warn(f"step {self.step} is not kept in memory: {error}")
+
+    def _taken_here(self) -> Taken:
+        """What the caller's thread has taken; this thread's device work comes after that one's from here on."""
+        taken = self._taken.result()
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        return taken
+
+    def _publish(self, collected: Collected) -> None:
+        ranks = self._behind
+        # Before hashing, which would slow down ranks that still copy, and for which training waits.
+        with ranks.agree("copy a step into memory"):
+            if self.error is not None:
+                raise self.error
+        with ranks.agree("keep a step in memory"):
+            files, sums = self._records(collected)
+            text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
+            write_whole(self._records_path(ranks.rank), text)
+        merged: list[dict[str, Any]] = []
+        ranks.reduce(
+            "file records in memory",
+            lambda: file_records(collected, ranks.rank, files, sums),
+            merged_records,
+            merged.append,
+        )
+        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(collected, merged[0]))
+        text = self._sent_manifest(checksum)
+        with ranks.agree("take the manifest in memory"):
+            if self._host.places.is_leader(ranks.rank):
+                self._take_manifest(text)
+        self.is_complete = True
+        problems = self._copy_others()
+        found = ranks.combine("copies in memory", lambda: problems, list)
+        self.has_copies = not any(found)
+        if not self.has_copies:
+            self._warn(f"step {self.step} in memory lacks copies: {'; '.join(p for p in found if p)}")
+
+    def _records(self, collected: Collected) -> tuple[dict[str, FileEntry], list[int]]:
+        """Entries of this rank's files, and the digest sums of what it wrote."""
+        rank = self._behind.rank
+        counted = [v for part in collected.snapshot.parts for v in part.live if v.counted]
+        totals = {id(v): 0 for v in counted}
+        files: dict[str, FileEntry] = {}
+        for file in self._files:
+            assert file.memory is not None
+            at = len(file.header)
+            for piece in file.own.pieces:
+                live, nbytes = piece.live, piece.nbytes
+                if id(live) in totals and nbytes:
+                    data = file.memory[at : at + nbytes]
+                    box = piece.held.box
+                    dtype = torch_dtype(live.stored.dtype)
+                    values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
+                    totals[id(live)] += partial_sum(values, box.start)
+                at += nbytes
+                self._behind.tick()
+            payload = file.memory[len(file.header) :].numpy().data
+            blocks = [
+                xxhash.xxh3_64_hexdigest(payload[a : a + BLOCK_BYTES])
+                for a in range(0, payload.nbytes, BLOCK_BYTES)
+            ]
+            files[file.name] = FileEntry(
+                file.nbytes, len(file.header), xxhash.xxh3_64_hexdigest(file.header), tuple(blocks)
+            )
+            file.memory = None
+        for v in counted:
+            if v.refers:
+                boxes = boxes_on(v.stored, rank)
+                totals[id(v)] = sum(partial_sums((live_piece(Piece(v, b)), b.box.start) for b in boxes))
+        self._write_documents(collected, files)
+        return files, [totals[id(v)] % 2**64 for v in counted]
+
+    def _write_documents(self, collected: Collected, files: dict[str, FileEntry]) -> None:
+        ranks = self._behind
+        self.slot.keep_only({ranks.rank}, {f.name for f in self._files})  # not the documents of an older step
+        documents: dict[str, Mapping[str, Any]] = {f"rank/{ranks.rank:05d}": collected.local}
+        if ranks.rank == 0:
+            documents["state"] = collected.shared
+        outline = outline_of(collected, ranks)
+        for stem, of_stem in documents.items():
+            text = checked_text(of_stem, outline, stem, self.slot.path)
+            os.makedirs(os.path.dirname(os.path.join(self.slot.path, stem)), 0o700, exist_ok=True)
+            write_documents(self.slot.path, stem, text, of_stem, files)
+        for name, content in collected.assets.items() if ranks.rank == 0 else ():
+            write_whole(os.path.join(self.slot.path, name), content)
+            files[name] = FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
+
+    def _write_manifest(self, collected: Collected, merged: Mapping[str, Any]) -> str:
+        text = manifest_of_written(collected, self._behind, merged).to_text().encode()
+        write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
+        return xxhash.xxh3_64_hexdigest(text)
+
+    def _sent_manifest(self, checksum: str) -> bytes:
+        """The manifest, on the first rank of each host. Collective.
+
+        It comes over the network from rank 0's host; through the group's store where that does not answer some host.
+        """
+        ranks, text = self._behind, b""
+
+        def fetch() -> bool:
+            nonlocal text
+            if not self._host.places.is_leader(ranks.rank):
+                return True
+            text = self._manifest_of_first()
+            return xxhash.xxh3_64_hexdigest(text) == checksum
+
+        if ranks.combine("fetch the manifest in memory", fetch, all):
+            return text
+        return ranks.on_first("send the manifest in memory", self._sendable_manifest)
+
+    def _manifest_of_first(self) -> bytes:
+        """Empty if rank 0's host does not send it."""
+        if self._behind.rank == 0:
+            return Path(self.slot.path, MANIFEST_NAME).read_bytes()
+        reader = self._host.reader(0)
+        try:
+            return reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
+        except (CheckpointError, IntegrityError):
+            return b""
+        finally:
+            reader.close()
+
+    def _sendable_manifest(self) -> bytes:
+        text = self._manifest_of_first()
+        if len(text) * self._behind.world_size > _MOST_SENT_BYTES:
+            raise CheckpointError(
+                f"rank 0's host does not send the manifest to all hosts, and it is too large for the group's store: {len(text):,} "
+                f"bytes for each rank"
+            )
+        return text
+
+    def _take_manifest(self, text: bytes) -> None:
+        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more. Deletes files of
+        ranks whose slices this host does not copy."""
+        write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
+        if min(self._host.tier.copies, self._host.places.hosts) > 1:
+            held, places, copies = self._held, self._host.places, self._host.tier.copies
+            write_whole(os.path.join(held.path, MANIFEST_NAME), text)
+            sources = {s for r in places.beside(self._ranks.rank) for s in places.sources_of(r, copies)}
+            held.keep_only({rank_of_file(name) for name in held.files()} - sources, ())
+
+    @property
+    def _held(self) -> Slot:
+        number = self._number % self._host.tier.received_slots
+        return self._host.ring.slot(f"held-{number}")
+
+    def _records_path(self, rank: int) -> str:
+        return os.path.join(f"{self.slot.path}.files", f"{rank:05d}.json")
+
+    def _copy_others(self) -> str:
+        """Copy the slices of other hosts' ranks. Returns what went wrong; never raises for a host that is away."""
+        problems, held = [], self._held
+        for source in self._host.places.sources_of(self._ranks.rank, self._host.tier.copies):
+            reader = self._host.reader(source)
+            try:
+                self._copy_rank(reader, source, held)
+            except (ShardwiseError, OSError, ValueError, KeyError, TypeError) as error:
+                problems.append(f"rank {source}'s on host {self._host.tier.host_name}: {error}")
+            finally:
+                reader.close()
+        return "; ".join(problems)
+
+    def _copy_rank(self, reader: Reader, source: int, held: Slot) -> None:
+        slot = f"own-{self._number}"
+        name = f"{slot}.files/{source:05d}.json"
+        records = parse_json(reader.read_whole(name), name)
+        if not isinstance(records, dict):
+            raise FormatError("is not a list of files: not a JSON object", path=name)
+        held.keep_only({source}, records.keys())
+        for name, fields in records.items():
+            entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
+            path = held.room_for(name, entry.nbytes)
+            copy_units(reader, f"{slot}/{name}", units_of(entry, path=name), path, self._behind.tick)
+
+
+# ----------------------------------------------------------------------------------------------------
+# One step in memory as a directory for a restore: what other hosts hold arrives when it is read.
+
+
+class MemoryView:
+    """A directory with every file of a step: links to those that this host holds whole, and documents that its ranks bring from other hosts.
+    Slices that it lacks come when they are read, and stay on their hosts."""
+
+    def __init__(self, host: Host, ranks: Ranks, manifest: Manifest, text: bytes, holdings: Holdings) -> None:
+        self.manifest = manifest
+        self._host, self._ranks, self._holdings = host, ranks, holdings
+        self._missing = {name for name in manifest.files if self._whole_here(name) is None}
+        self._remote = RemoteFiles(manifest.files, holdings, host.reader, ranks.tick)
+        leader = host.places.beside(ranks.rank)[0]
+        made = ranks.combine("name views", lambda: host.ring.new_view() if ranks.rank == leader else "", list)
+        self.path = made[leader]
+        with ranks.agree("make a view"):
+            if ranks.rank == leader:
+                host.ring.sweep_views()
+                self._make(text)
+
+    def _make(self, text: bytes) -> None:
+        write_whole(os.path.join(self.path, MANIFEST_NAME), text)
+        for name, entry in self.manifest.files.items():
+            path = inside(self.path, name)
+            try:
+                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+                if whole := self._whole_here(name):
+                    os.link(whole, path)
+                else:
+                    with open(path, "xb") as file:
+                        file.truncate(entry.nbytes)
+            except OSError as error:
+                raise unwritten(path, error) from error
+
+    def _whole_here(self, name: str) -> str | None:
+        count, beside = units_in(self.manifest.files[name]), self._host.places.beside(self._ranks.rank)
+        for rank, slot, runs in self._holdings[name]:
+            if rank in beside and are_all(runs, count):
+                return inside(self._host.ring.slot(slot).path, name)
+        return None
+
+    def bring_documents(self) -> None:
+        """Bring what this host lacks of the files that a restore reads whole: those without slices, of other hosts' ranks excepted.
+
+        Rank-local: the ranks of a host share the work. Raises as :meth:`read_into`; :class:`LowSpaceError` if there is no room.
+        """
+        beside = self._host.places.beside(self._ranks.rank)
+        documents = [
+            name
+            for name in sorted(self._missing)
+            if not os.path.basename(name).startswith("shard-")
+            and (not name.startswith("rank/") or rank_of_file(name) in beside)
+        ]
+        for name in documents[beside.index(self._ranks.rank) :: len(beside)]:
+            self._remote.copy(name, inside(self.path, name))
+        self._missing.difference_update(documents)
+
+    def read_into(self, path: str, offset_bytes: int, view: memoryview) -> bool:
+        """Fill ``view`` with bytes of a slice file that this host lacks. False: the host has the file. Rank-local.
+
+        Raises as :meth:`.RemoteFiles.read_into`.
+        """
+        name = os.path.relpath(path, self.path)
+        if name not in self._missing:
+            return False
+        self._remote.read_into(name, offset_bytes, view)
+        return True
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Bytes that this rank brought here, by host."""
+        found = Counter[str]()
+        for rank, nbytes in self._remote.taken.items():
+            found[self._host.places.peers[rank].host] += nbytes
+        return found
+
+    def remove(self) -> None:
+        """Give its memory back. Collective."""
+        self._remote.close()
+        with self._ranks.agree("remove the view"):
+            if self._host.places.is_leader(self._ranks.rank):
+                remove_tree(self.path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The steps of a run in memory: keeping them, finding the newest that is held and proved, and a view of it for a restore.
+
+_log = logging.getLogger(__name__)
+_NUMBERS = itertools.count()
+
+
+@frozen
+class HeldStep:
+    """A step that some hosts have a manifest of."""
+
+    step: int
+    checksum: str
+    """Of its manifest."""
+
+
+class MemorySteps:
+    """Every rank makes one. Collective, and raises alike on all ranks: :class:`CheckpointError`, :class:`RankError`."""
+
+    def __init__(self, tier: InMemoryCheckpoints, root: str, ranks: Ranks) -> None:
+        self._tier, self._root = tier, root
+        self.newest: int | None = None
+        """The newest step that this run has in memory, or had taken from there."""
+        self._slot, self._is_off, self._has_line = 1, False, False
+        self._has_warned = False
+        self._saving: MemorySave | None = None
+        self.failed: list[HeldStep] = []
+        """Steps that were tried, and are not held whole."""
+
+        def begin() -> list[str]:
+            record = read_or_make_record(root)
+            # Rank 0 names the channel of the threads' agreements: other ranks may have had another number of runs.
+            return [record.name, record.line, secrets.token_hex(32), f"memory-{next(_NUMBERS)}-"]
+
+        self._name, self._line, secret, self._channel = ranks.on_first("begin the memory tier", begin)
+
+        self._server: Server | None = None
+
+        def told() -> list[Any]:
+            ring = Ring(tier.root, self._name)
+            address = tier.address or address_toward_store()
+            self._server = Server(ring, secret.encode(), address, tier.timeout_s)
+            self._ring = ring
+            return [tier.host_name, address, self._server.port]
+
+        try:
+            peers = ranks.combine("meet the hosts", told, list)
+        except BaseException:  # the caller gets no object to close
+            if self._server is not None:
+                self._server.close()
+            raise
+        places = Places([Peer(*one) for one in peers])
+        self._host = Host(tier, self._ring, places, secret.encode(), Maps())
+        if ranks.rank == 0 and places.hosts < tier.copies:
+            _log.warning(
+                "memory tier: %d copies are asked for, and there are %d hosts: each slice is held on %d",
+                tier.copies,
+                places.hosts,
+                min(places.hosts, tier.copies),
+            )
+
+    # -- keeping ------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether the tier keeps this step."""
+        return step % self._tier.every == 0 and step != self.newest
+
+    def save(self, state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> int:
+        """Copy the state into memory and let a thread do the rest. Returns the copied bytes; 0 if the step is left out. Collective."""
+        self._settle_if_done()
+        if not self._has_line:
+            self.begin_line(None, ranks)
+        forms = agree_on_forms(state, ranks)
+        saving = None if self._saving is not None or self._is_off else self._new_save(step, ranks)
+        if saving is None or not saving.start():
+            compare(lambda: None, ranks)
+            return 0
+        self._saving = (
+            saving  # also after Ctrl-C in the copy: its thread has to end before the next one begins
+        )
+        try:
+            is_kept = saving.copy(lambda: take(state, step, lineage, forms, ranks.rank))
+        except Exception:
+            self._saving = None  # the thread has ended, or is about to
+            raise
+        if not is_kept:
+            self._saving = None
+            return 0
+        return saving.nbytes
+
+    def _new_save(self, step: int, ranks: Ranks) -> MemorySave:
+        behind = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
+        level = (
+            logging.INFO if self._has_warned else logging.WARNING
+        )  # one warning, until a step is held whole
+
+        def warn(text: str) -> None:
+            self._has_warned = True
+            if ranks.rank == 0:
+                _log.log(level, "%s", text)
+
+        return MemorySave(step, self._host, 1 - self._slot, ranks, behind, warn)
+
+    def wait(self) -> int | None:
+        """Wait for the thread. Returns the newest step that is held."""
+        if self._saving is not None:
+            self._saving.join()
+            self._settle_if_done()
+        return self.newest
+
+    def _settle_if_done(self) -> None:
+        saving = self._saving
+        if saving is None or saving.is_running:
+            return
+        self._saving = None
+        if saving.is_complete:
+            self.newest, self._slot = saving.step, 1 - self._slot
+        self._has_warned = self._has_warned and not saving.has_copies
+        if isinstance(saving.error, RankError) and saving.error.missing:
+            self._is_off = True  # ranks are out of step
+
+    def close(self, *, keep: bool, ranks: Ranks) -> None:
+        """Wait, and give the memory back unless the next start wants it."""
+        self.wait()
+        assert self._server is not None
+        self._server.close()
+        self._host.maps.forget()
+        if not keep and self._host.places.is_leader(ranks.rank):
+            self._ring.remove()
+
+    def begin_line(self, step: int | None, ranks: Ranks) -> None:
+        """From here on nothing but steps up to ``step`` may ever be taken from memory, on hosts that are here. Collective."""
+        line = ranks.on_first("begin a line", new_word)
+
+        def begin() -> int:
+            """The slot on this host that holds the step; -1: none."""
+            found = -1
+            if self._host.places.is_leader(ranks.rank):
+                is_ours = self._line in self._ring.lines
+                for name in self._ring.slots():
+                    held = _held_in(self._ring.slot(name))
+                    if not is_ours or step is None or held is None or held.step > step:
+                        self._ring.slot(name).clear()
+                    elif held.step == step and name.startswith("own"):
+                        found = int(name[-1])
+                self._ring.set_lines([self._line, line] if is_ours else [line])
+            return found
+
+        self._slot = ranks.combine("begin a line", begin, _agreed_slot)
+        ranks.on_first("write the line", lambda: write_record(self._root, Record(self._name, line)))
+        self.newest, self._line, self._has_line = None, line, True
+
+    def took(self, held: HeldStep) -> None:
+        """A resume has taken this step: it stays until a newer one is held."""
+        self.newest = held.step
+
+    def path_of(self, held: HeldStep) -> str:
+        """Where a step is held, for people."""
+        return f"{self._ring.path} step {held.step}"
+
+    # -- finding ------------------------------------------------------------------------------------------
+
+    def candidates(self, ranks: Ranks) -> list[HeldStep]:
+        """Steps of which some host has a manifest, newest first; nothing is proved yet. Waits for one that is on its way. Collective."""
+        self.wait()
+
+        def look() -> list[list[Any]]:
+            if self._line not in self._ring.lines:
+                return []
+            found = [_held_in(self._ring.slot(name)) for name in self._ring.slots()]
+            return [[one.step, one.checksum] for one in found if one is not None]
+
+        seen = ranks.combine("look into memory", look, _newest_first)
+        return [HeldStep(*one) for one in seen]
+
+    def view(self, held: HeldStep, ranks: Ranks) -> MemoryView:
+        """Prove a step, and make a directory of it on this host. Collective; raises :class:`CheckpointError` alike if any unit is
+        held by no host."""
+        mine: dict[str, list[str]] = {}  # this host's slots of the step, and their files
+        text = b""
+
+        def find() -> dict[str, list[str]]:
+            nonlocal text
+            if self._line in self._ring.lines:
+                for name in self._ring.slots():
+                    slot = self._ring.slot(name)
+                    found = _manifest_of(slot)
+                    if xxhash.xxh3_64_hexdigest(found) == held.checksum:
+                        mine[name] = sorted(slot.files())
+                        text = found
+            return mine
+
+        first, only_copies = ranks.combine("who has the manifest", find, _first_and_copies)
+        text = ranks.combine("send the manifest", lambda: text if first == ranks.rank else b"", _only)
+        with ranks.agree("read the manifest in memory"):
+            manifest = parse_manifest(text, self._ring.path)
+        # Hosts prove their own slices, and at once copies of those whose own host is lost; other copies only where those are damaged.
+        of_step = frozenset(manifest.files)  # slots may hold files of other ranks, which an older step had
+        wanted = {"own": of_step, "held": of_step.intersection(only_copies)}
+        holdings, lost = ranks.combine(
+            "prove a step in memory",
+            partial(self._proved, manifest, mine, wanted, ranks),
+            partial(_merged, manifest, {}),
+        )
+        if lost:
+            wanted = {"own": frozenset(), "held": frozenset(lost).difference(only_copies)}
+            holdings, lost = ranks.combine(
+                "prove copies in memory",
+                partial(self._proved, manifest, mine, wanted, ranks),
+                partial(_merged, manifest, holdings),
+            )
+        if lost:
+            raise CheckpointError(f"step {held.step} in memory: no host holds all of {', '.join(lost[:5])}")
+        return MemoryView(self._host, ranks, manifest, text, holdings)
+
+    def _proved(
+        self,
+        manifest: Manifest,
+        slots: Mapping[str, Sequence[str]],
+        wanted: Mapping[str, Collection[str]],
+        ranks: Ranks,
+    ) -> dict[str, Any]:
+        """What this rank proves of the files that are wanted of each kind of slot; the ranks of a host share the work."""
+        beside = self._host.places.beside(ranks.rank)
+        index = beside.index(ranks.rank)
+        found: dict[str, Any] = {}
+        for slot, files in slots.items():
+            of_slot = [f for f in files if f in wanted[slot.partition("-")[0]]]
+            for name in of_slot[index :: len(beside)]:
+                path = inside(self._ring.slot(slot).path, name)
+                if units := proved_units(path, manifest.files[name], ranks.tick):
+                    found.setdefault(name, []).append([ranks.rank, slot, runs_of(units)])
+        return found
+
+
+def _manifest_of(slot: Slot) -> bytes:
+    """The text of a slot's manifest; empty if it can't be read."""
+    try:
+        return read_small(os.path.join(slot.path, MANIFEST_NAME))
+    except ShardwiseError:
+        return b""
+
+
+def _held_in(slot: Slot) -> HeldStep | None:
+    """What a slot holds by its manifest, if that is intact."""
+    text = _manifest_of(slot)
+    try:
+        return HeldStep(step_of_manifest(text, slot.path), xxhash.xxh3_64_hexdigest(text))
+    except ShardwiseError:
+        return None
+
+
+def _agreed_slot(found: list[int]) -> int:
+    """The slot that must stay, from the hosts that have one."""
+    return max((n for n in found if n >= 0), default=1)
+
+
+def _newest_first(found: list[list[list[Any]]]) -> list[list[Any]]:
+    return sorted(([s, c] for s, c in {tuple(one) for of in found for one in of}), reverse=True)
+
+
+def _first_and_copies(found: list[dict[str, list[str]]]) -> list[Any]:
+    """The first rank whose host has the manifest, and the files of which only copies are there, on other hosts than their own."""
+    by_kind: dict[str, set[str]] = {"own": set(), "held": set()}
+    for slots in found:
+        for slot, files in slots.items():
+            by_kind[slot.partition("-")[0]].update(files)
+    first = next((rank for rank, slots in enumerate(found) if slots), None)
+    if first is None:
+        raise CheckpointError("the step in memory is gone: no host has its manifest any more")
+    return [first, sorted(by_kind["held"] - by_kind["own"])]
+
+
+def _only(found: list[bytes]) -> bytes:
+    return next(text for text in found if text)
+
+
+def _merged(manifest: Manifest, before: Holdings, new: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """All holdings, and the files of which a unit is held by no rank."""
+    merged: dict[str, list[Any]] = {name: [] for name in manifest.files}
+    for one in (before, *new):
+        for name, holders in one.items():
+            merged[name] += holders
+    lost = [
+        name
+        for name, entry in manifest.files.items()
+        if not are_all([run for _, _, runs in merged[name] for run in runs], units_in(entry))
+    ]
+    return [merged, lost]

@@ -1,0 +1,764 @@
+"""The steps of a run: which are kept, which one a resume uses, when the next save is due, and what happens when a save fails."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .. import errors
+from ..errors import (
+    CheckpointError,
+    LockedError,
+    NoCheckpointError,
+    RankError,
+    ShardwiseError,
+    SourceError,
+    is_damage,
+)
+from ..format.manifest import read_manifest
+from ..objects import frozen
+from ..operations.operation import this_operation
+from ..planning.plan import IOOptions
+from ..publish.line import Line, line_of
+from ..publish.lock import open_for_all
+from ..publish.places import Target, dcp_directories
+from ..ranks.ranks import Ranks, patiently
+from ..state.optimizer import TrainState
+from ..storage import bytes_below, place_at, real
+from ..storage.records import is_url, join
+from .resume_report import ResumeReport
+from .save import SaveReport
+from .verify import check_files, quick_check
+
+if TYPE_CHECKING:
+    from ..publish.copy import Mirror
+
+__all__ = [
+    "Candidate",
+    "Directories",
+    "Due",
+    "FailurePolicy",
+    "Failures",
+    "LastSave",
+    "OneDirectory",
+    "RefusalError",
+    "Restore",
+    "Retention",
+    "RunSteps",
+    "SAVED",
+    "SaveTimes",
+    "Situation",
+    "Stored",
+    "Way",
+    "may_pass",
+    "way_of",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The steps of a run, in its directory or store and in a mirror of it: which are kept, which a resume tries, in which order.
+#
+# All of this is rank 0's work, but for the paths.
+
+_log = logging.getLogger(__name__)
+#: Steps beyond those that are kept which a place looks at, for steps that are not whole at some places.
+_MORE_STEPS = 2
+
+
+@frozen
+class Retention:
+    """Which steps stay: the newest valid ones, and those that are kept for good. See :class:`.Checkpointer`."""
+
+    keep_last: int | None
+    keep_every: int | None
+
+    def excess(self, line: Line, newest: int, on_progress: Callable[[], object]) -> list[int]:
+        """The steps of a line up to ``newest`` that go. Reads manifests, and compares sizes of files with them. What another run or program has
+        put there neither counts nor goes.
+
+        Raises :class:`CheckpointError`, :class:`SourceError`.
+        """
+        if self.keep_last is None:
+            return []
+        steps = {s: name for s, name in line.own_steps().items() if s <= newest}
+        valid, found = 0, []
+        for step, name in steps.items() if len(steps) > self.keep_last else ():
+            if valid < self.keep_last:
+                valid += _is_whole(join(line.root, name), step, on_progress)
+            elif self.keep_every is None or step % self.keep_every:
+                found.append(step)
+        return found
+
+    def apply(
+        self, line: Line, newest: int, on_progress: Callable[[], object], *, spared: int | None = None
+    ) -> None:
+        """Delete what goes, but for the step that is ``spared`` this time.
+
+        Never makes a save fail: the step is published, and an extra old step does no harm.
+        """
+        try:
+            line.remove(s for s in self.excess(line, newest, on_progress) if s != spared)
+        except (CheckpointError, SourceError) as error:
+            _log.warning("no step is deleted: %s", error)
+
+
+@frozen
+class Stored:
+    """What lies below the URL of a run, and is paid for."""
+
+    steps: tuple[int, ...]
+    """The steps that retention left, newest first."""
+    set_aside: int
+    """Steps that a resume has set aside: no retention deletes them."""
+    objects: int
+    nbytes: int
+    """Of all objects, those of steps set aside and of killed saves included; a listing shows no parts of unfinished uploads."""
+
+
+@frozen
+class Candidate:
+    """A published step that a resume may take."""
+
+    step: int
+    place: int
+    """0: the run's own directory or store; then the mirror and the fall-back, where there are any."""
+    path: str
+
+
+class RunSteps:
+    """The line of a run, and the mirror's, if there is one. Every rank makes one."""
+
+    def __init__(
+        self,
+        root: str,
+        mirror: str | None,
+        retention: Retention,
+        fallback: str | None = None,
+        *,
+        sweeps: bool = True,
+    ) -> None:
+        places = {"run's own directory": root, "mirror": mirror, "fallback": fallback}
+        found: dict[str, str] = {}
+        for name, place in places.items():
+            if place is not None and (before := found.setdefault(real(place), name)) != name:
+                raise ValueError(f"the {name} is the {before}: {place}; give another one")
+        self._line = line_of(root, sweeps=sweeps)
+        self._retention = retention
+        self.stored: Stored | None = None
+        self._fallback = None if fallback is None else line_of(fallback)
+        self.mirror: Mirror | None = None
+        if mirror is not None:
+            from ..publish.copy import Mirror  # and with it what copies
+
+            self.mirror = Mirror(line_of(mirror), self._line, retention.apply)
+
+    @property
+    def _lines(self) -> list[Line]:
+        others = (None if self.mirror is None else self.mirror.line, self._fallback)
+        return [self._line, *(line for line in others if line is not None)]
+
+    @property
+    def fallback(self) -> int | None:
+        """The place of the fall-back; None without one."""
+        return None if self._fallback is None else len(self._lines) - 1
+
+    def open(self) -> None:
+        """Take the directories, or look at the stores. Raises :class:`LockedError`."""
+        for line in self._lines:
+            line.open()
+
+    def close(self) -> None:
+        """Wait for the mirror, and release the directories."""
+        if self.mirror is not None:
+            self.mirror.wait()
+        for line in self._lines:
+            line.close()
+
+    def target(self, name: str, place: int = 0) -> Target:
+        """Where the save under this name publishes. On every rank."""
+        return self._lines[place].target(name)
+
+    def root_of(self, place: int) -> str:
+        """The directory or URL of a place. On every rank."""
+        return self._lines[place].root
+
+    def path_of(self, place: int, name: str) -> str:
+        """The path of a step. On every rank."""
+        return join(self._lines[place].root, name)
+
+    def name_of_next(self, step: int, *, has_begun: bool, place: int = 0) -> str:
+        """The name of the directory for a save of ``step``. Refuses to mix runs: all published steps must be this run's own.
+
+        ``has_begun``: this run has saved or resumed. Raises :class:`CheckpointError`, :class:`LockedError`.
+        """
+        for line in [self._lines[place]] if has_begun else self._lines:
+            steps = line.held_steps()
+            if steps and not has_begun:
+                raise CheckpointError(
+                    f"{line.root}: contains steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
+                    f"or give this run another directory"
+                )
+            if steps and step <= max(steps):
+                raise CheckpointError(
+                    f"{line.root}: step {step} is not newer than the published step {max(steps)}"
+                )
+        return self._lines[place].fresh_name(step)
+
+    def after_save(self, step: int, on_progress: Callable[[], object], place: int = 0) -> None:
+        """Apply retention where the step was saved, and let the mirror follow."""
+        if place:
+            self._lines[place].tidy(step)
+            self._retention.apply(self._lines[place], step, on_progress)
+            return
+        self._line.tidy(step)
+        self._retention.apply(
+            self._line, step, on_progress, spared=None if self.mirror is None else self.mirror.copying
+        )
+        if self._retention.keep_last is not None and is_url(self._line.root):
+            self._look_what_is_stored()
+        if self.mirror is not None:
+            self.mirror.follow()
+
+    def newest_whole(self, newest: int, is_whole: Callable[[str, int], bool]) -> list[int]:
+        """The steps up to ``newest`` that one place may count: some more than are kept, because other places may count others."""
+        if self._retention.keep_last is None:
+            return []
+        steps = [(s, name) for s, name in self._line.own_steps().items() if s <= newest]
+        return [
+            s
+            for s, name in steps[: self._retention.keep_last + _MORE_STEPS]
+            if is_whole(join(self._line.root, name), s)
+        ]
+
+    def keep_newest(self, newest: int, whole: Sequence[int]) -> None:
+        """As :meth:`after_save`, where the places have agreed on the steps that are ``whole``, newest first."""
+        self._line.tidy(newest)
+        keep_last, keep_every = self._retention.keep_last, self._retention.keep_every
+        if keep_last is not None and len(whole) >= keep_last:
+            oldest = whole[keep_last - 1]
+            try:
+                self._line.remove(
+                    s for s in self._line.own_steps() if s < oldest and (keep_every is None or s % keep_every)
+                )
+            except CheckpointError as error:
+                _log.warning("no step is deleted: %s", error)
+
+    def _look_what_is_stored(self) -> None:
+        """One request for each 1,000 objects, and two for the head. Never makes a save fail."""
+        root = self._line.root
+        try:
+            objects, nbytes = patiently(bytes_below, root)
+            steps, aside = self._line.steps(), self._line.set_aside()
+        except (CheckpointError, SourceError) as error:
+            _log.warning("%s: can't be listed after the save: %s", root, error)
+            return
+        self.stored = Stored(tuple(steps), len(aside), objects, nbytes)
+        _log.info(
+            "%s: holds %d steps and %d quarantined ones, in %d objects of %.2f GB",
+            root,
+            len(steps),
+            len(aside),
+            objects,
+            nbytes / 1e9,
+        )
+
+    def candidates(self, step: int | None) -> list[list[Any]]:
+        """Step, place and name of each step to try, or of exactly ``step``: newest first, the run's own before those of mirror and fall-back.
+
+        Raises :class:`CheckpointError` if there is no such step, or if another place holds the steps of another run;
+        :class:`NoCheckpointError` if one of two places has lost its head.
+        """
+        if self.mirror is not None:
+            self.mirror.wait()
+        by_place = [line.steps() for line in self._lines]
+        self._check_all(by_place)
+        if step is not None and not any(step in steps for steps in by_place):
+            raise CheckpointError(
+                f"{self._line.root}: no step {step}; there are {sorted(set().union(*by_place))}"
+            )
+        if self.mirror is not None:
+            by_place[1] = self._of_this_branch(*by_place[:2])
+        found = [
+            [s, place, name]
+            for place, steps in enumerate(by_place)
+            for s, name in steps.items()
+            if step in (None, s)
+        ]
+        return sorted(found, key=lambda one: (-one[0], one[1]))
+
+    def _of_this_branch(self, own: Mapping[int, str], copies: Mapping[int, str]) -> dict[int, str]:
+        """The mirror's steps, without those that the run has superseded while it had no mirror."""
+
+        from ..publish.copy import is_same
+
+        def is_copy(name: str, step: int) -> bool | None:
+            return patiently(is_same, self.path_of(0, name), self.path_of(1, copies[step]))
+
+        apart = [s for s in own.keys() & copies.keys() if is_copy(own[s], s) is False]
+        left = {s: name for s, name in copies.items() if s < min(apart, default=s + 1)}
+        aside = [one for one in self._line.set_aside() if one.why == "superseded" and one.step in left]
+        old = {one.step for one in aside if is_copy(one.name, one.step)}
+        if superseded := sorted(copies.keys() - left.keys() | old):
+            _log.warning("the mirror's steps %s are of another branch of the run", superseded)
+        return {s: name for s, name in left.items() if s not in old}
+
+    def _check_all(self, by_place: list[dict[int, str]]) -> None:
+        """Raise if one of several places has lost its head, or if they hold steps of two runs."""
+        if len(by_place) == 1:
+            return
+        runs: dict[str, str] = {}
+        for line, steps in zip(self._lines, by_place, strict=True):
+            if not steps and (strange := line.strangers()):
+                raise NoCheckpointError(strange)
+            for name in steps.values():
+                try:
+                    runs.setdefault(patiently(read_manifest, join(line.root, name)).run_id, line.root)
+                    break
+                except ShardwiseError as error:  # a resume finds the damage, and says so
+                    if not is_damage(error) and not isinstance(error.__cause__, SourceError):
+                        raise
+        if len(runs) > 1:
+            own, other = list(runs.values())[:2]
+            kind = "fallback" if self._fallback is not None and other == self._fallback.root else "mirror"
+            raise CheckpointError(
+                f"{other}: holds the steps of another run than {own}; give each run a {kind} of its own"
+            )
+
+    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]]) -> list[int]:
+        """Set newer steps aside, and those that were found ``damaged``, by place. Returns the newer steps.
+
+        Raises :class:`LockedError`, :class:`CheckpointError`.
+        """
+        newer: set[int] = set()
+        # The mirror first: if it fails, the run's own newer steps are still tried before those of the mirror.
+        for place, line in reversed(list(enumerate(self._lines))):
+            newer |= {s for s in line.steps() if s > step}
+            line.take(step, dict.fromkeys(damaged.get(place, ()), "damaged"))
+        return sorted(newer, reverse=True)
+
+    def raise_if_taken(self) -> None:
+        """Raise :class:`LockedError` if another run has taken the steps, whose retention may have deleted the one that is read."""
+        for line in self._lines:
+            with contextlib.suppress(SourceError):  # the store is down: the first error says so
+                line.steps()
+
+    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]]) -> None:
+        """Raise :class:`NoCheckpointError` if steps were published and none is valid."""
+        for place, line in enumerate(self._lines):
+            bad = damaged.get(place, {})
+            if bad:
+                line.steps()  # raises if another run has changed the line, whose retention may have deleted these steps
+            if strange := line.strangers(bad):
+                raise NoCheckpointError(strange)
+            if bad or line.was_ever_published():
+                found = (
+                    "; ".join(f"step {s}: {why}" for s, why in bad.items())
+                    or "all were renamed as damaged or superseded"
+                )
+                which = "none is valid" if step is None else f"step {step} is not valid"
+                raise NoCheckpointError(
+                    f"{line.root}: steps were published, but {which} ({found}). Move the directory away "
+                    f"to start again, or give a renamed step its old name"
+                )
+        root = self._line.root
+        if others := [] if is_url(root) else dcp_directories(root):
+            _log.warning(
+                "%s: no step of shardwise to resume from; it holds DCP directories: %s. "
+                "To begin with the state of one, call sw.restore(state, %r) where resume() returned None",
+                root,
+                ", ".join(others[-3:]),
+                os.path.join(root, others[-1]),
+            )
+
+
+def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
+    """Whether retention may count a step. A step that can't be read does not count: then fewer are deleted."""
+    try:
+        patiently(check_files, path, step, on_progress)
+    except ShardwiseError as error:
+        _log.warning("retention does not count %s: %s", path, error)
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------
+# Who does the work on a run's directory: rank 0 for one that all ranks see, or one rank of each host.
+
+#: ``restore_into``, which is imported by a resume only.
+Restore = Callable[[TrainState, str, Ranks, IOOptions], ResumeReport]
+
+
+class Directories(Protocol):
+    """Every rank makes one. Its methods are collective, but for :meth:`target`, and raise alike on all ranks."""
+
+    def open(self, take: Callable[[], str], ranks: Ranks) -> str:
+        """Lock the run's places by ``take``, and look whether all ranks can work there. Returns rank 0's result of ``take``."""
+
+    def name_of_next(self, name: Callable[[], str], ranks: Ranks) -> str:
+        """The name of the next step's directory, by :meth:`.RunSteps.name_of_next`."""
+
+    def target(self, name: str, place: int) -> Target:
+        """Where the save under this name publishes."""
+
+    def after_save(self, step: int, place: int, ranks: Ranks) -> None:
+        """Apply retention, and let the mirror follow."""
+
+    def candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
+        """The steps to try, newest first."""
+
+    def restore(
+        self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks, io: IOOptions
+    ) -> ResumeReport:
+        """Check a step, and restore it. Raises damage as :func:`.is_damage` says."""
+
+    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
+        """As :meth:`.RunSteps.go_on_from`."""
+
+    def raise_if_taken(self, ranks: Ranks) -> None:
+        """As :meth:`.RunSteps.raise_if_taken`."""
+
+    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
+        """As :meth:`.RunSteps.raise_if_lost`."""
+
+
+class OneDirectory:
+    """A directory or store that all ranks see. Rank 0 does the work."""
+
+    def __init__(self, steps: RunSteps) -> None:
+        self._steps = steps
+
+    def open(self, take: Callable[[], str], ranks: Ranks) -> str:
+        return open_for_all(self._steps.root_of(0), take, ranks)
+
+    def name_of_next(self, name: Callable[[], str], ranks: Ranks) -> str:
+        return ranks.on_first("check checkpoint directory", name)
+
+    def target(self, name: str, place: int) -> Target:
+        return self._steps.target(name, place)
+
+    def after_save(self, step: int, place: int, ranks: Ranks) -> None:
+        with ranks.agree("retention"):
+            if ranks.rank == 0:
+                self._steps.after_save(step, ranks.tick, place)
+
+    def candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
+        found: list[list[Any]] = ranks.on_first(
+            "scan checkpoint directory", lambda: self._steps.candidates(step)
+        )
+        return [Candidate(s, place, self._steps.path_of(place, name)) for s, place, name in found]
+
+    def restore(
+        self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks, io: IOOptions
+    ) -> ResumeReport:
+        with ranks.agree(f"check step {one.step}"):
+            if ranks.rank == 0:
+                patiently(quick_check, one.path, one.step, ranks.tick)
+        this_operation().begin_again(one.path)
+        return restore(state, one.path, ranks, io)
+
+    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
+        return ranks.on_first("rename newer steps", partial(self._steps.go_on_from, step, damaged))
+
+    def raise_if_taken(self, ranks: Ranks) -> None:
+        ranks.on_first("check the steps again", self._steps.raise_if_taken)
+
+    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
+        ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
+
+
+# ----------------------------------------------------------------------------------------------------
+# When a save is due: every so many steps, or after so much time.
+
+
+class Due:
+    """Whether a save is due at a step, the same on every rank that makes the same calls.
+
+    A number of steps needs no messages. For a time rank 0's clock decides, and ranks ask it at calls that all of them know: at the first
+    one, then each time half of what is left has passed at the pace of the steps so far, but at most twice as many calls after a look as there
+    were before it. So a save comes at most a step late, for about ten looks between two saves.
+
+    Raises :class:`ValueError` for less than 1 step, and for a time that isn't positive.
+    """
+
+    def __init__(self, every: int | timedelta | None, clock: Callable[[], float] = time.monotonic) -> None:
+        if every is not None and (every <= timedelta(0) if isinstance(every, timedelta) else every < 1):
+            raise ValueError(
+                f"save_every must be at least 1 step, or a positive datetime.timedelta, got {every!r}"
+            )
+        self._every, self._clock = every, clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now: a step was saved, or restored."""
+        self._began, self._calls, self._next_look = self._clock(), 0, 1
+
+    def at(self, step: int, newest: int | None, ranks: Ranks) -> bool:
+        """Whether ``step`` is due. ``newest``: the newest saved or restored step, which is not due again."""
+        if self._every is None:
+            raise ValueError(
+                "should_save: give the Checkpointer save_every=, a number of steps or a datetime.timedelta"
+            )
+        if newest is not None and step <= newest:
+            return False
+        if not isinstance(self._every, timedelta):
+            return step % self._every == 0
+        self._calls += 1
+        if self._calls < self._next_look:
+            return False
+        interval = self._every.total_seconds()
+        passed = ranks.on_first("check whether a save is due", lambda: self._clock() - self._began)
+        ahead = int((interval - passed) / 2 * self._calls / max(passed, 1e-9))
+        self._next_look = self._calls + max(1, min(ahead, self._calls))
+        return passed >= interval
+
+
+# ----------------------------------------------------------------------------------------------------
+# Saves that fail while training goes on: where else they are tried, which failures may pass, and how many in a row.
+#
+# :class:`.Checkpointer`, Accelerate and the Trainer save through :meth:`Failures.attempt`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePolicy:
+    """How a run handles saves that fail because of storage. Pass it as ``failures=`` to ``Checkpointer``, ``ShardwiseAccelerator`` or
+    ``ShardwiseTrainer``.
+
+    Without a policy, the first failed save raises. With one, a failed save is logged no matter which rank it failed on, and training
+    continues: the report gives the reason (``failure``), and the next save is attempted as usual. Errors in the program itself always raise.
+    Raises :class:`ValueError` if ``max_failures`` is below 1.
+    """
+
+    max_failures: int = 3
+    """Raise at this many failed saves in a row. 1: raise at the first."""
+    fallback: str | os.PathLike[str] | None = None
+    """A second directory or URL for steps that can't be saved in the first one. A resume looks there, too. Pass it again at every start, and use
+    a different one for each run."""
+
+    def __post_init__(self) -> None:
+        if self.max_failures < 1:
+            raise ValueError(f"max_failures must be at least 1, got {self.max_failures}")
+
+
+@dataclass(slots=True)
+class Failures:
+    """The saves of a run that failed in a row. Every rank counts the same, because a save fails on all ranks or on none."""
+
+    most: int = 1
+    fallback: str | None = None
+    """The policy's, absolute."""
+    in_a_row: int = 0
+    total: int = 0
+
+    @classmethod
+    def under(cls, policy: FailurePolicy | None) -> Failures:
+        """None yet, of a run with this policy."""
+        if policy is None:
+            return cls()
+        fallback = policy.fallback
+        return cls(policy.max_failures, None if fallback is None else place_at(fallback))
+
+    def roots(self, own: str) -> list[str]:
+        """The run's own place, then the fall-back if there is one."""
+        return [own] if self.fallback is None else [own, self.fallback]
+
+    def attempt(
+        self, step: int, ways: Mapping[str, Callable[[], SaveReport]], *, is_first_rank: bool
+    ) -> SaveReport:
+        """Save by the first of ``ways`` that storage does not make fail: by path, the run's own place before the fall-back.
+
+        If all fail, the report says why, or the last error is raised; see :meth:`note`. Raises the error in a
+        :class:`RefusalError` at once. Collective, if the ways are.
+        """
+        last = [*ways][-1]
+        for path, save in ways.items():
+            try:
+                report = save()
+            except RefusalError as refusal:
+                raise refusal.error from None
+            except Exception as error:
+                if path != last and may_pass(error):
+                    if is_first_rank:
+                        _log.warning("step %d goes to the fallback: %s", step, _words(error))
+                    continue
+                self.note(error, step, is_first_rank=is_first_rank)
+                return SaveReport.of_failure(path, step, str(error))
+            if report.is_published:
+                self.succeed()
+            return report
+        raise AssertionError("there is no way")
+
+    def note(self, error: Exception, step: int, *, is_first_rank: bool) -> None:
+        """Count a failed save and warn. Raises ``error`` itself if it must not pass, and at the limit."""
+        if not may_pass(error):
+            raise error
+        self.in_a_row += 1
+        self.total += 1
+        if self.in_a_row >= self.most:
+            if self.most > 1:
+                error.add_note(f"{self.in_a_row} saves in a row have failed; max_failures={self.most}")
+            raise error
+        if is_first_rank:
+            _log.warning(
+                "step %d is not saved (failure %d in a row; at %d the run ends): %s",
+                step,
+                self.in_a_row,
+                self.most,
+                _words(error),
+            )
+
+    def succeed(self) -> None:
+        """Begin to count anew."""
+        self.in_a_row = 0
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the next save may well succeed: storage failed, on whichever rank, and no rank is missing.
+
+    Not so: another run holds the directory, a state that can't be stored, an error in a program.
+    """
+    if isinstance(error, RankError):
+        return not error.missing and bool(error.causes) and all(map(_is_of_storage, error.causes.values()))
+    return isinstance(error, (OSError, SourceError, CheckpointError)) and not isinstance(error, LockedError)
+
+
+def _is_of_storage(cause: str) -> bool:
+    """By the type's name, with which each cause begins."""
+    name = cause.partition(":")[0]
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, (OSError, SourceError, CheckpointError))
+        and kind is not LockedError
+    )
+
+
+def _words(error: Exception) -> str:
+    """The error with the ranks that it comes from: what rank 0 finds for all of them names none."""
+    return str(error) if isinstance(error, RankError) else f"rank 0: {error}"
+
+
+class RefusalError(Exception):
+    """A call that no storage would take: it is the program's error, and no failure of a save."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+# ----------------------------------------------------------------------------------------------------
+# The last save of a run that was told to stop: which way publishes the newest step before the scheduler kills.
+
+#: Why a step is not saved that is saved already.
+SAVED = "the step is saved"
+#: A save while other ranks stop, too, takes longer than those before it.
+_MARGIN = 1.25
+
+
+@frozen
+class Situation:
+    """What rank 0 plans with. Times are the largest of all ranks."""
+
+    step: int
+    newest: int | None
+    """The step that this run has published or resumed."""
+    pending: int | None
+    """The step of an async save that still runs."""
+    pending_s: float
+    """How long that save has run."""
+    save_s: float
+    """What the slowest of the last saves took; 0 if there was none."""
+    left_s: float | None
+    """Time to the kill; None if it is not known."""
+
+    def to_list(self) -> list[Any]:
+        """For rank 0."""
+        return list(astuple(self))
+
+
+@frozen
+class Way:
+    """What to do. A pending save is waited for in any case: it has written a part already, so that no new save is faster."""
+
+    saves: bool
+    why: str
+
+
+def way_of(found: Situation) -> Way:
+    """The way to the newest published step in the time that is left. Without any step a save is tried in any time: at worst it is
+    killed, and leaves nothing."""
+    if found.step in (found.newest, found.pending):
+        return Way(saves=False, why=SAVED)
+    if found.newest is None and found.pending is None:
+        return Way(saves=True, why="there is no step yet")
+    pending_s = 0.0 if found.pending is None else max(0.0, found.save_s - found.pending_s)
+    needed_s = _MARGIN * (pending_s + found.save_s)
+    if found.left_s is None or needed_s <= found.left_s:
+        return Way(saves=True, why="there is time")
+    step = found.newest if found.pending is None else found.pending
+    return Way(
+        saves=False,
+        why=f"{found.left_s:.1f} s are left, but a save takes {found.save_s:.1f} s; the run will resume from step {step}",
+    )
+
+
+def way_for_all(found: list[list[Any]]) -> list[Any]:
+    """Whether to save, and why, from the situations of all ranks: the slowest rank, and the least time that is left."""
+    ranks = [Situation(*one) for one in found]
+    left = [one.left_s for one in ranks if one.left_s is not None]
+    way = way_of(
+        replace(
+            ranks[0],
+            pending_s=min(one.pending_s for one in ranks),
+            save_s=max(one.save_s for one in ranks),
+            left_s=min(left, default=None),
+        )
+    )
+    return [way.saves, way.why]
+
+
+class SaveTimes:
+    """Seconds that the last saves of this rank took, from the call to the published step."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=3)
+
+    def add(self, seconds: float) -> None:
+        """Note a save that was published."""
+        self._last.append(seconds)
+
+    @property
+    def longest_s(self) -> float:
+        """0 before the first save."""
+        return max(self._last, default=0.0)
+
+
+class LastSave:
+    """Whether there is time for the last save, in a run whose program or trainer makes the saves. The same calls on every rank."""
+
+    def __init__(self) -> None:
+        self._times = SaveTimes()
+        self._has_step = False
+
+    def resumed(self) -> None:
+        """There is a step to go on from."""
+        self._has_step = True
+
+    def saved(self, seconds: float) -> None:
+        """Note a save that was published."""
+        self._times.add(seconds)
+        self._has_step = True
+
+    def refusal(self, left_s: float | None, ranks: Ranks) -> str | None:
+        """Why a new step is not saved in the time that is left on this rank; None if it is. Collective."""
+        now = Situation(1, 0 if self._has_step else None, None, 0.0, self._times.longest_s, left_s)
+        saves, why = ranks.combine("plan the last save", now.to_list, way_for_all)
+        return None if saves else str(why)

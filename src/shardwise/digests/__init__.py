@@ -1,1 +1,0 @@
-"""Fingerprints of bytes and of live models, the same under every sharding."""

@@ -1,0 +1,850 @@
+"""Exports into the format of the quantized source that the model was loaded from."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..catalog.open import open_catalog
+from ..catalog.quantized import NAMES_IN_CONFIG
+from ..catalog.records import Catalog, Chunk, Coded, StoredTensor
+from ..digests import partial_sum
+from ..dtypes import itemsize, torch_dtype
+from ..engine.engine import Destination, Filler, Reader, Staging, holds, read_box, wanted_box, write_back
+from ..engine.objects import SourceReader
+from ..engine.shared import DecodingReader
+from ..errors import CheckpointError, PlanError, SourceError, StateError, UnsupportedConversionError
+from ..limits import brief, read_shallow_json
+from ..models.homes import home_of, source_of, versions_of
+from ..names import Named
+from ..objects import frozen
+from ..planning.match import recall
+from ..planning.plan import IOOptions, Transfer, transfers_of
+from ..quantized.again import Encoder, NestedFourBitEncoder, encoder_of
+from ..quantized.open import dequantized
+from ..ranks.ranks import Ranks, device_where_ranks_sum
+from ..storage import absolute, is_file
+from ..storage.records import join
+from ..tensors.boxes import Box, TensorSpec, Wanted, contiguous_strides, whole
+from ..tensors.live import LiveModel
+from ..tensors.tiles import Tile, bounds, cut, identity
+from .live import Brought, LiveJob, LiveWindows, Near, by_hub
+from .live import LivePiece as Piece
+from .stored import StoredJob, share_of
+from .write import HubFiles, HubTensors, Together, Window, lay_out
+
+__all__ = [
+    "AsSource",
+    "AsSourceJob",
+    "Changed",
+    "LiveWeights",
+    "QuantizedSource",
+    "Requantized",
+    "Requantizer",
+    "StoredWeights",
+    "Weights",
+    "place_of_source",
+    "windows_in",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The quantized source whose format an export writes: found, checked to be what the model was loaded from, and held open.
+
+#: Files of a source, with what tells versions apart.
+Versions = Mapping[str, tuple[int, object]]
+
+
+class QuantizedSource:
+    """A quantized source: its stored tensors, the tensors that they stand for, and readers of both. Rank-local.
+
+    Opens its files, as many as the process may have open, so a source that is deleted meanwhile does no harm. Raises
+    :class:`CheckpointError` if there is none, if it is not what the model was loaded from, or if it is plain.
+    """
+
+    def __init__(
+        self,
+        place: tuple[str, Versions | None],
+        own: Callable[[], Iterable[Named]],
+        on_progress: Callable[[int], None],
+        io: IOOptions,
+    ) -> None:
+        """``place``: where it lies, and its files as they were, if that is known. ``own`` gives the model's tensors."""
+        self.root, loaded = place
+        try:
+            self.stored: Catalog = open_catalog(self.root)
+            self.meant: Catalog = dequantized(self.stored, own)
+            if loaded is not None and versions_of(self.stored) != loaded:
+                raise CheckpointError(
+                    f"{self.root}: has changed since the model was loaded from it: its files, their sizes or their times differ. "
+                    f"Give source= to write the format of the files that are there now"
+                )
+            if not self.meant.coded:
+                raise CheckpointError(
+                    f"{self.root}: is not quantized, and quantize='as-source' writes the format of a quantized source; leave "
+                    f"quantize= out, or give source="
+                )
+            self.config: Mapping[str, Any] = _config(self.stored)
+            self.files = SourceReader(on_progress, files=self.stored.files, io=io)
+            self.files.hold(file.path for file in self.stored.files)
+        except (SourceError, OSError) as error:
+            raise CheckpointError(
+                f"{self.root}: can't be read as the source of quantize='as-source': {error}; give source=, the quantized "
+                f"source that the model was loaded from"
+            ) from error
+        self.decoded = DecodingReader(self.files, self.meant.coded, io)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Its ``quantization_config``."""
+        return self.stored.quantization.settings
+
+    def as_quantized(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A config of the plain model, with what the source's config says of quantization and dtype, where it says it."""
+        return _with_quantization(config, self.config)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+
+def place_of_source(live: LiveModel, given: str | os.PathLike[str] | None) -> tuple[str, Versions | None]:
+    """Where the source of a live model lies, and its files as they were, if that is known."""
+    if given is not None:
+        return absolute(given), None
+    loaded = source_of(live.root) or source_of(live.base)
+    if loaded is not None:
+        return loaded.root, loaded.versions
+    home = home_of(live.root) or home_of(live.base)
+    if home is None:
+        raise CheckpointError(
+            "quantize='as-source': can't tell which quantized source this model was loaded from; give source="
+        )
+    return home, None
+
+
+def _config(stored: Catalog) -> Mapping[str, Any]:
+    file = join(stored.root, "config.json")
+    found = read_shallow_json(file) if is_file(file) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _with_quantization(config: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(config)
+    for name in (*NAMES_IN_CONFIG, "dtype", "torch_dtype"):
+        found.pop(name, None)
+        if name in source:
+            found[name] = source[name]
+    for name, part in source.items():
+        if name.endswith("_config") and name not in NAMES_IN_CONFIG and isinstance(part, dict):
+            own = found.get(name)
+            if isinstance(own, dict):
+                found[name] = _with_quantization(own, part)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors that changed, quantized again: the ranks bring windows of whole blocks together, and each encodes some of them.
+#
+# A window is brought to its rank by an integer sum of the ranks' elements, as :mod:`.full` brings whole tensors.
+
+#: Bytes of a window in the model's dtype, unless one unit of the format is larger. Encoding takes a few times as much.
+_WINDOW_BYTES = 8 * 1024**2
+_LABEL = "quantize for the export"
+
+
+@frozen
+class Changed:
+    """A tensor that is quantized again."""
+
+    one: Coded
+    encoder: Encoder
+    spec: TensorSpec
+    """Its dtype and shape in the model."""
+
+    def windows(self) -> Iterator[Box]:
+        """The tensor in windows of whole units, in order."""
+        most = max(1, _WINDOW_BYTES // itemsize(self.spec.dtype))
+        yield from windows_in(self.spec.shape, self.encoder.unit, most)
+
+
+def windows_in(shape: tuple[int, ...], unit: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of whole units that cover a tensor, each of at most ``most`` elements or of one unit. Outer dims are cut first."""
+    yield from _cut((), (), shape, unit, most)
+
+
+def _cut(
+    start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, ...], most: int
+) -> Iterator[Box]:
+    at = len(start)
+    if at == len(shape):
+        yield Box(start, stop)
+        return
+    inner = 1
+    for n in shape[at + 1 :]:
+        inner *= n
+    for a, b in zip(start, stop, strict=True):
+        inner *= b - a
+    step = max(1, most // max(1, inner * unit[at])) * unit[at]
+    for begin in range(0, shape[at], step):
+        end = min(begin + step, shape[at])
+        yield from _cut((*start, begin), (*stop, end), shape, unit, most)
+
+
+class Requantizer:
+    """Brings windows together and encodes them. Memory: a window, and what encoding takes."""
+
+    def __init__(
+        self,
+        changed: Mapping[str, Changed],
+        brought: Brought,
+        near: Near,
+        files: Reader,
+        staging: Staging,
+        ranks: Ranks,
+    ) -> None:
+        self._changed, self._brought, self._near = changed, brought, near
+        self._files, self._staging, self._ranks = files, staging, ranks
+        self._measured: dict[str, tuple[torch.Tensor, ...]] = {}
+
+    def measure(self) -> dict[str, float]:
+        """Find what some formats need of a whole tensor: extremes, the mean of its scales. Returns the means by name.
+
+        Every rank must call it. For means, rank 0 holds all scales of one tensor before they are quantized.
+        """
+        self._find_extremes()
+        means: dict[str, float] = {}
+        for name, changed in self._changed.items():
+            if isinstance(changed.encoder, NestedFourBitEncoder):
+                mean = self._mean(name, changed, changed.encoder)
+                self._measured[name] = (torch.tensor(mean, dtype=torch.float32),)
+                means[name] = mean
+        return means
+
+    def _mean(self, name: str, changed: Changed, encoder: NestedFourBitEncoder) -> float:
+        found: list[torch.Tensor] = []
+        for box in changed.windows():
+            values = self._gather(name, box, 0)
+            with self._ranks.agree(_LABEL):
+                if values is not None:
+                    _refuse_endless(name, bool(values.isfinite().all()))
+                    found.append(encoder.scales(values))
+        return self._ranks.on_first(_LABEL, lambda: float(torch.cat(found).mean()))
+
+    def _find_extremes(self) -> None:
+        def own() -> dict[str, list[float]]:
+            return {n: found for n, c in self._changed.items() if c.encoder.once and (found := self._ends(n))}
+
+        def all_of(ends: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+            found: dict[str, list[float]] = {}
+            for some in ends:
+                for name, (low, high) in some.items():
+                    before = found.get(name, [low, high])
+                    found[name] = [min(low, before[0]), max(high, before[1])]
+            return found
+
+        for name, (low, high) in self._ranks.reduce(_LABEL, own, all_of, lambda ends: ends).items():
+            dtype = torch_dtype(self._changed[name].spec.dtype)
+            self._measured[name] = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+
+    def _ends(self, name: str) -> list[float]:
+        """The least and largest of this rank's elements of a tensor."""
+        found: list[float] = []
+        for elements in self._elements(name):
+            low, high = (float(end) for end in torch.aminmax(elements))
+            _refuse_endless(name, low - low + high - high == 0)
+            found = [min([low, *found]), max([high, *found])]
+        return found
+
+    def _elements(self, name: str) -> Iterator[torch.Tensor]:
+        for box in self._changed[name].windows():
+            for _, elements in self._parts(name, box):
+                yield elements
+
+    def _parts(self, name: str, box: Box) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        """This rank's elements of a window: views of them, for now, and where they lie in it."""
+        code, shape = self._changed[name].spec
+        window = StoredTensor(name, code, shape, (Chunk(box, name, 0),))
+        for wanted, tile in self._brought.get(name, ()):
+            for part in cut(tile, "source", box):
+                for held, elements in self._near(wanted, part):
+                    for transfer in transfers_of(part, held, {name: window}):
+                        yield transfer, elements.strided(transfer)
+
+    def all_windows(self, output: HubFiles) -> Iterator[Together]:
+        """Every window of every tensor, in turns of one for each rank; with each turn, what writes this rank's window.
+
+        Every rank must go through it. Nothing fails on one rank alone but what it yields, which is rank-local.
+        """
+        windows = [(name, box) for name, changed in self._changed.items() for box in changed.windows()]
+        size = self._ranks.world_size
+        for begin in range(0, len(windows), size):
+            own: tuple[str, Box, torch.Tensor] | None = None
+            for rank, (name, box) in enumerate(windows[begin : begin + size]):
+                values = self._gather(name, box, rank)
+                if values is not None:
+                    own = name, box, values
+            yield _writer(self, own, output)
+
+    def into(self, window: Window, owner: int, filler: Filler, output: HubFiles) -> None:
+        """Write what a window of a file has of these tensors, on the rank ``owner``. Every rank must call it."""
+        inside = {stored for stored, _ in window.parts}
+        for name, changed in self._changed.items():
+            roles = [r for r in changed.encoder.makes if changed.one.parts[r].name in inside]
+            for box in changed.windows() if roles else ():
+                if not any(self._reaches(name, role, box, window, output) for role in roles):
+                    continue
+                values = self._gather(name, box, owner)
+                with self._ranks.agree(_LABEL):
+                    if values is not None:
+                        self.write(name, box, values, _Within(window, filler), output)
+
+    def _reaches(self, name: str, role: str, box: Box, window: Window, output: HubFiles) -> bool:
+        """Whether a window of a tensor has bytes of one of its parts in a window of a file. Sure if not."""
+        changed = self._changed[name]
+        part, held = changed.one.parts[role], changed.one.rule.boxes(box)[role]
+        if not held.numel:
+            return False
+        first, last = (_place(index, part.shape) for index in (held.start, [n - 1 for n in held.stop]))
+        size, begin = itemsize(part.dtype), output.tensors[part.name].chunks[0].offset_bytes
+        return begin + first * size < window.stop and window.start < begin + (last + 1) * size
+
+    def _gather(self, name: str, box: Box, owner: int) -> torch.Tensor | None:
+        """The elements of a window, on the rank ``owner``; None elsewhere. Collective."""
+        ranks, dtype = self._ranks, torch_dtype(self._changed[name].spec.dtype)
+        cpu = torch.device("cpu")
+        # No rank enters a collective until all have their part.
+        with ranks.agree(_LABEL):
+            nbytes = box.numel * dtype.itemsize
+            words = torch.zeros(-(-nbytes // 8), dtype=torch.int64)
+            flat = words.view(dtype)
+            for transfer, elements in self._parts(name, box):
+                sizes = [loop.size for loop in transfer.loops]
+                strides = [loop.source_stride for loop in transfer.loops]
+                flat.as_strided(sizes, strides, transfer.offset_bytes // dtype.itemsize).copy_(elements)
+            ranks.tick(nbytes)
+            words = words.to(device_where_ranks_sum(cpu) if ranks.world_size > 1 else cpu)
+        if ranks.world_size > 1 and words.numel():
+            dist.reduce(words, dst=owner)
+        if ranks.rank != owner:
+            return None
+        return words.to(cpu).view(dtype)[: box.numel].view(box.sizes)
+
+    def write(self, name: str, box: Box, values: torch.Tensor, filler: Filler, output: HubFiles) -> None:
+        """Encode a window and write its parts. Rank-local."""
+        changed = self._changed[name]
+        one, encoder = changed.one, changed.encoder
+        _refuse_endless(name, bool(values.isfinite().all()))
+        boxes = one.rule.boxes(box)
+        kept = {
+            role: self._read(one.parts[role], b) for role, b in boxes.items() if role not in encoder.makes
+        }
+        made = encoder.encode(box, values, kept, self._measured.get(name, ()))
+        for role, elements in made.items():
+            if role in encoder.once and any(box.start):
+                continue  # the first window writes it
+            part = one.parts[role]
+            assert (elements.dtype, tuple(elements.shape)) == (torch_dtype(part.dtype), boxes[role].sizes), (
+                name
+            )
+            place = output.tensors[part.name].chunks[0]
+            chunk = Chunk(whole(part.shape), place.path, place.offset_bytes)
+            file = StoredTensor(part.name, part.dtype, part.shape, (chunk,))
+            wanted = wanted_box(part.name, part.dtype, part.shape, boxes[role])
+            transfers = transfers_of(identity(part.name, part.shape), wanted, {part.name: file})
+            write_back(transfers, filler, Destination({part.name: elements.contiguous()}), self._staging)
+
+    def _read(self, part: StoredTensor, box: Box) -> torch.Tensor:
+        wanted = wanted_box(part.name, part.dtype, part.shape, box)
+        return read_box(
+            wanted, (identity(part.name, part.shape),), {part.name: part}, self._files, self._staging
+        )
+
+
+def _writer(
+    requantizer: Requantizer, own: tuple[str, Box, torch.Tensor] | None, output: HubFiles
+) -> Together:
+    def write(filler: Filler) -> None:
+        if own is not None:
+            requantizer.write(*own, filler, output)
+
+    return write
+
+
+class _Within:
+    """As :class:`.Filler`: hands on what lies in a window of a file."""
+
+    def __init__(self, window: Window, filler: Filler) -> None:
+        self._window, self._filler = window, filler
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        window = self._window
+        first = max(0, window.start - offset_bytes)
+        last = min(view.nbytes, window.stop - offset_bytes)
+        if name == window.file and first < last:
+            self._filler.write_at(name, offset_bytes + first, view[first:last])
+
+
+def _place(index: Sequence[int], shape: tuple[int, ...]) -> int:
+    """The place of an element in row-major order."""
+    return sum(i * s for i, s in zip(index, contiguous_strides(shape), strict=True))
+
+
+def _refuse_endless(name: str, finite: bool) -> None:
+    if not finite:
+        raise StateError(
+            f"{name}: holds NaN or infinite elements, which no code stands for; nothing was exported"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The weights of an export into the source's own format: those of a live model, or of a stored one that is read piece by piece.
+
+#: Bytes of a stored tensor that are read, compared and digested at a time, unless half the staging limit is less.
+_PIECE_BYTES = 8 * 1024**2
+
+
+class Weights(Protocol):
+    """The tensors of a model. What reads elements gives memory that is used again for the next ones."""
+
+    home: str | None
+    """Where a stored model's own code lies."""
+
+    def contents(self, stored: Mapping[str, StoredTensor]) -> HubTensors:
+        """The hub tensors, with the further names under which the source, which holds ``stored``, stores tied ones."""
+
+    def pieces(self, contents: HubTensors, ranks: Ranks) -> list[Piece]:
+        """What this rank brings: each element comes from one rank. Rank-local."""
+
+    def whole(self, wanted: Wanted, staging: Staging) -> Destination:
+        """The elements of a piece. Rank-local; to be called once for each piece, for the digests."""
+
+    def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterable[tuple[Wanted, Destination]]:
+        """The elements of a piece that a part of a tile has, and what lies between them. Rank-local."""
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> None:
+        """Write this rank's elements of these tensors."""
+
+    def sums(self) -> list[int]:
+        """This rank's shares of digest sums, after :meth:`whole` of all pieces."""
+
+    def check(self, sums: Sequence[int]) -> None:
+        """As :meth:`.Job.check`."""
+
+    def assets(self) -> Mapping[str, bytes]:
+        """The small files beside the tensors."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class LiveWeights:
+    """A live model's, where they are."""
+
+    home: str | None = None
+
+    def __init__(self, job: LiveJob) -> None:
+        self._job = job
+        self._local = Destination(job.live.local_tensors())
+
+    def contents(self, stored: Mapping[str, StoredTensor]) -> HubTensors:
+        contents, origin, tensors = self._job.contents(), recall(self._job.live.root), self._job.tensors
+        more = [
+            (name, tile)
+            for name, recipe in (origin.recipes.items() if origin is not None else ())
+            for copy in recipe.copies
+            for tile in copy
+        ]
+        specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+        return _with_ties(contents, specs, self._job.live.stored, stored, more)
+
+    def pieces(self, contents: HubTensors, ranks: Ranks) -> list[Piece]:
+        return self._job.pieces(contents, ranks.rank)
+
+    def whole(self, wanted: Wanted, staging: Staging) -> Destination:
+        return self._local
+
+    def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterable[tuple[Wanted, Destination]]:
+        return ((wanted, self._local),)
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> None:
+        self._job.write(contents, output, filler, staging, ranks)
+
+    def sums(self) -> list[int]:
+        """Nothing: a live model has no recorded digests."""
+        return []
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Does nothing: a live model has no recorded digests."""
+
+    def assets(self) -> Mapping[str, bytes]:
+        return self._job.assets()
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
+
+
+class StoredWeights:
+    """A stored model's. Memory: a piece, and what reading it takes."""
+
+    def __init__(self, job: StoredJob, limit_bytes: int) -> None:
+        self._job, self._piece_bytes = job, min(_PIECE_BYTES, limit_bytes // 2)
+        self.home: str | None = job.home
+        self._sums = dict.fromkeys(job.recorded(), 0)
+
+    def contents(self, stored: Mapping[str, StoredTensor]) -> HubTensors:
+        contents = self._job.contents()
+        more = self._job.copies(contents, stored)
+        return _with_ties(contents, self._job.specs, self._job.named(), stored, more)
+
+    def pieces(self, contents: HubTensors, ranks: Ranks) -> list[Piece]:
+        specs = self._job.specs
+        return [
+            (wanted_box(name, *specs[name], box), contents.tiles.get(name, ()))
+            for name, box in share_of(specs, self._piece_bytes, ranks)
+        ]
+
+    def whole(self, wanted: Wanted, staging: Staging) -> Destination:
+        piece = self._job.read(wanted, staging)
+        if wanted.name in self._sums:
+            total = partial_sum(piece, _box(wanted).start)
+            self._sums[wanted.name] = (self._sums[wanted.name] + total) % 2**64
+        return Destination({wanted.name: piece})
+
+    def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterator[tuple[Wanted, Destination]]:
+        box = _box(wanted).intersect(bounds(part, "target")) if part.numel else None
+        if box is not None:
+            held = wanted_box(wanted.name, wanted.dtype, wanted.shape, box)
+            yield held, Destination({held.name: self._job.read(held, staging)})
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> None:
+        for wanted, tiles in self.pieces(contents, ranks):
+            for tile in tiles:
+                for held, elements in self.near(wanted, tile, staging):
+                    write_back(transfers_of(tile, held, output.tensors), filler, elements, staging)
+
+    def sums(self) -> list[int]:
+        return list(self._sums.values())
+
+    def check(self, sums: Sequence[int]) -> None:
+        self._job.check(sums)
+
+    def assets(self) -> Mapping[str, bytes]:
+        return self._job.assets()
+
+    def close(self) -> None:
+        self._job.close()
+
+
+def _box(wanted: Wanted) -> Box:
+    return wanted.boxes[0].box
+
+
+def _with_ties(
+    contents: HubTensors,
+    specs: Mapping[str, TensorSpec],
+    named: Iterable[Named],
+    stored: Mapping[str, StoredTensor],
+    more: Iterable[tuple[str, Tile]],
+) -> HubTensors:
+    """The hub tensors of a model, with the further names under which the source stores tied ones; ``more``: tiles of them."""
+    hub, tiles = dict(contents.hub), {name: list(found) for name, found in contents.tiles.items()}
+    for name, tile in more:
+        hub[tile.source] = TensorSpec(specs[name].dtype, stored[tile.source].shape)
+        tiles[name].append(tile)
+    for tied in named:
+        for alias in tied.names[1:] if tied.names[0] in tiles else ():
+            name = tied.names[0]
+            shape = specs[name].shape
+            if alias not in hub and alias in stored and stored[alias].shape == shape:
+                hub[alias] = specs[name]
+                tiles[name].append(identity(alias, shape))
+    return HubTensors(hub, {name: tuple(found) for name, found in tiles.items()})
+
+
+# ----------------------------------------------------------------------------------------------------
+# An export into the format of the quantized source that the model was loaded from.
+#
+# A tensor that equals, bit for bit, what the source's parts stand for is copied from the source, parts and all. Any other one is
+# quantized again by the format's own rule. So what was not touched comes out as it went in, also in formats whose codes can't be
+# found again from rounded weights.
+
+
+@frozen
+class Requantized:
+    """Tensors that were quantized again by one rule."""
+
+    reference: str
+    """The rule, in words: "INT8: absolute maximum of the row, as bitsandbytes' int8_vectorwise_quant"."""
+    names: tuple[str, ...]
+
+
+@frozen
+class AsSource:
+    """Where the tensors of an export with ``quantize="as-source"`` come from."""
+
+    source: str
+    copied: int
+    """Tensors that equal the source's, whose stored bytes were copied; quantized ones count once."""
+    requantized: tuple[Requantized, ...]
+    written: tuple[str, ...]
+    """Tensors that the source stores plainly, or not at all, and that the model gave."""
+    beside: tuple[str, ...]
+    """Tensors of the source that the model does not hold; they were copied."""
+
+
+class AsSourceJob:
+    """Export of a model in the format of its source. Implements :class:`.Job`. :meth:`compare` comes first."""
+
+    def __init__(self, weights: Weights, source: QuantizedSource, staging: Staging) -> None:
+        self._weights, self._source, self._room = weights, source, staging
+        self._hub = HubTensors({}, {})
+        self._touched: set[str] = set()
+        self._changed: dict[str, Changed] = {}
+        self._requantizer: Requantizer | None = None
+        self._states: dict[str, bytes] = {}
+
+    # What changed
+
+    def compare(self, ranks: Ranks) -> None:
+        """Find the tensors that differ from what the source stores. Every rank must call it; reads each element of the source once,
+        and of a stored model.
+
+        A tensor counts as changed if any rank has an element that differs. Raises :class:`PlanError` if the tensors of model and source
+        do not fit together, :class:`UnsupportedConversionError` for a changed one in a format that can't be quantized again.
+        """
+        with ranks.agree("compare with the source"):
+            self._hub = self._weights.contents(self._source.meant.tensors)
+            self._refuse_others()
+            pieces = self._weights.pieces(self._hub, ranks)
+        differing = ranks.reduce(
+            "compare with the source",
+            lambda: self._differing(pieces),
+            lambda found: sorted({name for names in found for name in names}),
+            lambda names: names,
+        )
+        self._touched = set(differing)
+        with ranks.agree("compare with the source"):
+            self._changed = self._encoded()
+        self._requantizer = Requantizer(
+            self._changed, by_hub(pieces), self._near, self._source.files, self._room, ranks
+        )
+        means = self._requantizer.measure()
+        with ranks.agree("compare with the source"):
+            self._states = dict(self._state(name, mean) for name, mean in means.items())
+
+    def _differing(self, pieces: Sequence[Piece]) -> list[str]:
+        """The tensors of which this rank has an element that differs."""
+        stored = self._source.meant.tensors
+        found = {n for n, spec in self._hub.hub.items() if n not in stored or stored[n].shape != spec.shape}
+        for wanted, tiles in pieces:
+            elements = self._weights.whole(wanted, self._room)
+            for tile in tiles:
+                if tile.source in found:
+                    continue
+                transfers = transfers_of(tile, wanted, {tile.source: stored[tile.source]})
+                if not holds(transfers, self._source.decoded, elements, self._room):
+                    found.add(tile.source)
+        return sorted(found)
+
+    def _near(self, wanted: Wanted, part: Tile) -> Iterable[tuple[Wanted, Destination]]:
+        return self._weights.near(wanted, part, self._room)
+
+    def _refuse_others(self) -> None:
+        """Raise if codes of the source would be copied beside weights that stand for them under another name or shape."""
+        coded = {one.tensor.name: one for one in self._source.meant.coded.values()}
+        news = [name for name in self._hub.hub if name not in self._source.meant.tensors]
+        olds = [name for name in coded if name not in self._hub.hub]
+        problems = [
+            f"shape mismatch: {name!r} is {list(spec.shape)} in the model, but its codes in the source are for {list(coded[name].tensor.shape)}"
+            for name, spec in self._hub.hub.items()
+            if name in coded and coded[name].tensor.shape != spec.shape
+        ]
+        if news and olds:
+            problems.append(
+                f"the model has {brief(news[:3])}, which the source does not store, and the source has codes of {brief(olds[:3])}, "
+                f"which the model does not write: it is not known whether the ones are the others"
+            )
+        if problems:
+            raise PlanError(
+                f"{self._source.root}: can't be re-quantized in the source's format", tuple(problems)
+            )
+
+    def _encoded(self) -> dict[str, Changed]:
+        """The changed tensors that the source stores in codes, each with its encoder. The same on every rank."""
+        changed: dict[str, Changed] = {}
+        problems = []
+        for one in self._source.meant.coded.values():
+            name = one.tensor.name
+            if name in self._touched:
+                try:
+                    changed[name] = Changed(one, encoder_of(one, self._source.settings), self._hub.hub[name])
+                except UnsupportedConversionError as error:
+                    problems.append(str(error))
+        if problems:
+            more = f"; and {len(problems) - 1} more tensors" if len(problems) > 1 else ""
+            raise UnsupportedConversionError(problems[0] + more)
+        return changed
+
+    def _state(self, name: str, mean: float) -> tuple[str, bytes]:
+        """The small tensor that describes a changed one with quantized scales, by name."""
+        encoder, content = self._changed[name].encoder, self._source.stored.quantization.content
+        assert isinstance(encoder, NestedFourBitEncoder)
+        (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
+        return state, encoder.state(content[state], mean)
+
+    # What is written
+
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+        """What the model itself writes, and where in which file each stored tensor lies."""
+        specs = {n: TensorSpec(t.dtype, t.shape) for n, t in self._source.stored.tensors.items()}
+        for name, content in self._states.items():
+            specs[name] = TensorSpec("U8", (len(content),))
+        for name in self._from_model():
+            dtype = specs[name].dtype if name in specs else self._hub.hub[name].dtype
+            specs[name] = TensorSpec(dtype, self._hub.hub[name].shape)
+        return self._only(self._from_model()), lay_out(specs, None, max_shard_bytes)
+
+    def _from_model(self) -> list[str]:
+        """The tensors that are written as the model has them."""
+        return [name for name in self._hub.hub if name in self._touched and name not in self._changed]
+
+    def _only(self, names: Sequence[str]) -> HubTensors:
+        kept = set(names)
+        tiles = {n: tuple(t for t in found if t.source in kept) for n, found in self._hub.tiles.items()}
+        return HubTensors({n: self._hub.hub[n] for n in names}, tiles)
+
+    def copied(self) -> dict[str, TensorSpec]:
+        """The stored tensors that are copied: all that neither the model nor an encoder writes."""
+        made = {c.one.parts[role].name for c in self._changed.values() for role in c.encoder.makes}
+        gone = made | set(self._from_model()) | self._states.keys()
+        stored = self._source.stored.tensors
+        return {n: TensorSpec(t.dtype, t.shape) for n, t in stored.items() if n not in gone}
+
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """About what this rank writes."""
+        return output.total_bytes // ranks.world_size
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> list[int]:
+        for dtype in dict.fromkeys(output.tensors[name].dtype for name in contents.hub):
+            of_dtype = self._only([name for name in contents.hub if output.tensors[name].dtype == dtype])
+            self._weights.write(of_dtype, output, filler, self._room, ranks)
+        for name, box in share_of(self.copied(), staging.limit_bytes // 2, ranks):
+            self.copy(name, box, output, filler)
+        for name, content in self._states.items() if ranks.rank == 0 else ():
+            self.write_state(name, 0, len(content), output, filler)
+        return self._weights.sums()
+
+    def write_state(self, name: str, start: int, stop: int, output: HubFiles, filler: Filler) -> None:
+        """Write bytes of a small tensor that describes a changed one, if the name is of one. Rank-local."""
+        if name in self._states:
+            place = output.tensors[name].chunks[0]
+            filler.write_at(
+                place.path, place.offset_bytes + start, memoryview(self._states[name])[start:stop]
+            )
+
+    def copy(self, name: str, box: Box, output: HubFiles, filler: Filler) -> None:
+        """Copy a box of a stored tensor. Rank-local."""
+        stored = self._source.stored.tensors[name]
+        wanted, tile = wanted_box(name, stored.dtype, stored.shape, box), identity(name, stored.shape)
+        piece = read_box(wanted, (tile,), {name: stored}, self._source.files, self._room)
+        transfers = transfers_of(tile, wanted, {name: output.tensors[name]})
+        write_back(transfers, filler, Destination({name: piece}), self._room)
+
+    def together(self, output: HubFiles) -> Iterator[Together]:
+        """The tensors that are quantized again."""
+        yield from self.requantizer.all_windows(output)
+
+    @property
+    def requantizer(self) -> Requantizer:
+        """What :meth:`compare` prepared for the tensors that are quantized again."""
+        assert self._requantizer is not None
+        return self._requantizer
+
+    def windows(
+        self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
+    ) -> AsSourceWindows:
+        own = LiveWindows(self._near, by_hub(self._weights.pieces(contents, ranks)), output, staging)
+        return AsSourceWindows(self, own, output, ranks)
+
+    def sums(self) -> list[int]:
+        """This rank's shares of the digest sums of a stored model."""
+        return self._weights.sums()
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Compare a stored model's digests. Neither a live model nor a hub source has recorded ones."""
+        self._weights.check(sums)
+
+    def assets(self) -> Mapping[str, bytes]:
+        """Those of the model, with the source's quantization and dtype in its config."""
+        found = dict(self._weights.assets())
+        config = json.loads(found["config.json"]) if "config.json" in found else dict(self._source.config)
+        config.pop("transformers_weights", None)  # the name of the source's file
+        if config:
+            text = json.dumps(self._source.as_quantized(config), indent=2, sort_keys=True)
+            found["config.json"] = (text + "\n").encode()
+        return found
+
+    def report(self) -> AsSource:
+        by_rule: dict[str, list[str]] = {}
+        for name, changed in self._changed.items():
+            by_rule.setdefault(changed.encoder.reference, []).append(name)
+        meant = self._source.meant.tensors
+        beside = tuple(name for name in meant if name not in self._hub.hub)
+        return AsSource(
+            self._source.root,
+            len([name for name in self._hub.hub if name not in self._touched]),
+            tuple(Requantized(rule, tuple(names)) for rule, names in by_rule.items()),
+            tuple(self._from_model()),
+            beside,
+        )
+
+    @property
+    def home(self) -> str | None:
+        """Where a stored model's own code lies."""
+        return self._weights.home
+
+    def close(self) -> None:
+        """Close the files of source and model."""
+        self._source.close()
+        self._weights.close()
+
+
+class AsSourceWindows:
+    """As :class:`.Windows`: the model's own elements come from all ranks, each copied piece from one, the rest is made together."""
+
+    is_spread = True
+
+    def __init__(self, job: AsSourceJob, own: LiveWindows, output: HubFiles, ranks: Ranks) -> None:
+        self._job, self._own, self._output, self._ranks = job, own, output, ranks
+        self._copied = job.copied()
+
+    def fill(self, window: Window, filler: Filler) -> None:
+        self._own.fill(window, filler)
+        for name, box in window.parts:
+            turn = zlib.crc32(f"{name} {box.start}".encode()) % self._ranks.world_size
+            if name in self._copied and turn == self._ranks.rank:
+                self._job.copy(name, box, self._output, filler)
+            if turn == self._ranks.rank and len(box.start) == 1:
+                self._job.write_state(name, box.start[0], box.stop[0], self._output, filler)
+
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        self._job.requantizer.into(window, owner, filler, self._output)
+
+    def finish(self) -> list[int]:
+        """This rank's shares of digest sums, which the comparison found."""
+        return self._job.sums()

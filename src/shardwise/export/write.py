@@ -1,0 +1,681 @@
+"""What an export writes and where: hub files and adapters, into a directory or into a store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..catalog.records import Chunk, StoredTensor
+from ..catalog.safetensors import catalog_of_safetensors
+from ..checkpoint.verify import runs_of
+from ..dtypes import itemsize
+from ..engine.engine import FileFiller, Filler, Staging
+from ..errors import CheckpointError, FormatError, SourceError
+from ..format.header import read_headers
+from ..format.manifest import MANIFEST_NAME
+from ..internals.peft import embeddings_to_save, peft_model, stored_config
+from ..limits import inside
+from ..loading.adapters import CONFIG_NAME, WEIGHTS_NAME
+from ..objects import frozen
+from ..operations.operation import Operation
+from ..planning.hub_rules import adapter_tensors, reverse_tiles
+from ..planning.match import Recipe
+from ..planning.plan import transfers_of
+from ..publish.copy import LAST
+from ..publish.lock import NOTE_NAME, mark, remove_ours, unmark
+from ..publish.places import make_temporary
+from ..publish.write import (
+    ObjectWriter,
+    claim,
+    discard_in_store,
+    fsync_directory,
+    make_directories,
+    release,
+    write_file,
+)
+from ..ranks.ranks import Ranks, device_where_ranks_sum, patiently
+from ..storage import exists, stat_of
+from ..storage.records import join
+from ..tensors.boxes import Box, TensorSpec, Wanted, whole
+from ..tensors.live import LiveModel
+from ..tensors.tiles import Tile, identity, invert
+
+__all__ = [
+    "HubFiles",
+    "HubTensors",
+    "INDEX_NAME",
+    "Job",
+    "ToDirectory",
+    "ToStore",
+    "Together",
+    "Window",
+    "Windows",
+    "adapter_assets",
+    "as_named",
+    "bytes_in",
+    "check_readable",
+    "chosen_adapters",
+    "header_of",
+    "inverted",
+    "lay_out",
+    "lay_out_adapters",
+    "reverted",
+    "specs_in",
+    "windows_of",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The files of a model in hub format: which tensor lies where in which file.
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@frozen
+class HubFiles:
+    """The files to write: the place of each hub tensor, headers and sizes by file, the index if there are several."""
+
+    tensors: dict[str, StoredTensor]
+    headers: dict[str, bytes]
+    sizes: dict[str, int]
+    index: bytes | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload of all files."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+def specs_in(tensors: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
+    """Dtypes and shapes with floating-point tensors in ``dtype``; None: as they are."""
+    return {
+        n: TensorSpec(dtype, spec.shape) if dtype and spec.dtype in _FLOATS else spec
+        for n, spec in tensors.items()
+    }
+
+
+def lay_out(hub: Mapping[str, TensorSpec], dtype: str | None, limit: int) -> HubFiles:
+    """Which tensor goes into which file at which offset. Files are filled in the tensors' order."""
+    specs = specs_in(hub, dtype)
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, spec in specs.items():
+        if groups[-1] and used + spec.nbytes > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += spec.nbytes
+    stored, headers, sizes, weight_map = {}, {}, {}, {}
+    for k, group in enumerate(groups):
+        file = (
+            "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors"
+        )
+        header, offsets, end = header_of({n: specs[n] for n in group})
+        headers[file], sizes[file] = header, len(header) + end
+        for name in group:
+            code, shape = specs[name]
+            chunk = Chunk(whole(shape), file, len(header) + offsets[name])
+            stored[name] = StoredTensor(name, code, shape, (chunk,))
+            weight_map[name] = file
+    total = sum(t.nbytes for t in stored.values())
+    index = None
+    if len(groups) > 1:
+        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = (json.dumps(document, indent=2) + "\n").encode()
+    return HubFiles(stored, headers, sizes, index)
+
+
+def header_of(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
+    """A safetensors header with ``format: pt``; largest items first, which aligns all tensors."""
+    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in sorted(tensors, key=lambda n: (-itemsize(tensors[n].dtype), n)):
+        spec = tensors[name]
+        offsets[name] = end
+        stop = end + spec.nbytes
+        document[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, stop]}
+        end = stop
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets, end
+
+
+def check_readable(root: str, final: str, output: HubFiles) -> None:
+    """Read every header, and the index if there is one, as a load does. Raises :class:`CheckpointError`."""
+    try:
+        paths = [os.path.join(root, file) for file in output.headers]
+        found = {
+            (file, entry.name): (entry.dtype, entry.shape, entry.offset_bytes)
+            for file, header in zip(output.headers, read_headers(paths), strict=True)
+            for entry in header.entries.values()
+        }
+        if output.index is not None:
+            catalog_of_safetensors(root)
+    except SourceError as error:
+        raise CheckpointError(
+            f"{final}: nothing is published, because it couldn't be read back: {error}"
+        ) from error
+    chunks = [(t, t.chunks[0]) for t in output.tensors.values()]
+    if found != {(c.path, t.name): (t.dtype, t.shape, c.offset_bytes) for t, c in chunks}:
+        raise CheckpointError(
+            f"{final}: nothing is published: its headers don't match what was to be written"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The tensors of an export: hub tensors, and which of their elements each module tensor holds.
+
+
+@frozen
+class HubTensors:
+    """Hub tensors by name with dtype and shape, and the tiles of them that each module tensor holds.
+
+    A tile's source is a hub tensor, its target a module tensor: an export runs the load's tiles in reverse.
+    """
+
+    hub: dict[str, TensorSpec]
+    tiles: dict[str, tuple[Tile, ...]]
+
+
+def as_named(specs: Mapping[str, TensorSpec]) -> HubTensors:
+    """Module tensors under their own names."""
+    return HubTensors(dict(specs), {n: (identity(n, spec.shape),) for n, spec in specs.items()})
+
+
+def reverted(meta_model: Any, specs: Mapping[str, TensorSpec]) -> HubTensors:
+    """Module tensors with the hub names and shapes from the library's own reverse transforms."""
+    hub, tiles = {}, {n: [] for n in specs}  # type: ignore[var-annotated]
+    for made in reverse_tiles(meta_model, specs):
+        hub[made.target] = TensorSpec(made.dtype, made.shape)
+        for tile in made.tiles:
+            tiles[tile.source].append(invert(tile, made.target))
+    return _checked(HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}))
+
+
+def inverted(
+    specs: Mapping[str, TensorSpec],
+    recipes: Mapping[str, Recipe],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> HubTensors:
+    """Module tensors as the tensors that they were loaded from; initialized tensors keep their own names."""
+    hub: dict[str, TensorSpec] = {}
+    tiles = {}
+    for name, (code, shape) in specs.items():
+        recipe = recipes.get(name)
+        tiles[name] = recipe.tiles if recipe is not None else (identity(name, shape),)
+        for source in recipe.empty if recipe is not None else ():
+            hub[source] = TensorSpec(code, tuple(shapes[source]))
+        for tile in tiles[name]:
+            known = hub.setdefault(tile.source, TensorSpec(code, tuple(shapes.get(tile.source, shape))))
+            if known.dtype != code:
+                raise FormatError(
+                    f"{tile.source!r} would be written from tensors of dtypes {known.dtype} and {code}"
+                )
+    return _checked(HubTensors(hub, tiles))
+
+
+def _checked(contents: HubTensors) -> HubTensors:
+    """Check that every element of every hub tensor is written once. Raises :class:`FormatError` naming the rest."""
+    held: Counter[str] = Counter()
+    for found in contents.tiles.values():
+        for tile in found:
+            held[tile.source] += tile.numel
+    wrong = [n for n, spec in contents.hub.items() if held[n] != math.prod(spec.shape)]
+    if wrong:
+        raise FormatError(
+            f"{len(wrong)} tensors can't be given back whole, because the model holds only parts of them: "
+            f"{', '.join(wrong[:5])}"
+        )
+    return contents
+
+
+# ----------------------------------------------------------------------------------------------------
+# What an export writes, as the places that it writes to see it.
+
+#: Writes what this rank made of what the ranks brought together. Rank-local.
+Together = Callable[[Filler], None]
+
+#: Of a file that is written from front to back, so many bytes are put together at a time.
+WINDOW_BYTES = 32 * 1024**2
+
+
+@frozen
+class Window:
+    """A byte range of a file, and the boxes of hub tensors that fill it."""
+
+    file: str
+    start: int
+    stop: int
+    parts: tuple[tuple[str, Box], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Windows(Protocol):
+    """The content of files, window by window, for a place where a file is written from front to back."""
+
+    is_spread: bool
+    """Whether every rank has elements of every window; otherwise any rank can fill any window alone."""
+
+    def fill(self, window: Window, filler: Filler) -> None:
+        """Write the elements of a window that this rank has. Rank-local."""
+
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        """Write, on the rank ``owner``, the elements that ranks only make together. Of spread windows; every rank must call it."""
+
+    def finish(self) -> list[int]:
+        """After the last window: as :meth:`Job.write`."""
+
+
+class Job(Protocol):
+    """One export: of a live model, or of a stored one."""
+
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """The bytes that :meth:`write` and :meth:`together` write on this rank; about, if that takes long to find out."""
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> list[int]:
+        """Write this rank's elements of all files, in any order. Returns its shares of digest sums."""
+
+    def together(self, output: HubFiles) -> Iterable[Together]:
+        """What ranks only make together, after :meth:`write`. Every rank must go through it, and call each in one round."""
+
+    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
+        """The same, window by window."""
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Compare the digest sums of all ranks with what is recorded. Raises :class:`IntegrityError`."""
+
+    def assets(self) -> Mapping[str, bytes]:
+        """The small files beside the tensors."""
+
+
+def bytes_in(tiles: Iterable[Tile], wanted: Wanted, output: HubFiles) -> int:
+    """The bytes of files that the elements of a box fill."""
+    found = [one for tile in tiles for one in transfers_of(tile, wanted, output.tensors)]
+    return sum(one.numel * itemsize(one.source_dtype) for one in found)
+
+
+def windows_of(output: HubFiles, file: str) -> Iterator[Window]:
+    """The payload of a file in order, cut into windows; one that is empty if the file has none."""
+    parts: list[tuple[str, Box]] = []
+    start = stop = len(output.headers[file])
+    for key, box, nbytes in _parts_of(output, file):
+        if parts and stop + nbytes - start > WINDOW_BYTES:
+            yield Window(file, start, stop, tuple(parts))
+            parts, start = [], stop
+        parts.append((key, box))
+        stop += nbytes
+    assert stop == output.sizes[file], (file, stop, output.sizes[file])
+    yield Window(file, start, stop, tuple(parts))
+
+
+def _parts_of(output: HubFiles, file: str) -> Iterator[tuple[str, Box, int]]:
+    """The tensors of a file in its order, each in boxes whose bytes follow each other."""
+    inside = [
+        (t.chunks[0].offset_bytes, key) for key, t in output.tensors.items() if t.chunks[0].path == file
+    ]
+    for _, key in sorted(inside):
+        t = output.tensors[key]
+        size = itemsize(t.dtype)
+        for start, sizes, _ in runs_of((0,) * len(t.shape), t.shape, WINDOW_BYTES // size):
+            stop = tuple(a + n for a, n in zip(start, sizes, strict=True))
+            yield key, Box(start, stop), math.prod(sizes) * size
+
+
+# ----------------------------------------------------------------------------------------------------
+# An export into a local directory: every rank fills its bytes into files of their final size, and a rename publishes them.
+
+
+class ToDirectory:
+    """As :class:`.Place`."""
+
+    def __init__(
+        self, final: str, output: HubFiles, ranks: Ranks, counted: Operation, *, overwrite: bool
+    ) -> None:
+        self._final, self._output, self._ranks = final, output, ranks
+        self._counted, self._overwrite = counted, overwrite
+        self._temporary = ""
+
+    def prepare(self) -> None:
+        self._temporary = self._ranks.on_first("make export directory", self._make)
+
+    def _make(self) -> str:
+        """The temporary directory, with the files in their final size."""
+        _refuse_taken(self._final, overwrite=self._overwrite)
+        folders = {os.path.dirname(file) for file in self._output.headers}
+        path = make_temporary(self._final, sorted(filter(None, folders)))
+        try:
+            for file, header in self._output.headers.items():
+                write_file(os.path.join(path, file), header)
+                patiently(os.truncate, os.path.join(path, file), self._output.sizes[file])
+        except (OSError, CheckpointError) as error:
+            remove_ours(path)
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path}: can't be created: {reason}") from error
+        return path
+
+    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
+        ranks = self._ranks
+        tick = self._counted.counting(ranks.tick)
+        with ranks.agree("write export"), FileFiller(self._temporary, tick) as filler:
+            self._counted.guess(lambda: job.share_bytes(contents, self._output, staging, ranks))
+            sums = job.write(contents, self._output, filler, staging, ranks)
+        together = job.together(self._output)
+        if together == ():  # a round of agreement less
+            return filler.bytes_written, sums
+        with ExitStack() as stack:
+            more = stack.enter_context(FileFiller(self._temporary, tick))
+            for write in together:
+                with ranks.agree("write export"):
+                    write(more)
+            with ranks.agree("write export"):
+                stack.pop_all().close()
+        return filler.bytes_written + more.bytes_written, sums
+
+    def publish(self, assets: Mapping[str, bytes]) -> None:
+        temporary, final, output = self._temporary, self._final, self._output
+        if output.index is not None:
+            write_file(os.path.join(temporary, INDEX_NAME), output.index)
+        for name, content in assets.items():
+            make_directories(os.path.dirname(inside(temporary, name)))
+            write_file(inside(temporary, name), content)
+        check_readable(temporary, final, output)
+        for folder in dict.fromkeys((*map(os.path.dirname, (*output.headers, *assets)), "")):
+            fsync_directory(os.path.join(temporary, folder))
+        replaced = ""
+        try:
+            unmark(temporary)
+            if not os.path.isdir(final):
+                patiently(os.rename, temporary, final)
+            elif not os.listdir(final):
+                patiently(os.rmdir, final)
+                patiently(os.rename, temporary, final)
+            else:
+                _refuse_taken(final, overwrite=self._overwrite)  # it may have changed since the start
+                replaced = _exchange(temporary, final)
+        except OSError as error:
+            raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
+        fsync_directory(os.path.dirname(final))
+        if replaced:
+            with contextlib.suppress(
+                CheckpointError
+            ):  # what is left of the old export stays, and harms nothing
+                mark(replaced)
+            remove_ours(replaced)
+
+    def discard(self) -> None:
+        remove_ours(self._temporary)
+
+
+def _refuse_taken(final: str, *, overwrite: bool) -> None:
+    if os.path.islink(final):
+        raise CheckpointError(
+            f"{final}: is a symbolic link, which can't be exchanged for the finished export; give the directory "
+            f"that it stands for, or a new one"
+        )
+    try:
+        taken = os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final))
+        if not taken:
+            return
+        if not overwrite:
+            raise CheckpointError(
+                f"{final}: exists already; export into a new or empty directory, or replace an earlier export (overwrite=True; --overwrite)"
+            )
+        other = _not_of_an_export(final)
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be inspected: {error.strerror}") from error
+    if other:
+        raise CheckpointError(
+            f"{final}: overwrite=True replaces earlier exports only, and {other}; choose another directory, or delete this one yourself"
+        )
+
+
+def _not_of_an_export(final: str) -> str | None:
+    """Why a directory can't be an earlier export, so that it must not be deleted; None if it looks like one.
+
+    An export has weights at its top or in the folders of adapters, and neither checkpoints nor repositories.
+    """
+    if not os.path.isdir(final):
+        return "it is not a directory"
+    weights = False
+    for folder, folders, files in os.walk(final):
+        relative = os.path.relpath(folder, final)
+        if found := {MANIFEST_NAME, NOTE_NAME, ".git"} & {*folders, *files}:
+            return f"{os.path.join(relative, found.pop())} is not part of one"
+        weights = weights or any(name.endswith(".safetensors") for name in files)
+        if relative.count(os.sep) > 3:
+            return f"it has folders as deep as {relative}"
+    return None if weights else "it holds no weights"
+
+
+def _exchange(new: str, old: str) -> str:
+    """Let two directories change their names at once; returns the path that the old one has then. Raises ``OSError``.
+
+    File systems without that call (NFS among them) take two renames: for an instant, ``old`` is missing.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
+        return new
+    reason = ctypes.get_errno()
+    if reason not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(reason, os.strerror(reason))
+    aside = make_temporary(old, [])
+    unmark(aside)
+    patiently(os.rename, old, aside)
+    patiently(os.rename, new, old)
+    return aside
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapters of a live ``PeftModel``, full-size, in the files that ``PeftModel.save_pretrained`` writes.
+
+
+def chosen_adapters(peft: Any, wanted: str | Sequence[str] | None) -> list[str]:
+    """The names that the caller gave, or all of the model's. Raises :class:`ValueError` for one it does not have."""
+    there = list(peft.peft_config)
+    names = there if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    unknown = [name for name in names if name not in there]
+    if unknown or not names:
+        raise ValueError(
+            f"adapters={wanted!r}: the model has the adapters {', '.join(map(repr, there))}; give one or several"
+        )
+    return names
+
+
+def _folder(adapter: str) -> str:
+    """Where PEFT's ``save_pretrained`` puts an adapter, inside the directory."""
+    return "" if adapter == "default" else adapter
+
+
+def lay_out_adapters(
+    live: LiveModel, adapters: Sequence[str], dtype: str | None
+) -> tuple[HubTensors, HubFiles]:
+    """One file for each adapter: which bytes of it each tensor of the model is. Rank-local, pure.
+
+    ``dtype`` is the stored dtype of floating-point tensors; None: as they are. Base embeddings lie beside an adapter as
+    with PEFT's ``save_embedding_layers="auto"``.
+    """
+    peft = peft_model(live.root)
+    hub: dict[str, TensorSpec] = {}
+    tiles: dict[str, list[Tile]] = {}
+    tensors, headers, sizes = {}, {}, {}
+    for adapter in adapters:
+        named = adapter_tensors(live, adapter, embeddings=embeddings_to_save(peft, adapter))
+        held = {stored: t for stored, (_, t) in named.items()}
+        own = {n: TensorSpec.of(t.tensor) for n, t in held.items()}
+        specs = specs_in(own, dtype)
+        file = os.path.join(_folder(adapter), WEIGHTS_NAME)
+        header, offsets, end = header_of(specs)
+        headers[file], sizes[file] = header, len(header) + end
+        for stored, (code, shape) in specs.items():
+            key = f"{adapter}:{stored}"
+            hub[key] = own[stored]
+            chunk = Chunk(whole(shape), file, len(header) + offsets[stored])
+            tensors[key] = StoredTensor(stored, code, shape, (chunk,))
+            if math.prod(shape):
+                tiles.setdefault(held[stored].name, []).append(identity(key, shape))
+    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
+        tensors, headers, sizes, None
+    )
+
+
+def adapter_assets(peft: Any, adapters: Sequence[str]) -> dict[str, bytes]:
+    """The config of each adapter, by file name."""
+    return {
+        os.path.join(_folder(adapter), CONFIG_NAME): json.dumps(
+            stored_config(peft, adapter), indent=2, sort_keys=True
+        ).encode()
+        for adapter in adapters
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# An export into a store, where no file can be filled in place: each file has one rank, which writes it from front to back.
+#
+# Of a live model every rank has a part of each tensor: they are brought to the file's rank window by window, by an integer sum, as
+# :mod:`.full` does. Of a stored model each rank reads what its own files need.
+
+
+class ToStore:
+    """As :class:`.Place`. Memory: two windows of 32 MiB, and what :class:`.ObjectWriter` takes."""
+
+    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
+        self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
+
+    def prepare(self) -> None:
+        self._url = self._ranks.on_first("claim the URL of the export", self._claim)
+
+    def _claim(self) -> str:
+        if patiently(exists, self._url):
+            raise CheckpointError(f"{self._url}: exists already; export to a new or empty prefix")
+        claim(self._url)
+        return self._url
+
+    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
+        ranks = self._ranks
+        objects = _Objects(self._url, self._output, ranks, self._counted)
+        with ranks.agree("write export"):
+            own = self._windows_of(ranks.rank)
+            self._counted.expect(lambda: sum(window.nbytes for window in own))
+            windows = job.windows(contents, self._output, staging, ranks)
+            if not windows.is_spread:
+                for window in self._windows_of(ranks.rank):
+                    objects.write(window, _filled(window, windows))
+        if windows.is_spread:
+            self._gather(windows, objects)
+        with ranks.agree("write export"):
+            sums = windows.finish()
+        return objects.bytes_written, sums
+
+    def _windows_of(self, rank: int) -> Iterator[Window]:
+        """The windows of the files that a rank writes, in order."""
+        for file in list(self._output.headers)[rank :: self._ranks.world_size]:
+            yield from windows_of(self._output, file)
+
+    def _gather(self, windows: Windows, objects: _Objects) -> None:
+        """Bring the ranks' elements together. In each turn every rank gets a window of its own, and then all write theirs."""
+        ranks = self._ranks
+        cpu = torch.device("cpu")
+        with ranks.agree("write export"):
+            device = device_where_ranks_sum(cpu) if ranks.world_size > 1 else cpu
+        for turn in zip_longest(*(self._windows_of(rank) for rank in range(ranks.world_size))):
+            own: tuple[Window, torch.Tensor] | None = None
+            for rank, window in enumerate(turn):
+                if window is None:
+                    continue
+                with ranks.agree(
+                    "gather for the store"
+                ):  # no rank enters a collective until all have their part
+                    words = _filled(window, windows).to(device)
+                if ranks.world_size > 1 and words.numel():
+                    dist.reduce(words, dst=rank)
+                words = words.to(cpu)
+                windows.fill_together(window, rank, _Memory(window, words))
+                if rank == ranks.rank:
+                    own = window, words
+                del words
+            with ranks.agree("write export"):
+                if own is not None:
+                    objects.write(*own)
+
+    def publish(self, assets: Mapping[str, bytes]) -> None:
+        url, output = self._url, self._output
+        for file, nbytes in output.sizes.items():
+            found = patiently(stat_of, join(url, file))
+            if found is None or found.nbytes != nbytes:
+                got = "there is none" if found is None else f"it has {found.nbytes} bytes"
+                raise CheckpointError(f"{join(url, file)}: was written with {nbytes} bytes, but {got}")
+        small = {**assets, **({} if output.index is None else {INDEX_NAME: output.index})}
+        for name in sorted(small, key=lambda name: LAST.index(name) if name in LAST else -1):
+            write_file(inside(url, name), small[name])
+        check_readable(url, url, output)
+        release(url)
+
+    def discard(self) -> None:
+        if discard_in_store(self._url):
+            release(self._url)
+
+
+def _filled(window: Window, windows: Windows) -> torch.Tensor:
+    """This rank's elements of a window as 64-bit words; zeros for the rest."""
+    words = torch.zeros(-(-window.nbytes // 8), dtype=torch.int64)
+    windows.fill(window, _Memory(window, words))
+    return words
+
+
+class _Memory:
+    """As :class:`.Filler`: takes the bytes of one window."""
+
+    def __init__(self, window: Window, words: torch.Tensor) -> None:
+        self._window, self._view = window, memoryview(words.view(torch.uint8).numpy().data)
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        at = offset_bytes - self._window.start
+        assert name == self._window.file
+        assert 0 <= at <= self._window.nbytes - view.nbytes
+        self._view[at : at + view.nbytes] = view
+
+
+class _Objects:
+    """The objects that one rank writes, one after another."""
+
+    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
+        self.bytes_written = 0
+        self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
+        self._writer: ObjectWriter | None = None
+
+    def write(self, window: Window, words: torch.Tensor) -> None:
+        """Append a window to its file, which appears with its last one."""
+        header, nbytes = self._output.headers[window.file], self._output.sizes[window.file]
+        if window.start == len(header):
+            self._writer = ObjectWriter(
+                inside(self._url, window.file), self._ranks.tick, expected_bytes=nbytes
+            )
+            self._writer.write(header)
+        assert self._writer is not None
+        self._writer.write(words.view(torch.uint8).numpy().data[: window.nbytes])
+        self.bytes_written += window.nbytes
+        self._counted.add(window.nbytes)
+        if window.stop == nbytes:
+            self._writer.close()
+            self._writer = None

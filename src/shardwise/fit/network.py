@@ -1,0 +1,741 @@
+"""What a training step keeps and sends: activations, bytes over the network, and tokens between experts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import ShardError
+from ..internals.fsdp import lazy_chunks
+from ..internals.trainers import ep_by_plan, own_parts, parallel_plans, put_parameter, tp_by_plan
+from ..internals.transformers import is_transformers_model
+from ..objects import frozen
+from ..sharding.fsdp import ShardPolicy, shard, shard_with_experts
+from .groups import Products, StepGroup, groups_of, products_of, whole_step, workspaces_of
+from .records import Flow, TrainingSpec, Variant
+from .step import Measured, StepPeak, alike, measure, peak_of
+
+__all__ = [
+    "Exchange",
+    "FORMULA_ERROR",
+    "Measurements",
+    "Sent",
+    "Spread",
+    "Step",
+    "flows_of",
+    "step_of",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The peak of a training step: measured on tensors without memory, or, where the model's code can't run so, by a formula.
+
+#: Forwards and backwards of one model, by what they depend on, and how each was made.
+Measurements = dict[tuple[object, ...], tuple[Measured, str]]
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Step:
+    """The groups of a model, and what a step with them takes beside parameters and optimizer state."""
+
+    groups: tuple[StepGroup, ...]
+    peak: StepPeak
+    first_peak: StepPeak
+    """Of the first step, in which matrix products are compiled on the way."""
+    error: float
+    """Of the activations."""
+    formula: str
+    products: Products | None
+    """The matrix products in two bytes an element; None if there are none."""
+    workspace_bytes: int | None
+    """What MKL keeps after the products in fp32, on the CPU. None: not known."""
+    called: frozenset[int]
+    """The groups whose forward runs with text alone."""
+    reached: frozenset[str] | None
+    """Names of the parameters that get a gradient with text alone. None: not known."""
+    activation_bytes: int | None
+    """The most bytes of activations at one instant, whatever FSDP2 holds then. None: not known."""
+    assumptions: tuple[str, ...]
+
+
+def step_of(
+    model: nn.Module,
+    policy: ShardPolicy,
+    shards: int,
+    training: TrainingSpec,
+    expert_shards: int | None = None,
+    *,
+    replicas: int = 1,
+    is_wrapped: bool = True,
+    whole_gradients: Mapping[str, int] | None = None,
+    known: Measurements | None = None,
+) -> Step:
+    """The step of ``model``, unsharded and on meta, as FSDP2 runs it over ``shards`` ranks and ``replicas`` replicas.
+
+    ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
+
+    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. ``known``: measurements of this model, with
+    other numbers of ranks or another optimizer; a new one is added. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
+    """
+    groups = groups_of(model, policy, shards, expert_shards)
+    compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
+    first = alike(groups)
+    tokens = f"{training.batch_size} x {training.sequence_length} tokens"
+    # neither ranks nor optimizer: every rank computes the same
+    asked = (training.batch_size, training.sequence_length, training.checkpointing, training.device, compute)
+    known = {} if known is None else known
+    try:
+        if asked not in known:
+            known[asked] = _measured(model, groups, training, compute, whole_gradients)
+        measured, how = known[asked]
+    except MemoryError:
+        raise
+    except Exception as error:  # a model's own code, which looks at values, may raise anything
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
+        _log.info("the model can't run on tensors without memory: %s: %s", type(error).__name__, reason)
+        return _by_formula(model, groups, compute, training, f"{type(error).__name__}: {reason}")
+    narrow = [] if measured.widened else [p for p in measured.products if p.itemsize == 2]
+    wide = [p for p in measured.products if p.itemsize == 4 or measured.widened]
+    events = list(whole_step(measured.events, groups, first))
+    called = frozenset(e.group for e in events if e.kind == "enter")
+    products = products_of(model, groups, compute, training, len(narrow))
+    on_cpu = training.device == "cpu"
+    peak = partial(
+        peak_of,
+        events,
+        groups,
+        shards=shards,
+        keeps_gathered=policy.reshard_after_forward is False,
+        copies=on_cpu,
+        has_replicas=replicas > 1,
+        is_wrapped=is_wrapped,
+    )
+    left = [g for g in groups if g.index not in called and g.kind == "block"]
+    assumptions = [
+        f"{tokens} on each rank, one forward and backward per optimizer step",
+        "no padding and one sequence per sample (otherwise, attention also needs a mask, and copies of keys and values for each head)",
+    ]
+    if left:
+        assumptions.append(
+            f"text only: {len(left)} blocks don't run ({left[0].path}, …), and images would need more memory"
+        )
+    return Step(
+        groups=groups,
+        peak=peak(),
+        first_peak=peak(compiles=products if on_cpu else None),
+        error=0.15,
+        formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
+        products=products,
+        workspace_bytes=workspaces_of(wide),
+        called=called,
+        reached=measured.reached,
+        activation_bytes=max(e.peak for e in events),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _measured(
+    model: nn.Module,
+    groups: Sequence[StepGroup],
+    training: TrainingSpec,
+    compute: torch.dtype | None,
+    whole_gradients: Mapping[str, int] | None,
+) -> tuple[Measured, str]:
+    """A run on tensors without memory, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
+    try:
+        return measure(model, groups, training, compute, whole_gradients=whole_gradients), ""
+    except RuntimeError:
+        if compute is not None or next(model.parameters()).dtype != torch.float32:
+            raise
+    measured = measure(model, groups, training, torch.bfloat16, widen=True, whole_gradients=whole_gradients)
+    return measured, " in bfloat16, whose tensors count double"
+
+
+#: The error bar of activations that are counted by a formula.
+FORMULA_ERROR = 1.0
+#: Bytes kept for each token, element of the hidden state and block, in 2 bytes each, without attention's matrix: Korthikanti
+#: et al. 2022 (arXiv 2205.05198) count 34 for a block with an MLP of four times the width; gated MLPs and norms in fp32 more.
+_BYTES_PER_ELEMENT = 64
+
+
+def _by_formula(
+    model: nn.Module,
+    groups: tuple[StepGroup, ...],
+    compute: torch.dtype | None,
+    training: TrainingSpec,
+    reason: str,
+) -> Step:
+    """A step whose activations are counted by block, with a wide error bar."""
+    settings = getattr(model, "config", None)
+    if settings is not None and hasattr(settings, "get_text_config"):
+        settings = settings.get_text_config()
+    hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 1024)
+    vocabulary = int(getattr(settings, "vocab_size", 0) or 0)
+    blocks = sum(g.kind == "block" for g in groups)
+    tokens = training.batch_size * training.sequence_length
+    kept = 2 if training.checkpointing else _BYTES_PER_ELEMENT
+    activations = tokens * (hidden * (blocks * kept + _BYTES_PER_ELEMENT) + 3 * 4 * vocabulary)
+    largest = max((g.gathered_bytes for g in groups), default=0)
+    reduced = max((g.reduced_bytes for g in groups), default=0)
+    gradients = sum(g.gradient_bytes for g in groups)
+    products = products_of(model, groups, compute, training)
+    compiled = 0 if products is None or training.device != "cpu" else products.after_one_step()
+    peak = StepPeak(3 * largest, 3 * reduced, gradients, activations, "all at once")
+    return Step(
+        groups=groups,
+        peak=peak,
+        first_peak=replace(peak, compiled=compiled),
+        error=FORMULA_ERROR,
+        formula=f"tokens x (hidden x (blocks x {kept} + {_BYTES_PER_ELEMENT}) + 12 x vocabulary) = {tokens} x ({hidden} x "
+        f"({blocks} x {kept} + {_BYTES_PER_ELEMENT}) + 12 x {vocabulary})",
+        products=products,
+        workspace_bytes=None,
+        called=frozenset(range(len(groups))),
+        reached=None,
+        activation_bytes=None,
+        assumptions=(
+            f"activations by a formula, because the model does not run on tensors without memory ({reason})",
+            "attention keeps no matrix of tokens x tokens",
+        ),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensor and expert parallelism in a run on tensors without memory: the memory of collectives, and the bytes that they send.
+#
+# The model has the parts of one rank. Each module that a plan of transformers (5.21-5.23) hooks gets a forward that takes the memory of
+# the plan's collectives, in forward and backward, and sends nothing.
+
+_Forward = Callable[..., Any]
+
+
+@frozen
+class Sent:
+    """A collective of a step."""
+
+    path: str
+    """The module around which it is."""
+    kind: str
+    """``all-reduce``, ``all-gather`` or ``all-to-all``."""
+    axis: str
+    """``tp`` or ``ep``."""
+    elements: int
+    """Of the whole tensor that each rank has before it or after it."""
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The collectives of tensor and expert parallelism in a forward and backward of ``model``."""
+
+    model: nn.Module
+    tp: int
+    ep: int
+    sent: list[Sent] = field(default_factory=list)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count anew with each forward of the model: a run may be tried twice."""
+        handle = self.model.register_forward_pre_hook(lambda *_: self.sent.clear())
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def counted(self, step: Step, *, is_wrapped: bool) -> Step:
+        """``step``, with what it assumes of the collectives; without any of them if the model did not run to its end.
+
+        ``is_wrapped``: whether FSDP2 wraps the model.
+        """
+        if self.tp == self.ep == 1:
+            return step
+        more = ["no FSDP2, because tensor parallelism takes all ranks"]
+        if is_wrapped:
+            more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
+        if self.ep > 1:
+            more.append("each expert gets the same number of tokens")
+        if step.error == FORMULA_ERROR:
+            self.sent.clear()
+            more.append("traffic of tensor and expert parallelism is not counted")
+        return replace(step, assumptions=(*step.assumptions, *more))
+
+    def note(self, path: str, kind: str, axis: str, tensor: torch.Tensor) -> None:
+        self.sent.append(Sent(path, kind, axis, tensor.numel(), tensor.dtype))
+
+    def stand_in(self, path: str, style: str, forward: _Forward) -> _Forward:
+        """The forward of the module at ``path`` for a style of a plan. Of an unknown style, it raises."""
+        if style == "ep_dispatch_experts":
+            return self._dispatched(path, forward)
+        before, after = _STYLES.get(style, (_unknown(style), _same))
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            module = self.model.get_submodule(path)
+            if args:  # attention gets names alone, and has nothing to be done before it
+                rest = (
+                    (self._summed_later(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
+                )
+                args = (before(self, path, module, args[0]), *rest)
+            return after(self, path, module, forward(*args, **kwargs))
+
+        return stand_in
+
+    def _summed_later(self, path: str, value: Any) -> Any:
+        """The routing weights of experts: their gradients are summed."""
+        is_weight = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return _run(_SummedLater, value, self, path) if is_weight else value
+
+    def _dispatched(self, path: str, experts: _Forward) -> _Forward:
+        """Experts that other ranks send tokens to, as transformers' ``AllToAllEP``: each rank gets as many as it sends."""
+
+        def forward(
+            hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            tokens, dtype = hidden.size(0), hidden.dtype
+            if self.tp > 1:  # the ranks of tp have the same tokens: each takes its part
+                hidden, top_k_weights = (
+                    _run(_OwnRows, t, self, path, self.tp) for t in (hidden, top_k_weights)
+                )
+                top_k_index = top_k_index[: hidden.size(0)]
+            order = torch.argsort(top_k_index.reshape(-1))
+            sent = hidden[order // top_k_index.size(-1)]
+            got = _run(_SentAround, sent, self, path)
+            index = torch.zeros(got.size(0), 1, dtype=top_k_index.dtype, device=got.device)
+            result = _run(
+                _SentAround, experts(got, index, torch.ones_like(index, dtype=got.dtype)), self, path
+            )
+            own = torch.empty_like(result)
+            own[order] = result
+            own = own.view(*top_k_weights.shape, result.size(-1))
+            output = (own * top_k_weights.unsqueeze(-1)).sum(dim=1)
+            if self.tp > 1:
+                output = _run(_AllRows, output, self, path, tokens)
+            return output.to(dtype)
+
+        return forward
+
+
+# ----------------------------------------------------------------------------------------------------
+# Collectives that only take memory
+
+
+def _run(collective: type[torch.autograd.Function], *args: Any) -> Any:
+    return collective.apply(*args)
+
+
+class _SummedLater(torch.autograd.Function):
+    """The tensor itself; its gradient is summed over tp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str) -> torch.Tensor:
+        ctx.exchange, ctx.path = exchange, path
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        ctx.exchange.note(ctx.path, "all-reduce", "tp", gradient)
+        return torch.empty_like(gradient), None, None
+
+
+class _SummedNow(torch.autograd.Function):
+    """The sum over tp; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str) -> torch.Tensor:
+        exchange.note(path, "all-reduce", "tp", x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The last dim, whole, of parts on tp; the gradient is cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, size: int) -> torch.Tensor:
+        ctx.own = x.size(-1)
+        whole = x.new_empty(*x.shape[:-1], size)
+        exchange.note(path, "all-gather", "tp", whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0][..., : ctx.own].contiguous(), None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    """This rank's part of the last dim; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, size: int) -> torch.Tensor:
+        ctx.exchange, ctx.path, ctx.size = exchange, path, x.size(-1)
+        return x[..., :size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        whole = gradient.new_empty(*gradient.shape[:-1], ctx.size)
+        ctx.exchange.note(ctx.path, "all-gather", "tp", whole)
+        return whole, None, None, None
+
+
+class _OwnRows(torch.autograd.Function):
+    """This rank's part of the tokens; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, ranks: int) -> torch.Tensor:
+        ctx.exchange, ctx.path, ctx.rows = exchange, path, x.size(0)
+        return x[: -(-x.size(0) // ranks)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        whole = gradient.new_empty(ctx.rows, *gradient.shape[1:])
+        ctx.exchange.note(ctx.path, "all-gather", "tp", whole)
+        return whole, None, None, None
+
+
+class _AllRows(torch.autograd.Function):
+    """All tokens, of parts on tp; the gradient is cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, rows: int) -> torch.Tensor:
+        ctx.own = x.size(0)
+        whole = x.new_empty(rows, *x.shape[1:])
+        exchange.note(path, "all-gather", "tp", whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0][: ctx.own].contiguous(), None, None, None
+
+
+class _SentAround(torch.autograd.Function):
+    """Rows that go to the ranks of their experts, or come back; the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str) -> torch.Tensor:
+        ctx.exchange, ctx.path = exchange, path
+        exchange.note(path, "all-to-all", "ep", x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        ctx.exchange.note(ctx.path, "all-to-all", "ep", gradient)
+        return torch.empty_like(gradient), None, None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Styles of transformers' plans: what is done before a module's own forward, and after it
+
+_Part = Callable[[Exchange, str, Any, Any], Any]
+
+
+def _same(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    return x
+
+
+def _summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    return _run(_SummedLater, x, exchange, path)
+
+
+def _summed_now(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    return None if x is None else _run(_SummedNow, x, exchange, path)
+
+
+def _summed_in_place(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    exchange.note(path, "all-reduce", "tp", x)
+    return x
+
+
+def _gathered(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    size = module.out_features if hasattr(module, "out_features") else module.embedding_dim
+    return _run(_Gathered, x, exchange, path, size)
+
+
+def _own_part(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    return _run(_OwnPart, x, exchange, path, module.weight.size(-1))
+
+
+def _rope_summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    rope = module.config.qk_rope_head_dim
+    passed, turned = x.split([x.size(-1) - rope, rope], dim=-1)
+    return torch.cat([passed, _run(_SummedLater, turned, exchange, path)], dim=-1)
+
+
+def _divided(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    return x / exchange.tp
+
+
+def _weights_summed(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            exchange.note(path, "all-reduce", "tp", parameter)
+    return x
+
+
+def _unknown(style: str) -> _Part:
+    def refuse(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+        raise NotImplementedError(f"the style {style!r} of a plan, at {path}, is not known here")
+
+    return refuse
+
+
+_STYLES: dict[str, tuple[_Part, _Part]] = {
+    "colwise": (_summed_later, _same),
+    "packed_colwise": (_summed_later, _same),
+    "colwise_gather_output": (_summed_later, _gathered),
+    "colwise_rep": (_summed_later, _gathered),
+    "rowwise": (_same, _summed_now),
+    "rowwise_rep": (_same, _summed_now),
+    "rowwise_split_input": (_own_part, _summed_now),
+    "embedding_rowwise": (_same, _summed_now),
+    "embedding_colwise": (_same, _gathered),
+    "all_reduce": (_same, _summed_now),
+    "moe_tp_experts": (_summed_later, _summed_in_place),
+    "moe_identity_expert": (_divided, _same),
+    "mla_kv_a_proj": (_same, _rope_summed_later),
+    "replicated_with_grad_allreduce": (_weights_summed, _same),
+    "local_params": (_same, _same),
+    "replicate": (_same, _same),
+}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Bytes that a training step sends over the network: what each rank receives, and what each host receives from other hosts.
+#
+# Collectives over ranks are taken to be rings: of a tensor that ``n`` ranks gather or reduce, each rank receives ``(n - 1) / n``, and so
+# does each host that has a part of the ring, for each ring that leaves it. An all-reduce is both, one after the other.
+
+
+@frozen
+class _Axis:
+    """Groups of ``size`` ranks, ``stride`` ranks apart, on hosts of ``per_host`` ranks."""
+
+    size: int
+    stride: int
+    per_host: int
+
+    @property
+    def rings_leaving(self) -> int:
+        """Rings that a host is a part of, and that leave it."""
+        if self.size * self.stride <= self.per_host and self.per_host % (self.size * self.stride) == 0:
+            return 0  # each group lies on one host
+        on_host = max(1, -(-self.per_host // self.stride))
+        return -(-self.per_host // min(on_host, self.size)) if self.size > 1 else 0
+
+    def around(self, nbytes: float) -> tuple[float, float]:
+        """What a rank and a host receive when tensors of so many bytes go around the ring once."""
+        each = nbytes * (self.size - 1) / self.size
+        return each, each * self.rings_leaving
+
+    def exchanged(self, nbytes: float) -> tuple[float, float]:
+        """The same for an all-to-all, in which a rank receives so many bytes, evenly from all, itself included."""
+        near = self.size if not self.rings_leaving else min(self.size, max(1, self.per_host // self.stride))
+        return nbytes * (self.size - 1) / self.size, nbytes * (self.size - near) / self.size * self.per_host
+
+
+def flows_of(step: Step, variant: Variant, sent: Sequence[Sent], itemsize: int) -> tuple[Flow, ...]:
+    """The bytes of a step, by purpose. ``sent``: of the run; ``itemsize``: bytes of an element of its activations."""
+    per_host, replicas = min(variant.ranks_per_host, variant.ranks), variant.replicas
+    dense = _Axis(variant.shards, variant.tp, per_host)
+    experts = _Axis(variant.expert_shards, variant.ep, per_host) if variant.ep > 1 else dense
+    copies = _Axis(replicas, variant.ranks // replicas, per_host)
+    found: dict[str, tuple[float, float]] = {}
+
+    def add(what: str, flow: tuple[float, float]) -> None:
+        before = found.get(what, (0.0, 0.0))
+        found[what] = before[0] + flow[0], before[1] + flow[1]
+
+    for group in (g for g in step.groups if g.index in step.called):
+        axis = experts if group.own_shards is not None else dense
+        add(_GATHER, axis.around(group.gathered_bytes * (2 if group.path else 1)))
+        add(_REDUCE, axis.around(group.reduced_bytes))
+        add(_COPIES, copies.around(2 * group.reduced_bytes / axis.size))
+    times = _times(step.groups)
+    for one in sent:
+        nbytes = one.elements * max(itemsize, one.dtype.itemsize) * times(one.path)
+        if one.kind == "all-to-all":
+            add(_TOKENS, _Axis(variant.ep, 1, per_host).exchanged(nbytes))
+        else:
+            add(_TP, _Axis(variant.tp, 1, per_host).around(nbytes * (2 if one.kind == "all-reduce" else 1)))
+    return tuple(
+        Flow(what, round(rank), round(host), _FORMULAS[what]) for what, (rank, host) in found.items() if rank
+    )
+
+
+_GATHER, _REDUCE, _COPIES, _TP, _TOKENS = (
+    "FSDP all-gathers",
+    "FSDP reduce-scatters",
+    "all-reduces across replicas",
+    "tensor parallelism",
+    "tokens to experts",
+)
+_FORMULAS: Mapping[str, str] = {
+    _GATHER: "gathered bytes of each group, in forward and backward (the root once), x (shards - 1) / shards",
+    _REDUCE: "gradients of each group in the dtype of the reduction, x (shards - 1) / shards",
+    _COPIES: "a rank's part of the gradients x 2 x (replicas - 1) / replicas",
+    _TP: "all-reduces (twice) and all-gathers of activations and their gradients, as the model's plan has them, x (tp - 1) / tp",
+    _TOKENS: "tokens x experts of each, there and back, in forward and backward, x (ep - 1) / ep; experts get equally many",
+}
+
+
+def _times(groups: Sequence[StepGroup]) -> Callable[[str], int]:
+    """How many blocks a module's block stands for: of blocks that are alike, one ran."""
+    first = alike(groups)
+    paths = {f"{groups[rep].path}.": sum(r == rep for r in first.values()) for rep in set(first.values())}
+    return lambda path: next((n for start, n in paths.items() if path.startswith(start)), 1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Cuts a model on meta as a run's ranks would hold it: tensor and expert parallelism by the model's own plans, then FSDP2.
+
+
+@dataclass(slots=True)
+class Spread:
+    """The model of a run on meta, while it is cut: first by :meth:`cut`, then by :meth:`shard`. Needs the run's process group."""
+
+    model: nn.Module
+    variant: Variant
+    tp_plan: dict[str, str]
+    ep_plan: dict[str, str]
+    forwards: dict[str, Callable[..., Any]]
+    """The forward of each module that a plan changes, as it was before."""
+
+    @classmethod
+    def cut(cls, model: nn.Module, variant: Variant) -> Spread:
+        """Apply tensor and expert parallelism, if the run has any. Raises :class:`ShardError` where that is impossible."""
+        if not variant.is_parallel:
+            return cls(model, variant, {}, {}, {})
+        _check_model(model, variant)
+        tp_plan, ep_plan = parallel_plans(model, tp=variant.tp > 1, ep=variant.ep > 1)
+        _check_plans(model, variant, tp_plan, ep_plan)
+        modules = dict(model.named_modules())
+        changed = [name for name in (*tp_plan, *ep_plan) if name in modules]
+        found = cls(model, variant, tp_plan, ep_plan, {name: modules[name].forward for name in changed})
+        dense, experts = _meshes(variant)
+        try:
+            if tp_plan:
+                tp_by_plan(model, dense["tp"], tp_plan)
+            if ep_plan:
+                ep_by_plan(model, experts["ep"], dense["tp"], ep_plan)
+        except (ValueError, RuntimeError) as error:
+            raise ShardError(f"{type(model).__name__} can't be cut by its own plan: {error}") from error
+        return found
+
+    @contextmanager
+    def as_one_rank(self) -> Iterator[Exchange]:
+        """The model as rank 0 computes with it: plain parts of parameters; collectives take memory, and are counted."""
+        exchange = Exchange(self.model, tp=self.variant.tp, ep=self.variant.ep)
+        if not self.variant.is_parallel:
+            yield exchange
+            return
+        before = [
+            (module, name, put_parameter(module, name, part)) for module, name, part in own_parts(self.model)
+        ]
+        installed = {}
+        for path, forward in self.forwards.items():
+            module = self.model.get_submodule(path)
+            installed[path] = module.forward
+            style = self.ep_plan.get(path) or self.tp_plan[path]
+            module.forward = exchange.stand_in(path, style, forward)
+        try:
+            with exchange.counting():
+                yield exchange
+        finally:
+            for path, forward in installed.items():
+                self.model.get_submodule(path).forward = forward
+            for module, name, parameter in before:
+                put_parameter(module, name, parameter)
+
+    def whole_gradients(self) -> dict[str, int]:
+        """How many times as large as a rank's part of a parameter its gradient is, by name, where it is larger.
+
+        torch (2.12-2.13) gives the gradient of an embedding whose rows are cut whole on each rank, where its output was summed
+        (``embedding_dense_backward_strategy``); FSDP2 cuts it afterwards. Of a tied one autograd adds a cut gradient, which cuts
+        the sum.
+        """
+        names = [name for name, _ in self.model.named_parameters()]
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}.difference(names)
+        parameters = {id(self.model.get_parameter(name)) for name in tied}
+        rows = [f"{path}.weight" for path, style in self.tp_plan.items() if style == "embedding_rowwise"]
+        return {
+            name: self.variant.tp
+            for name in rows
+            if name in names and id(self.model.get_parameter(name)) not in parameters
+        }
+
+    def shard(self) -> None:
+        """Apply FSDP2 over the ranks that are left, if any are."""
+        if not self.variant.is_wrapped:
+            return
+        with lazy_chunks():
+            self._shard(self.variant)
+
+    def _shard(self, variant: Variant) -> None:
+        if not variant.is_parallel:
+            shard(self.model, _plain_mesh(variant), variant.policy)
+            return
+        dense, experts = _meshes(variant)
+        axes = ("shard",) if variant.replicas == 1 else ("replicate", "shard")
+        over = dense[axes], experts[axes] if variant.ep > 1 else dense[axes]
+        shard_with_experts(self.model, *over, variant.policy)
+
+
+def _plain_mesh(variant: Variant) -> DeviceMesh:
+    # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
+    if variant.replicas == 1:
+        return init_device_mesh("cpu", (variant.ranks,), mesh_dim_names=("shard",))
+    shape = (variant.replicas, variant.ranks // variant.replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _meshes(variant: Variant) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks as dense parameters see them, and as experts do."""
+    dense = (variant.replicas, variant.shards, variant.tp)
+    experts = (variant.replicas, variant.expert_shards, variant.ep)
+    return (
+        init_device_mesh("cpu", dense, mesh_dim_names=("replicate", "shard", "tp")),
+        init_device_mesh("cpu", experts, mesh_dim_names=("replicate", "shard", "ep")),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks
+
+
+def _check_model(model: nn.Module, variant: Variant) -> None:
+    if variant.adapter is not None:
+        raise ShardError("tp and ep are planned for models without adapter=; leave one of them out")
+    if not is_transformers_model(model):
+        raise ShardError(
+            f"tp and ep need a transformers model, whose class says how it is cut; got {type(model).__name__}"
+        )
+
+
+def _check_plans(model: Any, variant: Variant, tp_plan: dict[str, str], ep_plan: dict[str, str]) -> None:
+    for name, size, plan in (("tp", variant.tp, tp_plan), ("ep", variant.ep, ep_plan)):
+        if size > 1 and not plan:
+            raise ShardError(
+                f"{type(model).__name__} has no plan for {name}={size} ({name}_plan of transformers); set {name} to 1"
+            )
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    cuts_heads = any(name.endswith(".k_proj") and style == "colwise" for name, style in tp_plan.items())
+    if cuts_heads and isinstance(heads, int) and heads % variant.tp:
+        raise ShardError(
+            f"tp={variant.tp} does not divide the {heads} key-value heads of {type(model).__name__}, and its forward needs "
+            "whole heads; choose a divisor"
+        )

@@ -1,0 +1,556 @@
+"""What the Accelerate integration builds on: settings of the FSDP plugin, sharding and preparing a model, folders of checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import re
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.sites import Hosts
+from ..errors import CheckpointError, NoCheckpointError, ShardError, SourceError
+from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..internals.torch import is_checkpointed, original_class
+from ..internals.trainers import keep_masters, keeps_tie, tp_by_plan
+from ..internals.transformers import blocks_not_to_split, is_transformers_model
+from ..models.meta import give_addresses
+from ..names import NamedTensor, named_tensors, unwrap
+from ..publish.lock import is_checkpoint
+from ..publish.places import delete_all
+from ..publish.write import make_directories, refuse_without_conditions
+from ..ranks.ranks import patiently
+from ..sharding.fsdp import remember_sharding
+from ..storage import is_directory, is_file, names_in, place_at
+from ..storage.records import is_url, join
+from ..tensors.live import reduce_after_backward
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = [
+    "Groups",
+    "SettingsWithoutLoading",
+    "adopt",
+    "check_kind",
+    "check_supported",
+    "copy_of_plugin",
+    "cut_by_tp_plan",
+    "delete_oldest",
+    "device_of",
+    "explained",
+    "first_stored",
+    "folder_for",
+    "groups_of",
+    "keep_taken_over",
+    "keep_whole",
+    "make_room",
+    "newest",
+    "newest_of",
+    "places_of",
+    "put_back",
+    "refuse_unfit",
+    "shard",
+    "steps_in",
+    "takes_over_checkpointing",
+    "warn_if_whole",
+    "without_rows",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Folders of an accelerator's checkpoints: the caller's, local or URLs, or Accelerate's automatic ``checkpoints/checkpoint_N``.
+
+_log = logging.getLogger(__name__)
+#: Each rank's file in Accelerate's own checkpoints: ``accelerate.utils.RNG_STATE_NAME``, which is not imported for it.
+_RANDOM_STATES = "random_states"
+
+
+def refuse_unfit(fallback: str) -> None:
+    """Raise :class:`CheckpointError` or :class:`SourceError` for a fall-back that could take no checkpoint: else the first save that
+    fails would find it out. Makes a directory; writes and deletes one small object below a URL. For one rank.
+    """
+    if is_url(fallback):
+        refuse_without_conditions(fallback)
+        return
+    try:
+        patiently(make_directories, fallback)
+    except OSError as error:
+        raise CheckpointError(f"{fallback}: this fallback can't be created: {error.strerror}") from error
+
+
+def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
+    """The folder that ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        return os.path.join(_root(accelerator), f"checkpoint_{accelerator.save_iteration}")
+    if output_dir is None:
+        raise CheckpointError(
+            "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
+        )
+    return place_at(output_dir)
+
+
+def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
+    """Make the parent of ``folder``, and remove ``folder`` if it is empty; a store needs neither. Collective.
+
+    A checkpoint that only some hosts hold, because a save was killed when its parts appeared, is set aside with a warning. Raises
+    :class:`CheckpointError` for any other folder that is not empty.
+    """
+    root = os.path.dirname(folder)
+    found = hosts.on_each(root, "make room for the checkpoint", lambda: _in_the_way(folder))
+    if set(found) == {"", _CHECKPOINT} and not hosts.holds(folder):
+        hosts.on_own(root, "rename an incomplete checkpoint", lambda: _set_aside(folder))
+    elif any(found):
+        raise CheckpointError(
+            f"{folder}: already contains something, and a published checkpoint is never overwritten; "
+            + (
+                "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
+                if automatic
+                else "give each save a folder of its own (f'step-{step}'), or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
+            )
+        )
+
+
+_CHECKPOINT = "checkpoint"
+
+
+def _in_the_way(folder: str) -> str:
+    """What is in the way of a new folder, whose parent is made; empty for nothing."""
+    if is_url(folder):
+        return "objects" if patiently(is_directory, folder) else ""
+    if os.path.isdir(folder) and not os.listdir(folder):
+        patiently(os.rmdir, folder)
+    if os.path.lexists(folder):
+        return _CHECKPOINT if os.path.isfile(os.path.join(folder, MANIFEST_NAME)) else "something else"
+    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
+    return ""
+
+
+def _set_aside(folder: str) -> None:
+    """Under a name that no search takes. For one rank of each host."""
+    if not os.path.lexists(folder):
+        return
+    aside = os.path.join(os.path.dirname(folder), f".torn-{os.path.basename(folder)}-{secrets.token_hex(4)}")
+    try:
+        patiently(os.rename, folder, aside)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: can't be renamed: {error.strerror}") from error
+    _log.warning("%s: only some hosts hold it, of a save that was killed; it is now %s", folder, aside)
+
+
+def places_of(folder: str, fallback: str | None) -> list[str]:
+    """Where a checkpoint may lie: at ``folder``, and under the same name in the fall-back."""
+    return [folder, *([] if fallback is None else [join(fallback, os.path.basename(folder))])]
+
+
+def first_stored(places: Sequence[str]) -> str:
+    """The first place at which there is something; the first one if there is nothing at any. For one rank."""
+    return next((path for path in places if patiently(is_directory, path)), places[0])
+
+
+def newest(accelerator: Accelerator, hosts: Hosts, fallback: str | None = None) -> str:
+    """The newest checkpoint of automatic naming, there or in the fall-back. Collective. Raises :class:`NoCheckpointError` if there is
+    none."""
+    root, found = _root(accelerator), None
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        roots = [root, *([] if fallback is None else [fallback])]
+        found = newest_of(roots, hosts, _numbered_in)
+    if found is None:
+        raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
+    return found
+
+
+def newest_of(roots: Sequence[str], hosts: Hosts, numbered: Callable[[str], Mapping[int, str]]) -> str | None:
+    """The checkpoint with the highest number in these directories or URLs, of equal ones that of the first. Collective.
+
+    ``numbered`` returns the names of the checkpoints in a directory, by number.
+    """
+    hosts.settle(roots[0], is_held=False)
+
+    def look() -> list[list[Any]]:
+        return [[number, k, name] for k, root in enumerate(roots) for number, name in numbered(root).items()]
+
+    of_hosts = hosts.on_each(roots[0], "find the newest checkpoint", look)
+    found = {(number, k, name) for of_host in of_hosts for number, k, name in of_host}
+    for _, k, name in sorted(found, key=lambda one: (-one[0], one[1])):
+        path = join(roots[k], name)
+        if hosts.holds(path):
+            return path
+    return None
+
+
+def steps_in(root: str) -> dict[int, str]:
+    """The checkpoints directly below a directory or URL, by step. For one rank.
+
+    A checkpoint whose manifest can't be read does not count, and is logged.
+    """
+    found: dict[int, str] = {}
+    for name in sorted(names_in(root)) if is_directory(root) else ():
+        path = join(root, name)
+        if name.startswith(".") or not is_file(join(path, MANIFEST_NAME)):
+            continue
+        try:
+            found.setdefault(patiently(read_manifest, path).step, name)
+        except SourceError as error:
+            _log.warning("skipping %s: %s", path, error)
+    return found
+
+
+def _numbered_in(root: str) -> dict[int, str]:
+    return {number: os.path.basename(path) for number, path in _folders(root)}
+
+
+def delete_oldest(folder: str, limit: int) -> None:
+    """Keep the ``limit`` newest beside ``folder``; in a store all stay. Logs what fails.
+
+    A kill leaves remains under another name, which no resume takes.
+    """
+    if is_url(folder):
+        return
+    try:
+        old = [path for _, path in _folders(os.path.dirname(folder))[:-limit]]
+    except OSError as error:  # the new checkpoint is published already
+        _log.warning("no checkpoint is deleted: %s", error)
+        return
+    delete_all(old, _is_checkpoint)
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Whether Accelerate's own ``total_limit`` would delete a folder, or it is a checkpoint of ours."""
+    is_accelerates = any(name.startswith(f"{_RANDOM_STATES}_") for name in os.listdir(path))
+    return (is_accelerates and not os.path.islink(path)) or is_checkpoint(path)
+
+
+def _root(accelerator: Accelerator) -> str:
+    return os.path.abspath(os.path.join(accelerator.project_dir or "", "checkpoints"))
+
+
+def _folders(root: str) -> list[tuple[int, str]]:
+    """Published checkpoints, oldest first."""
+    if not is_directory(root):
+        return []
+    matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in names_in(root))
+    return sorted((int(m[1]), join(root, name)) for m, name in matches if m)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Applies an accelerator's settings to a model before anything is loaded, and refuses unsupported ones.
+
+#: Kinds of accelerators whose models shardwise can neither fill nor save.
+_OTHER_WAYS = {
+    "FSDP1": "FSDP1 (fsdp_version: 1), whose flat parameters nothing here can fill or save",
+    "DEEPSPEED": "DeepSpeed, which shards and saves models in its own way",
+    "MEGATRON_LM": "Megatron-LM, which builds, shards and saves its own models",
+}
+
+
+def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
+    """Apply tensor parallelism by a transformers model's own plan, unless the caller has applied one."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return
+    if not is_transformers_model(model) or not getattr(model, "tp_plan", None):
+        raise ShardError(
+            f"{type(model).__name__} has no plan for tensor parallelism (tp_plan), and tp_size is {mesh.size()}; call "
+            "parallelize_module(model, accelerator.torch_device_mesh['tp'], …) before the load, or set tp_size to 1"
+        )
+    tp_by_plan(model, mesh)
+
+
+class SettingsWithoutLoading:
+    """Stands for an accelerator in ``fsdp2_prepare_model``, but without its loading.
+
+    The plugin is a copy: the accelerator's own stays unchanged. ``ignored`` are the modules that the plugin skips. The
+    parameters ``whole`` are skipped, too: FSDP2 can't shard them.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, whole: Sequence[NamedTensor]) -> None:
+        self._accelerator = accelerator
+        plugin = copy.copy(accelerator.state.fsdp_plugin)
+        plugin.cpu_ram_efficient_loading = False
+        ignored = plugin.ignored_modules
+        if isinstance(ignored, str):  # given names, it would move the modules, which is impossible on meta
+            ignored = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
+        self.ignored: tuple[nn.Module, ...] = tuple(ignored or ())
+        if self.ignored or whole:
+            plugin.ignored_modules = [*self.ignored, nn.ParameterList(t.tensor for t in whole)]
+        self.state = SimpleNamespace(fsdp_plugin=plugin)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def without_rows(model: nn.Module) -> list[NamedTensor]:
+    """The parameters without dims or elements: ``fully_shard`` takes none of them, so they stay whole on every rank."""
+    return [
+        t
+        for t in named_tensors(model)
+        if t.kind == "parameter"
+        and not isinstance(t.tensor, DTensor)
+        and (not t.tensor.dim() or not t.tensor.numel())
+    ]
+
+
+def keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
+    """Average the gradients of the parameters ``whole`` over the ranks that share the model, after each backward."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    if whole and meshes:
+        reduce_after_backward([t.owners[0] for t in whole], list(model.modules()), meshes[0])
+
+
+def takes_over_checkpointing(plugin: Any) -> bool:
+    """Whether the user asked for checkpointing. Its wrappers must precede sharding; prepare() must not add them again.
+
+    prepare() looks only at the plugin, not at the model, so the plugin is changed for good.
+    """
+    if plugin.activation_checkpointing:
+        _note_taken_over(plugin)
+        plugin.activation_checkpointing = False
+    return _is_taken_over(plugin)
+
+
+def keep_taken_over(plugin: Any) -> None:
+    """Leave activation checkpointing to the model that has it, although someone asked the plugin for it again.
+
+    transformers before 5.10: Trainer does, when its accelerator is there.
+    """
+    if _is_taken_over(plugin):
+        plugin.activation_checkpointing = False
+
+
+#: Plugins that were asked for activation checkpointing, before it was switched off in them. By id: they have no hash.
+_TAKEN_OVER: dict[int, weakref.ref[Any]] = {}
+
+
+def _note_taken_over(plugin: Any) -> None:
+    key = id(plugin)
+    _TAKEN_OVER[key] = weakref.ref(plugin, lambda _: _TAKEN_OVER.pop(key, None))
+
+
+def _is_taken_over(plugin: Any) -> bool:
+    known = _TAKEN_OVER.get(id(plugin))
+    return known is not None and known() is plugin
+
+
+def copy_of_plugin(plugin: Any) -> Any:
+    """A copy with the same settings, those that were taken over from it included."""
+    copied = copy.copy(plugin)
+    if _is_taken_over(plugin):
+        _note_taken_over(copied)
+    return copied
+
+
+def check_kind(accelerator: Accelerator) -> None:
+    """Raise :class:`ShardError` for an accelerator that shards and saves without DTensors."""
+    kind = accelerator.distributed_type.value
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        kind = "FSDP1"
+    if kind in _OTHER_WAYS:
+        raise ShardError(
+            f"the accelerator is set to {_OTHER_WAYS[kind]}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or "
+            "one process. Set distributed_type: FSDP with fsdp_version: 2"
+        )
+
+
+def check_supported(accelerator: Accelerator) -> None:
+    """Raise :class:`ShardError` for unsupported settings."""
+    check_kind(accelerator)
+    kind = accelerator.distributed_type.value
+    problem = ""
+    if kind not in ("FSDP", "NO", "MULTI_GPU", "MULTI_CPU"):
+        problem = f"distributed_type {kind}"
+    parallelism = accelerator.parallelism_config
+    for name in ("cp", "sp"):
+        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
+            problem = f"{name}_size > 1 in parallelism_config"
+    if parallelism is not None and parallelism.tp_enabled and accelerator.is_fsdp2:
+        # Accelerate 1.15: prepare() imports a name that transformers 5 has removed.
+        problem = "tp_size > 1 together with FSDP, which its prepare() can't do (transformers 5.1 removed ReplicateParallel)"
+    if problem:
+        raise ShardError(
+            f"the accelerator is set to {problem}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or one "
+            "process. Shard the model yourself (shardwise.load fills any DTensors), or leave this out"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Shards a model by an accelerator's FSDP2 plugin or its tensor parallel mesh, without loading anything.
+
+
+def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
+    """Apply FSDP2 to ``model`` in place, as ``accelerator.prepare`` would, without loading anything. Works best on meta.
+
+    With ``tp_size`` in the accelerator's ``parallelism_config``, a transformers model is sharded by its own plan instead, unless it already
+    contains DTensors; ``accelerator.prepare`` accepts the result. With neither, it does nothing, but rank 0 logs a warning if there are several
+    ranks.
+
+    Parameters without dims (a logit scale) are replicated, and their gradients are averaged after each backward, as with
+    :func:`shardwise.shard`.
+
+    Returns the names of the parameters in the plugin's ignored modules. These stay plain, and you must reduce their gradients, as
+    with Accelerate. Every rank must call it. Raises :class:`ShardError` for FSDP1, DeepSpeed, Megatron, context or sequence parallelism, tensor
+    parallelism combined with FSDP or without a plan, 4-bit parameters, and models that ``fully_shard`` refuses.
+    """
+    check_supported(accelerator)
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.tp_enabled:
+        cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
+        _remember(accelerator, model)
+    elif not accelerator.is_fsdp2:
+        warn_if_whole(
+            accelerator,
+            model,
+            accelerator.device.type,
+            "FSDP isn't enabled. Set fsdp=True in TrainingArguments, or distributed_type: FSDP and fsdp_version: 2 in the YAML of "
+            "accelerate launch (on CPU, Accelerate ignores both)",
+        )
+    if not accelerator.is_fsdp2:
+        return ()
+    from accelerate.utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    try:
+        # Look up the plugin's class names now: prepare() can't find them in a sharded model.
+        accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
+    except ValueError as error:
+        raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
+    settings = SettingsWithoutLoading(accelerator, model, whole := without_rows(model))
+    ignored = _names_in(model, settings.ignored)
+    for module in settings.ignored:
+        if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            module.to(accelerator.device)
+    for tensor in whole:
+        if not tensor.tensor.is_meta:
+            tensor.tensor.data = tensor.tensor.data.to(accelerator.device)
+    try:
+        if takes_over_checkpointing(accelerator.state.fsdp_plugin):
+            fsdp2_apply_ac(settings, model)
+        keep_masters(accelerator, model)
+        with keeps_tie(model):
+            fsdp2_prepare_model(settings, model)
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        raise ShardError(
+            f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the "
+            "plugin, or shard the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model "
+            "as it is"
+        ) from error
+    keep_whole(model, [t for t in whole if t.name not in ignored])
+    give_addresses(model.parameters())
+    _remember(accelerator, model)
+    return ignored
+
+
+def warn_if_whole(accelerator: Any, model: nn.Module, device: str, why: str) -> None:
+    """Warn on rank 0 if each of several ranks has the whole of ``model`` on ``device``, or will. Rank-local."""
+    parameters, ranks = list(model.parameters()), accelerator.num_processes
+    if ranks == 1 or not accelerator.is_main_process or any(isinstance(p, DTensor) for p in parameters):
+        return
+    gib, memory = sum(p.nbytes for p in parameters) / 1024**3, "host" if device == "cpu" else device
+    _log.warning(
+        "every rank holds the whole %s: %d ranks × %.3g GiB of %s memory, because %s",
+        type(model).__name__,
+        ranks,
+        gib,
+        memory,
+        why,
+    )
+
+
+def _remember(accelerator: Any, model: nn.Module) -> None:
+    """Remember the sharding for :func:`shardwise.clone`. Keeps settings only, because an accelerator keeps its models."""
+    names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
+    settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
+    settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
+    settings.state = SimpleNamespace(
+        fsdp_plugin=copy_of_plugin(getattr(accelerator.state, "fsdp_plugin", None))
+    )
+    remember_sharding(model, lambda second: shard(settings, second))
+
+
+def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    held = {id(p) for module in modules for p in module.parameters()}
+    return tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
+
+
+def device_of(accelerator: Accelerator) -> torch.device | str:
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        return "cpu"
+    device: torch.device = accelerator.device
+    return device
+
+
+# ----------------------------------------------------------------------------------------------------
+# Works around two things that ``accelerator.prepare`` gets wrong for sharded models: wrapped classes, empty shards.
+
+Groups = list[list[torch.Tensor]]
+
+
+@contextmanager
+def explained(way: str) -> Iterator[None]:
+    """Raise an error that names the cause if ``accelerator.prepare`` fails on a model that was loaded whole.
+
+    ``way`` is the call that loads it sharded. Raises :class:`ShardError`.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if "device_mesh" not in str(error):
+            raise
+        raise ShardError(
+            f"the model was loaded unsharded, and Accelerate's cpu_ram_efficient_loading treats each of its tensors as a shard, even "
+            f"a buffer or a parameter that isn't sharded ({error}). Load the model by {way}, or set "
+            f"cpu_ram_efficient_loading to false: then every rank first loads the full model"
+        ) from error
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> Groups | None:
+    """The parameters of a sharded model's optimizer, by group; None if nothing is sharded yet.
+
+    ``accelerator.prepare`` identifies them by the address of their shards, but all empty shards have the address 0: on
+    a rank without rows of two parameters it would add one twice and never the other. See :func:`put_back`.
+    """
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    return groups if any(isinstance(p, DTensor) for group in groups for p in group) else None
+
+
+def put_back(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
+    """Give an optimizer its former parameters; ``prepare`` does not replace those of a sharded model."""
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+
+
+def adopt(plugin: Any, model: nn.Module) -> None:
+    """Set in the plugin the settings that ``prepare`` would look up in the model and can't find after sharding.
+
+    For models sharded under another plugin object, or by ``sw.shard``. Raises :class:`ShardError`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    modules = list(model.modules())
+    if not any(isinstance(m, FSDPModule) for m in modules):
+        return
+    if not isinstance(model, FSDPModule) and not isinstance(unwrap(model), FSDPModule):
+        raise ShardError(
+            f"parts of the {type(model).__name__} are sharded, and it is not: was it wrapped after it was loaded? "
+            "Add adapters when you load: load_pretrained(args, path, adapter=peft_config), without peft_config for the trainer"
+        )
+    if any(map(is_checkpointed, modules)):
+        plugin.activation_checkpointing = False  # the wrappers are there
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return
+    names = plugin.transformer_cls_names_to_wrap
+    if names is None:
+        names = plugin.transformer_cls_names_to_wrap = list(blocks_not_to_split(model))
+    classes = {cls for cls in map(original_class, modules) if cls.__name__ in names}
+    plugin.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)

@@ -1,0 +1,155 @@
+"""How much memory this process may use on its host, and how much of that is free: cgroup limits before the machine's total.
+
+A container or a job of a scheduler ends where its cgroup's limit is, however much the machine has. Free is what the
+system can give after it reclaimed what it may: page cache and caches of the kernel count as free. Where a device shares
+the host's memory, that is its free memory, too: a driver's own counter takes page cache for used.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst and filesystems/proc.rst of Linux.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import PlanError
+from ..objects import frozen
+from .operation import size
+
+__all__ = ["HostBudget", "host_budget", "memory_cgroups", "refuse_too_large"]
+
+
+@frozen(kw_only=True)
+class HostBudget:
+    """The memory of a host for a process, with all other processes that share it."""
+
+    limit_bytes: int
+    """The lowest of the machine's memory and the limits of the process's cgroups."""
+    limit_from: str
+    """The file that says so."""
+    with_swap_bytes: int
+    """The same with the swap that may be used beside."""
+    free_bytes: int
+    """What is not in use, or can be reclaimed, now."""
+
+    def __str__(self) -> str:
+        return f"{size(self.free_bytes)} free of {size(self.limit_bytes)} ({self.limit_from})"
+
+
+def host_budget(root: Path = Path("/")) -> HostBudget | None:
+    """The budget of this process; None if the system does not report it (not Linux). Rank-local, takes a fraction of 1 ms.
+
+    ``root``: the directory that holds ``proc`` and ``sys``.
+    """
+    machine = _fields(root / "proc/meminfo")
+    if "MemAvailable" not in machine:
+        return None
+    swap = machine.get("SwapTotal", 0)
+    levels = [
+        HostBudget(
+            limit_bytes=machine["MemTotal"],
+            limit_from="MemTotal in /proc/meminfo",
+            with_swap_bytes=machine["MemTotal"] + swap,
+            free_bytes=machine["MemAvailable"],
+        ),
+        *_cgroups(root, swap),
+    ]
+    lowest = min(levels, key=lambda level: level.limit_bytes)
+    return HostBudget(
+        limit_bytes=lowest.limit_bytes,
+        limit_from=lowest.limit_from,
+        with_swap_bytes=min(level.with_swap_bytes for level in levels),
+        free_bytes=min(level.free_bytes for level in levels),
+    )
+
+
+def refuse_too_large(nbytes: int, budget: HostBudget | None) -> None:
+    """Raise :class:`PlanError` if memory for ``nbytes`` on the CPU can't be had, whatever else is freed before."""
+    if budget is not None and nbytes > budget.with_swap_bytes:
+        gib = 1024**3
+        raise PlanError(
+            f"this rank's shards do not fit into the host's memory: they take {nbytes / gib:.2f} GiB on the CPU, and the "
+            f"limit is {budget.limit_bytes / gib:.2f} GiB ({budget.limit_from}), {budget.with_swap_bytes / gib:.2f} GiB with "
+            f"swap. Use more ranks on more hosts, a device, or a smaller dtype; or raise the limit of the container or job"
+        )
+
+
+def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """The cgroups of this process that may count memory, from its own to the top, each with its version, 1 or 2.
+
+    In a hybrid, one version has the memory controller; the other's directories lack its files.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers == "":
+            mounted, version = root / "sys/fs/cgroup", 2
+        elif "memory" in controllers.split(","):
+            mounted, version = root / "sys/fs/cgroup/memory", 1
+        else:
+            continue
+        # Where the path is that of another namespace, no such directory is mounted: the top is the process's own.
+        directory = mounted if ".." in own.split("/") else mounted / own.lstrip("/")
+        for level in (directory, *directory.parents):
+            yield version, level
+            if level == mounted:
+                break
+
+
+def _cgroups(root: Path, swap: int) -> Iterator[HostBudget]:
+    """The limits of this process's cgroups."""
+    for version, level in memory_cgroups(root):
+        found = (_version_2 if version == 2 else _version_1)(level, swap)
+        if found is not None:
+            limit, file, with_swap, used = found
+            name = f"/{(level / file).relative_to(root)}"
+            free = max(0, limit - used)
+            yield HostBudget(limit_bytes=limit, limit_from=name, with_swap_bytes=with_swap, free_bytes=free)
+
+
+#: Limit, the file that holds it, limit with swap, and bytes in use that can't be reclaimed.
+_Found = tuple[int, str, int, int]
+
+
+def _version_2(level: Path, swap: int) -> _Found | None:
+    limit = _number(level / "memory.max")
+    if limit is None:
+        return None
+    swap_limit = _number(level / "memory.swap.max")
+    stat = _fields(level / "memory.stat")
+    used = (_number(level / "memory.current") or 0) - stat.get("inactive_file", 0)
+    used -= stat.get("slab_reclaimable", 0)
+    return limit, "memory.max", limit + (swap if swap_limit is None else min(swap, swap_limit)), max(0, used)
+
+
+def _version_1(level: Path, swap: int) -> _Found | None:
+    limit = _number(level / "memory.limit_in_bytes")
+    if limit is None:
+        return None
+    with_swap = _number(level / "memory.memsw.limit_in_bytes")  # not there: swap is not counted
+    stat = _fields(level / "memory.stat")
+    used = (_number(level / "memory.usage_in_bytes") or 0) - stat.get("total_inactive_file", 0)
+    with_swap = limit + swap if with_swap is None else min(with_swap, limit + swap)
+    return limit, "memory.limit_in_bytes", with_swap, max(0, used)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is no such file, or it says ``max``."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines ``name number`` or ``name: number kB``, in bytes."""
+    found = {}
+    for line in _text(path).splitlines():
+        name, *rest = line.split()
+        if rest and rest[0].isdecimal():
+            found[name.rstrip(":")] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)
+    return found

@@ -1,0 +1,586 @@
+"""Publishes a checkpoint directory: all of it or nothing, whenever the machine stops; in parts if hosts share it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Protocol
+
+import xxhash
+
+from ..catalog.records import METADATA_NAME
+from ..errors import CheckpointError, ShardwiseError, SourceError
+from ..format.header import STEP_NAME, Fate, SetAside, checked_step
+from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, Place, files_by_place, parse_manifest
+from ..limits import inside, read_small
+from ..objects import frozen
+from ..ranks.ranks import patiently
+from ..storage.records import is_url
+from .lock import NOTE_NAME, check_held, is_checkpoint, is_ours, mark, remove_ours, unmark
+from .write import (
+    check_written,
+    claim,
+    commit_in_store,
+    discard_in_store,
+    fsync_directory,
+    make_directories,
+    readable_text,
+    release,
+    write_file,
+)
+
+__all__ = [
+    "DirectoryTarget",
+    "ObjectTarget",
+    "PartTarget",
+    "SealedPart",
+    "Target",
+    "appear",
+    "commit",
+    "dcp_directories",
+    "delete_all",
+    "delete_sealed",
+    "describe_dcp_steps",
+    "digest_of",
+    "discard",
+    "leftovers",
+    "make_temporary",
+    "published_steps",
+    "seal_part",
+    "sealed_parts",
+    "set_aside",
+    "settle",
+    "step_name",
+    "steps_set_aside",
+    "sweep_leftovers",
+    "target_of",
+    "temporary_beside",
+    "was_ever_published",
+    "write_hint",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Publishes a checkpoint directory: all of it or nothing, whenever the machine stops.
+#
+# A save writes and syncs all files under a temporary name with a fresh nonce, the manifest last. It then syncs the
+# directories, renames the top one, and syncs its parent. A reader sees no step or the whole step. Leftovers of a
+# killed save keep their nonce, so they can't mix into another save.
+
+_log = logging.getLogger(__name__)
+_SET_ASIDE = re.compile(r"step-(?P<step>\d{8,19})\.(?P<why>superseded|damaged)-\w+")
+_WHY: dict[str, Fate] = {"superseded": "superseded", "damaged": "damaged"}
+_TEMPORARY, _TRASH = ".tmp-", ".trash-"
+#: A name may have 255 bytes; the rest is for the prefix and the nonce.
+_MOST_NAME_BYTES = 200
+_HINT = re.compile(rb"(step-\d+)?\s*")
+
+
+def step_name(step: int) -> str:
+    """Directory name of a step. Raises :class:`StateError` if ``step`` is not one."""
+    return f"step-{checked_step(step):08d}"
+
+
+def published_steps(root: str) -> dict[int, str]:
+    """Published steps and their directories, by falling step, without superseded and damaged ones."""
+    found = {int(m.group(1)): os.path.join(root, n) for n in _names_in(root) if (m := STEP_NAME.fullmatch(n))}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def steps_set_aside(root: str) -> list[SetAside]:
+    """Steps that a resume superseded or found damaged."""
+    found = [(name, m) for name in _names_in(root) if (m := _SET_ASIDE.fullmatch(name))]
+    return [SetAside(int(m["step"]), name, _WHY[m["why"]]) for name, m in found]
+
+
+def leftovers(root: str) -> list[str]:
+    """Names of what killed saves and deletions left, and of saves that are under way. What another program made is not among them, whatever
+    its name."""
+    names = sorted(name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH)))
+    return [name for name in names if is_ours(os.path.join(root, name))]
+
+
+def was_ever_published(root: str) -> bool:
+    """Whether a directory holds any step, including those set aside."""
+    return any(name.startswith("step-") and ".copying" not in name for name in _names_in(root))
+
+
+def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
+    """The text of an error if DCP wrote the steps in a directory (torchtitan's ``step-100``), not shardwise.
+
+    None if there are none, or if one of the steps ``damaged`` is shardwise's.
+    """
+    names = [name for name in dcp_directories(root) if name.startswith("step-")]
+    if not names or any(step_name(s) not in names for s in damaged):
+        return None
+    return (
+        f"{root}: holds DCP directories (torch.distributed.checkpoint) and no step of shardwise: {', '.join(names[-3:])}. "
+        f"Restore one with sw.restore(state, {os.path.join(root, names[-1])!r}), or write it as a step into another "
+        f"directory with 'shardwise convert'"
+    )
+
+
+def dcp_directories(root: str) -> list[str]:
+    """Names of the directories in ``root`` that DCP wrote; of names with numbers the largest last."""
+    names = [n for n in _names_in(root) if os.path.isfile(os.path.join(root, n, METADATA_NAME))]
+    return sorted(names, key=lambda n: (len(n), n))
+
+
+def _names_in(root: str) -> list[str]:
+    """Names in a directory; none if it does not exist. Raises :class:`CheckpointError` if it can't be listed."""
+    try:
+        return patiently(os.listdir, root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: can't be listed: {error.strerror}") from error
+
+
+def make_temporary(final: str, folders: Iterable[str]) -> str:
+    """Make a fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
+    path = temporary_beside(final)
+    try:
+        make_directories(os.path.dirname(path))
+        patiently(os.mkdir, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+    try:
+        mark(path)
+        for folder in folders:
+            patiently(os.makedirs, inside(path, folder), exist_ok=True)
+    except (OSError, CheckpointError) as error:
+        remove_ours(path)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: can't be created: {reason}") from error
+    return path
+
+
+def temporary_beside(final: str, prefix: str = _TEMPORARY) -> str:
+    """A fresh name beside ``final`` that begins like it and, if ``final`` fits the file system, fits it too."""
+    parent, name = os.path.split(os.path.abspath(final))
+    while len(os.fsencode(name)) > _MOST_NAME_BYTES:
+        name = name[:-1]
+    return os.path.join(parent, f"{prefix}{name}-{secrets.token_hex(8)}")
+
+
+def commit(temporary: str, final: str, manifest: Manifest) -> None:
+    """Turn a complete temporary directory into a published one. For rank 0, after every rank synced its files.
+
+    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, if :func:`read_manifest`
+    would refuse its text, or if ``final`` exists already (a published directory is never written again);
+    :class:`LockedError` if this process held the lock of the directory above and has lost it.
+    """
+    check_written(temporary, _files_in(temporary), manifest.files)
+    _seal(temporary, readable_text(manifest, final), manifest.files)
+    appear(temporary, final)
+
+
+def seal_part(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> None:
+    """Complete one host's part of a checkpoint, but for its name: ``files`` are those of the manifest's that belong here.
+
+    Raises :class:`CheckpointError` if other files lie there.
+    """
+    check_written(temporary, _files_in(temporary), files)
+    _seal(temporary, text, files)
+    # So that a power loss leaves the part under this name, or under its last one.
+    fsync_directory(os.path.dirname(temporary))
+
+
+def _seal(temporary: str, text: bytes, files: Iterable[str]) -> None:
+    """Write the manifest's text, and make all names durable. From then on the manifest says whose the directory is, not the note."""
+    write_file(os.path.join(temporary, MANIFEST_NAME), text)
+    for folder in sorted({os.path.dirname(n) for n in files} | {""}, reverse=True):
+        fsync_directory(os.path.join(temporary, folder))
+    try:
+        unmark(temporary)
+    except OSError as error:
+        raise CheckpointError(f"{temporary}: can't be completed: {error.strerror}") from error
+
+
+def appear(temporary: str, final: str) -> None:
+    """Give a sealed directory its name. Raises as :func:`commit`."""
+    if os.path.lexists(final):
+        raise CheckpointError(f"{final}: is published already and can't be written again")
+    check_held(os.path.dirname(final))
+    try:
+        patiently(os.rename, temporary, final)
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
+    fsync_directory(os.path.dirname(final))
+
+
+def _files_in(root: str) -> dict[str, int]:
+    """Every file below a directory and its size, but for the note."""
+    found = {}
+    for folder, _, names in patiently(lambda: list(os.walk(root))):
+        for name in names:
+            if name == NOTE_NAME and folder == root:
+                continue
+            path = os.path.join(folder, name)
+            found[os.path.relpath(path, root).replace(os.sep, "/")] = patiently(os.lstat, path).st_size
+    return found
+
+
+def write_hint(root: str, step: int) -> None:
+    """Point ``latest`` at a step, for people; no code reads it.
+
+    Raises :class:`CheckpointError`, leaving no file, also if what has that name is a link or no such hint: it stays as it is;
+    :class:`LockedError` if this process held the directory's lock and has lost it.
+    """
+    check_held(root)
+    temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
+    hint = os.path.join(root, "latest")
+    if not _may_be_replaced(hint):
+        raise CheckpointError(f"{hint}: is not the hint that shardwise writes, and stays as it is")
+    try:
+        write_file(temporary, (step_name(step) + "\n").encode())
+        patiently(os.replace, temporary, hint)
+    except (OSError, CheckpointError) as error:
+        with contextlib.suppress(OSError):
+            patiently(os.unlink, temporary)
+        raise CheckpointError(f"{hint}: can't be written: {error}") from error
+
+
+def _may_be_replaced(hint: str) -> bool:
+    """Whether there is no such name, or a hint of ours under it."""
+    try:
+        status = patiently(os.lstat, hint)
+        is_file = stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_NAME_BYTES
+        return is_file and bool(_HINT.fullmatch(patiently(read_small, hint, "hint", _MOST_NAME_BYTES)))
+    except FileNotFoundError:
+        return True
+    except (OSError, SourceError):
+        return False
+
+
+def set_aside(path: str, why: str) -> str:
+    """Rename a step to ``step-N.<why>-<nonce>``: it stays, but resume and retention never count it.
+
+    Raises :class:`CheckpointError`; :class:`LockedError` if this process held the directory's lock and has lost it.
+    """
+    check_held(os.path.dirname(path))
+    moved = f"{path}.{why}-{secrets.token_hex(4)}"
+    try:
+        patiently(os.rename, path, moved)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be renamed: {error.strerror}") from error
+    fsync_directory(os.path.dirname(path))
+    return moved
+
+
+def discard(path: str) -> None:
+    """Rename a checkpoint's directory, then delete it: a half-deleted step never counts as a step. The caller has made sure that it is ours.
+
+    Raises ``OSError``; :class:`CheckpointError` for a link; :class:`LockedError` if this process held the lock of the directory above and has
+    lost it.
+    """
+    check_held(os.path.dirname(path))
+    if os.path.islink(path):
+        raise CheckpointError(f"{path}: is a link, which is neither followed nor deleted")
+    trash = temporary_beside(path, _TRASH)
+    patiently(os.rename, path, trash)
+    # A power loss must not bring back the step's name for what is left of it.
+    fsync_directory(os.path.dirname(trash))
+    with contextlib.suppress(CheckpointError):  # on a full disk the manifest tells that it is ours
+        mark(trash)
+    remove_ours(trash)
+
+
+def delete_all(paths: Iterable[str], are_ours: Callable[[str], bool] = is_checkpoint) -> None:
+    """Delete old checkpoints, as :func:`discard`, but none that ``are_ours`` denies. Logs a warning for each that can't be deleted, and continues.
+
+    For retention, which never makes a save fail: the new checkpoint is published, and an extra old one does no harm.
+    """
+    for path in paths:
+        try:
+            if os.path.lexists(path) and not are_ours(path):
+                _log.info(
+                    "%s: is not deleted: nothing in it proves that it is a checkpoint of this run", path
+                )
+                continue
+            discard(path)
+        except (OSError, CheckpointError, SourceError) as error:
+            _log.warning("can't delete %s: %s", path, error)
+
+
+def sweep_leftovers(root: str, spared: Container[str] = ()) -> list[str]:
+    """Delete leftovers of killed saves and deletions of ours, but for the names ``spared``. Call it only while holding the directory's lock.
+
+    Leftovers that can't be deleted stay: they never count as steps. Returns the names that were tried.
+    """
+    swept = [name for name in leftovers(root) if name not in spared]
+    for name in swept:
+        remove_ours(os.path.join(root, name))
+    return swept
+
+
+# ----------------------------------------------------------------------------------------------------
+# Publishes a step in parts: each host's own directory gets the files of its ranks, and the manifest, under one name.
+
+#: As :func:`.temporary_beside` makes it.
+_TEMPORARY_PART = re.compile(r"\.tmp-(?P<final>.+)-[0-9a-f]{16}")
+
+
+class PartTarget:
+    """One part of a checkpoint to be. The first rank of each place calls its methods.
+
+    1. Rank 0's :meth:`begin`, and then :meth:`follow` of the others with the name that it drew.
+    2. When all files are written, :meth:`text_of` on rank 0, and :meth:`seal` with that text at every place.
+    3. When every place has sealed its part, :meth:`appear`. So a host that is lost before leaves no part, and one that is lost here
+       leaves a step that only some places hold, and a sealed part under its temporary name. :func:`settle` gives it its name at the
+       next start: all parts were sealed, so all are whole.
+    """
+
+    def __init__(self, final: str, places: tuple[Place, ...], own: int) -> None:
+        """``own``: the number of this rank's place among ``places``."""
+        self.final, self.places = final, places
+        self._own = own
+        self._temporary: str | None = None
+        self._is_sealed = False
+
+    @property
+    def leader(self) -> int:
+        """The rank that calls the methods for this part."""
+        return min(self.places[self._own].ranks)
+
+    def begin(self, folders: Iterable[str]) -> str:
+        """Make a temporary directory with a fresh name. Raises :class:`CheckpointError`."""
+        self._refuse_published()
+        self._temporary = make_temporary(self.final, folders)
+        return self._temporary
+
+    def beside(self, first: str) -> str:
+        """The path at this place of the temporary directory that rank 0 has at ``first``. On every rank."""
+        return os.path.join(os.path.dirname(self.final), os.path.basename(first))
+
+    def follow(self, first: str, folders: Iterable[str]) -> None:
+        """Make the same directory here. Raises :class:`CheckpointError`."""
+        if self._temporary is not None:
+            return
+        self._refuse_published()
+        path = self._temporary = self.beside(first)
+        try:
+            patiently(os.makedirs, path, exist_ok=True)
+            mark(path)
+            for folder in folders:
+                patiently(os.makedirs, os.path.join(path, folder), exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+
+    def _refuse_published(self) -> None:
+        if os.path.lexists(self.final):
+            raise CheckpointError(
+                f"{self.final}: exists already; published checkpoints are never overwritten"
+            )
+
+    def text_of(self, manifest: Manifest) -> bytes:
+        """The text that every place gets. Raises :class:`CheckpointError` if no reader would take it."""
+        return readable_text(manifest, self.final)
+
+    def seal(self, text: bytes) -> None:
+        """Complete the part, but for its name. Raises :class:`CheckpointError` if the files are not those of the manifest."""
+        assert self._temporary is not None
+        manifest = parse_manifest(text, self.final)
+        names = files_by_place(manifest)[self._own]
+        seal_part(self._temporary, text, {name: manifest.files[name] for name in names})
+        self._is_sealed = len(self.places) > 1
+
+    def unseal(self) -> None:
+        """No part of this step appears: not every place has sealed its part, and all ranks know."""
+        self._is_sealed = False
+
+    def appear(self) -> None:
+        """Publish the part. Raises :class:`CheckpointError`, :class:`LockedError`."""
+        assert self._temporary is not None
+        appear(self._temporary, self.final)
+        self._temporary = None
+
+    def commit(self, manifest: Manifest) -> None:
+        """One place alone can't publish."""
+        raise NotImplementedError("a part is sealed, and then appears")
+
+    def discard(self) -> None:
+        """Delete what was written, unless it was published, or is sealed: other parts may have appeared."""
+        if self._temporary is not None and not self._is_sealed:
+            _delete(self._temporary)
+
+
+@frozen
+class SealedPart:
+    """A part that a killed or failed save left complete, but for its name."""
+
+    name: str
+    """Of the directory that holds it."""
+    digest: str
+    """Of the manifest's text."""
+    places: list[str]
+    """The ids of the places that have a part."""
+
+    @property
+    def final(self) -> str:
+        """The name that it gets when it is published."""
+        match = _TEMPORARY_PART.fullmatch(self.name)
+        assert match is not None
+        return match["final"]
+
+
+def sealed_parts(root: str) -> list[SealedPart]:
+    """The sealed parts in a directory. Rank-local."""
+    found = []
+    for name in leftovers(root):
+        if _TEMPORARY_PART.fullmatch(name) and (one := _sealed_part(root, name)) is not None:
+            found.append(one)
+    return found
+
+
+def delete_sealed(root: str, final: str | None = None) -> None:
+    """Delete the sealed parts in a directory; with ``final`` those that would get that name. Rank-local.
+
+    Logs what fails, for a save that is published already.
+    """
+    try:
+        parts = sealed_parts(root)
+    except CheckpointError as error:
+        _log.warning("no sealed part is deleted: %s", error)
+        return
+    for part in parts:
+        if final in (None, part.final):
+            _delete(os.path.join(root, part.name))
+
+
+def _delete(path: str) -> None:
+    """Delete a part, which gets a name of trash first, durably: what a deletion that is cut leaves is no sealed part. What can't be deleted
+    stays."""
+    folder, name = os.path.split(path)
+    trash = os.path.join(folder, name.replace(".tmp-", ".trash-", 1))  # the nonce stays that of the note
+    try:
+        patiently(os.rename, path, trash)
+        fsync_directory(folder)
+    except FileNotFoundError:
+        return
+    except (OSError, CheckpointError) as error:
+        _log.warning("%s: can't be deleted: %s", path, error)
+        return
+    remove_ours(trash)
+
+
+def _sealed_part(root: str, name: str) -> SealedPart | None:
+    path = os.path.join(root, name)
+    try:
+        manifest, digest = _manifest_at(path)
+    except ShardwiseError:  # none, or not all of it
+        return None
+    return SealedPart(name, digest, [p.id for p in manifest.places]) if manifest.places else None
+
+
+def digest_of(path: str) -> str:
+    """The digest of the manifest of a published checkpoint; empty if there is none. Rank-local."""
+    try:
+        return _manifest_at(path)[1]
+    except ShardwiseError:  # a resume says so
+        return ""
+
+
+def _manifest_at(path: str) -> tuple[Manifest, str]:
+    text = read_small(os.path.join(path, MANIFEST_NAME), "manifest")
+    return parse_manifest(text, path), xxhash.xxh3_64_hexdigest(text)
+
+
+def settle(root: str, part: SealedPart, *, appears: bool) -> None:
+    """Give a sealed part its name, or delete it. Raises as :meth:`PartTarget.appear`."""
+    path, final = os.path.join(root, part.name), os.path.join(root, part.final)
+    if appears and not os.path.lexists(final):
+        appear(path, final)
+    else:
+        _delete(path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where one checkpoint is published: ranks write into a place that no reader takes for a checkpoint, until rank 0 commits it.
+
+
+class Target(Protocol):
+    """One checkpoint to be. Every rank makes one; rank 0 alone calls its methods, but for :class:`.part_target.PartTarget`."""
+
+    @property
+    def final(self) -> str:
+        """The path of the checkpoint."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The directories of several hosts, each of which gets a part; empty for one place."""
+
+    def begin(self, folders: Iterable[str]) -> str:
+        """Take the place, and make these folders in it. Returns the path that every rank writes below.
+
+        Raises :class:`CheckpointError` if something is there already, :class:`LockedError` if another save has taken it.
+        """
+
+    def commit(self, manifest: Manifest) -> None:
+        """Publish, after every rank wrote its files.
+
+        Raises :class:`CheckpointError` if the files are not exactly the manifest's, or no reader would take it.
+        """
+
+    def discard(self) -> None:
+        """Delete what was written, after :meth:`begin` and a failure, unless it was published. Logs what can't be deleted."""
+
+
+def target_of(path: str) -> Target:
+    """A directory, or the objects below a URL."""
+    return ObjectTarget(path) if is_url(path) else DirectoryTarget(path)
+
+
+class DirectoryTarget:
+    """A directory, which appears by a rename."""
+
+    places: tuple[Place, ...] = ()
+
+    def __init__(self, final: str) -> None:
+        self.final = final
+        self._temporary: str | None = None
+
+    def begin(self, folders: Iterable[str]) -> str:
+        if os.path.lexists(self.final):
+            raise CheckpointError(
+                f"{self.final}: exists already; published checkpoints are never overwritten"
+            )
+        self._temporary = make_temporary(self.final, folders)
+        return self._temporary
+
+    def commit(self, manifest: Manifest) -> None:
+        assert self._temporary is not None
+        commit(self._temporary, self.final, manifest)
+
+    def discard(self) -> None:
+        if self._temporary is not None:
+            remove_ours(self._temporary)
+
+
+class ObjectTarget:
+    """Objects of a store under the names of a checkpoint directory, by a claim and the manifest: see :mod:`.in_store`."""
+
+    places: tuple[Place, ...] = ()
+
+    def __init__(self, final: str) -> None:
+        self.final = final
+        self._claimed = False
+
+    def begin(self, folders: Iterable[str]) -> str:
+        claim(self.final)
+        self._claimed = True
+        return self.final
+
+    def commit(self, manifest: Manifest) -> None:
+        commit_in_store(self.final, manifest)
+        self._claimed = False  # it is published: a failure of another rank deletes nothing
+        release(self.final)
+
+    def discard(self) -> None:
+        if self._claimed and discard_in_store(self.final):
+            release(self.final)

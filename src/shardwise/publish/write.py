@@ -1,0 +1,579 @@
+"""Files and directories that are on the disk, or in the store, when a call returns."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError, LockedError, SourceError
+from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from ..format.slices import Slice, header_bytes
+from ..limits import MAX_HEADER_BYTES, brief, read_json
+from ..ranks.ranks import PIECE_BYTES, current_watch, patiently, watched, write_behind
+from ..storage import exists, files_below, is_file
+from ..storage.records import is_url, join, place_of
+from ..storage.stores import store_of
+
+__all__ = [
+    "DirectWriter",
+    "FileWriter",
+    "ObjectWriter",
+    "PROBE",
+    "check_written",
+    "claim",
+    "commit_in_store",
+    "delete_below",
+    "discard_in_store",
+    "fsync_directory",
+    "make_directories",
+    "readable_text",
+    "refuse_without_conditions",
+    "release",
+    "tensor_bytes",
+    "write_file",
+    "write_slices",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks before every commit, into a directory or a store: all files are there, and a reader will take the manifest.
+
+
+def check_written(place: str, found: Mapping[str, int], files: Mapping[str, FileEntry]) -> None:
+    """Raise :class:`CheckpointError` unless the sizes ``found`` at ``place``, by name, are exactly those of the manifest's ``files``."""
+    wrong = [f"{n}: not ours" for n in found if n not in files]
+    wrong += [f"{n}: lost" for n in files if n not in found]
+    wrong += [
+        f"{n}: {found[n]} bytes, expected {entry.nbytes}"
+        for n, entry in files.items()
+        if found.get(n, entry.nbytes) != entry.nbytes
+    ]
+    if wrong:
+        raise CheckpointError(f"{place}: files differ from what the ranks wrote: {'; '.join(wrong[:10])}")
+
+
+def readable_text(manifest: Manifest, path: str) -> bytes:
+    """The manifest's text. Raises :class:`CheckpointError` if :func:`.read_manifest` would refuse it."""
+    text = manifest.to_text().encode()
+    try:
+        parse_manifest(text, path)
+    except SourceError as error:
+        raise CheckpointError(f"nothing is published, because it couldn't be read back: {error}") from error
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------
+# Publishes a checkpoint in an object store, where nothing can be renamed: the manifest, written once and last, is the commit.
+#
+# A save first claims its prefix by an object beside it, ``<prefix>.claim``, which the store makes only if there is none: so two saves never
+# write to one prefix. Then all ranks write their files under the final names. Rank 0 compares sizes, and writes the manifest, again only if there
+# is none. A reader sees no checkpoint before that. A save that was killed leaves its claim, which says when it began.
+
+_log = logging.getLogger(__name__)
+_CLAIM = ".claim"
+_MOST_CLAIM_BYTES = 4096
+#: Name of an object that is made and deleted at once, to see what the store does with conditions.
+PROBE = ".probe-"
+_NO_CONDITIONS = (
+    "the store has no conditional writes, without which two saves could mix; save to a local directory, and upload it with "
+    "`shardwise copy`"
+)
+#: A piece of this size goes to the store's client at a time.
+_PIECE_BYTES = 4 * 1024**2
+
+
+class ObjectWriter:
+    """Writes an object from front to back, as :class:`.FileWriter` a file; it appears when the block is left without an error.
+
+    ``nbytes`` will be written, about: large objects need large parts. Memory: four parts of 8 MiB. Raises :class:`CheckpointError`.
+    """
+
+    def __init__(
+        self, path: str, on_progress: Callable[[int], object] | None = None, *, expected_bytes: int = 0
+    ) -> None:
+        self.nbytes = 0
+        self._on_progress = on_progress
+        place = place_of(path)
+        self._file = store_of(place.root).writer(place.key, expected_bytes)
+
+    def __enter__(self) -> ObjectWriter:
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        for start in range(0, view.nbytes, _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            patiently(self._file.write, piece)
+            self.nbytes += piece.nbytes
+            if self._on_progress is not None:
+                self._on_progress(piece.nbytes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def close(self) -> None:
+        """Let the object appear, after the last byte."""
+        patiently(self._file.close)
+
+
+def claim(url: str) -> None:
+    """Take a prefix for one save. For rank 0.
+
+    Raises :class:`CheckpointError` if something is there already, or if the store does not keep conditions of writes;
+    :class:`LockedError` if another save has claimed it, or was killed.
+    """
+    place = place_of(url + _CLAIM)
+    store = store_of(place.root)
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    own = json.dumps({"nonce": secrets.token_hex(8), "began": began}).encode()
+    if not patiently(store.create, place.key, own):
+        raise LockedError(
+            f"{url}: claimed by another save ({_claimed(place.url)}), which is still running or was killed; if no save is running, delete {place.url} "
+            f"and everything below {url}, or save to another URL"
+        )
+    try:
+        # A store that does not know the condition takes every write.
+        if patiently(store.create, place.key, own + b" "):
+            raise CheckpointError(f"{url}: {_NO_CONDITIONS}")
+        # Not before: a save that held the claim until now has published. The manifest by its name, because a listing may be late.
+        if patiently(is_file, join(url, MANIFEST_NAME)) or patiently(exists, url):
+            raise CheckpointError(f"{url}: exists already; published checkpoints are never overwritten")
+    except BaseException:
+        release(url)
+        raise
+
+
+def _claimed(url: str) -> str:
+    with contextlib.suppress(SourceError, TypeError, KeyError):
+        began = read_json(url, "claim", _MOST_CLAIM_BYTES)["began"]
+        return f"since {brief(began).strip(chr(39))}"
+    return "it can't be read"
+
+
+def commit_in_store(url: str, manifest: Manifest) -> None:
+    """Publish: after every rank wrote its files. For rank 0.
+
+    Raises :class:`CheckpointError` if the objects are not exactly the manifest's, if :func:`.read_manifest` would refuse its text, or if
+    there is a manifest already.
+    """
+    below = patiently(files_below, url, manifest.files)
+    check_written(
+        url, {name: stat.nbytes for name, stat in below.items() if stat is not None}, manifest.files
+    )
+    text = readable_text(manifest, url)
+    place = place_of(join(url, MANIFEST_NAME))
+    if not patiently(store_of(place.root).create, place.key, text):
+        raise CheckpointError(f"{url}: was published by another program, and can't be written again")
+
+
+def delete_below(url: str) -> None:
+    """Delete all objects below ``url``, the manifest first: what is half deleted is no checkpoint.
+
+    Raises :class:`SourceError`, :class:`CheckpointError`.
+    """
+    others = [name for name in patiently(files_below, url) if name != MANIFEST_NAME]
+    for name in (MANIFEST_NAME, *others):  # the manifest also where a listing is late and does not show it
+        place = place_of(join(url, name))
+        patiently(store_of(place.root).delete, place.key)
+
+
+def discard_in_store(url: str) -> bool:
+    """As :func:`delete_below`, for what a failed save has written. Returns whether all is deleted; if not, logs why."""
+    try:
+        delete_below(url)
+    except (SourceError, CheckpointError) as error:
+        _log.warning("a save failed, and what it wrote to %s can't be deleted: %s", url, error)
+        return False
+    return True
+
+
+def release(url: str) -> None:
+    """Give up the claim of :func:`claim`. A failure is logged: the next save to that place will say what to delete."""
+    place = place_of(url + _CLAIM)
+    try:
+        patiently(store_of(place.root).delete, place.key)
+    except CheckpointError as error:
+        _log.warning("%s can't be deleted: %s", place.url, error)
+
+
+def refuse_without_conditions(url: str) -> None:
+    """Raise :class:`CheckpointError` if the store does not keep conditions of writes. Writes and deletes one small object below ``url``."""
+    place = place_of(join(url, f"{PROBE}{secrets.token_hex(8)}"))
+    store = store_of(place.root)
+    first, second = (secrets.token_hex(8).encode() for _ in range(2))
+    try:
+        keeps = patiently(store.create, place.key, first) and not patiently(store.create, place.key, second)
+        held = patiently(store.get, place.key, _MOST_CLAIM_BYTES)
+        keeps = keeps and held is not None and patiently(store.replace, place.key, second, held)
+        keeps = keeps and held is not None and not patiently(store.replace, place.key, first, held)
+    finally:
+        with contextlib.suppress(CheckpointError):
+            patiently(store.delete, place.key)
+    if not keeps:
+        raise CheckpointError(f"{url}: {_NO_CONDITIONS}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Makes files and directories that are on the disk when a call returns.
+
+_WRITE_PIECE_BYTES = 16 * 1024**2
+
+
+class FileWriter:
+    """Writes a new file from front to back; leaving the block without an error syncs it to disk.
+
+    Refuses to overwrite. Calls ``on_progress(n)`` after each piece. Bytes in the page cache are written to disk on the
+    way, which leaves at most 128 MiB for fsync. Raises :class:`CheckpointError` naming the file (full disk, file size
+    limit, I/O error, also one that only fsync reports).
+    """
+
+    def __init__(self, path: str, on_progress: Callable[[int], object] | None = None) -> None:
+        self._path = path
+        self._on_progress = on_progress
+        self.nbytes = 0
+        self._cached_bytes = 0  # in the page cache since the kernel was last told to write
+
+    def __enter__(self) -> FileWriter:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = patiently(os.open, self._path, flags, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        done = 0
+        while done < view.nbytes:
+            try:
+                count = patiently(os.write, self._fd, view[done : done + _WRITE_PIECE_BYTES])
+                self._count_cached(count)
+            except OSError as error:
+                raise self._error(error) from error
+            done += count
+            self.nbytes += count
+            if self._on_progress is not None:
+                self._on_progress(count)
+
+    def _count_cached(self, count: int) -> None:
+        self._cached_bytes += count
+        if self._cached_bytes >= PIECE_BYTES:
+            self._cached_bytes = 0
+            patiently(write_behind, self._fd)
+
+    def _error(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path}: writing failed after {self.nbytes} bytes: {error.strerror}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                patiently(os.fsync, self._fd)
+        except OSError as failure:
+            raise CheckpointError(f"{self._path}: fsync failed: {failure.strerror}") from failure
+        finally:
+            self._close(has_failed=kind is not None)
+
+    def _close(self, *, has_failed: bool) -> None:
+        """Close the file. On some network file systems close() is the first call to report lost bytes."""
+        try:
+            patiently(os.close, self._fd)
+        except OSError as failure:
+            if not has_failed:
+                raise CheckpointError(f"{self._path}: closing failed: {failure.strerror}") from failure
+
+
+def write_file(path: str, content: bytes) -> FileEntry:
+    """Write and sync a small file or object whole. Returns its manifest entry: the first 100 MB, then blocks of the rest."""
+    with ObjectWriter(path) if is_url(path) else FileWriter(path) as file:
+        file.write(content)
+    head, view = min(len(content), MAX_HEADER_BYTES), memoryview(content)
+    blocks = range(head, len(content), BLOCK_BYTES)
+    return FileEntry(
+        len(content),
+        head,
+        xxhash.xxh3_64_hexdigest(view[:head]),
+        tuple([xxhash.xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in blocks]),
+    )
+
+
+def make_directories(path: str) -> None:
+    """Make a directory and its missing parents; every new name is durable on return, also one that a start which was killed, or could not
+    sync, has made. Raises ``OSError``, :class:`CheckpointError`."""
+    missing = []
+    while not patiently(os.path.isdir, path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    _sync_name(path)
+    for new in reversed(missing):
+        # Another process was faster; or it is a file, and opening anything in it will fail.
+        with contextlib.suppress(FileExistsError):
+            patiently(os.mkdir, new)
+        fsync_directory(os.path.dirname(new))
+
+
+def _sync_name(path: str) -> None:
+    """Make the name of a directory durable that was there. Those above it are: each was synced before the next was made.
+
+    Not where the directory above can't be opened or synced, as that of a mount point; raises :class:`CheckpointError` if its disk fails.
+    """
+    try:
+        fsync_directory(os.path.dirname(path))
+    except CheckpointError as error:
+        if getattr(error.__cause__, "errno", None) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def fsync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    try:
+        fd = patiently(os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            patiently(os.fsync, fd)
+        finally:
+            patiently(os.close, fd)
+    except OSError as error:
+        raise CheckpointError(f"{path}: fsync failed: {error.strerror}") from error
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writes large files past the page cache: it fills and hashes one buffer while another goes to the disk.
+
+BUFFER_BYTES = 8 * 1024**2
+#: Alignment of offsets, lengths and memory: a multiple of every disk's sector size.
+_ALIGNMENT = 4096
+#: Errors of a write past the page cache, on file systems that accept the flag itself.
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+#: Linux only.
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectWriter(FileWriter):
+    """A :class:`FileWriter` with a thread that writes while the caller makes the next bytes.
+
+    Writes past the page cache (``O_DIRECT``) if the file system can, otherwise through it. Past the cache the kernel
+    does not copy each byte, which costs more than hashing it, and has nothing left to flush at the end. A later call,
+    or leaving the block, raises the error of a write. Memory: two buffers of 8 MiB.
+    """
+
+    def __enter__(self) -> DirectWriter:
+        self._buffer = _buffer()
+        self._used = 0
+        self._failure: BaseException | None = None
+        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        self._free.put(_buffer())
+        self._full: queue.SimpleQueue[tuple[NDArray[np.uint8], int] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        super().__enter__()
+        self._watch = current_watch()  # the thread does this thread's work
+        self._has_thread = True
+        try:
+            self._is_direct = _switch(self._fd, on=True)
+            # A daemon: the caller waits for it, and after an interrupt it must not keep the process alive.
+            threading.Thread(target=self._write_buffers, name="shardwise-write", daemon=True).start()
+        except RuntimeError:  # Python starts no thread while a process ends or when the system has none left
+            self._has_thread = False
+        except BaseException:
+            self._full.put(None)
+            self._close(has_failed=True)
+            raise
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        done = 0
+        while done < len(source):
+            count = min(len(source) - done, BUFFER_BYTES - self._used)
+            self._buffer[self._used : self._used + count] = source[done : done + count]
+            self._used += count
+            done += count
+            if self._used == BUFFER_BYTES:
+                self._hand_over()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._failure = self._failure or error  # the waiting buffers are not needed any more
+        try:
+            if self._used and self._failure is None:
+                self._hand_over()
+        finally:
+            self._full.put(None)
+            if self._has_thread:
+                self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
+            if kind is None and self._failure is not None:
+                self._close(has_failed=True)
+                raise self._failure
+            super().__exit__(kind, error, trace)
+
+    def _hand_over(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._has_thread:
+            self._full.put((self._buffer, self._used))
+            self._buffer = self._free.get()
+        else:
+            self._write_out(self._buffer.data[: self._used])
+        if self._on_progress is not None:
+            self._on_progress(self._used)
+        self._used = 0
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def _write_buffers(self) -> None:
+        with watched(self._watch):
+            while (found := self._full.get()) is not None:
+                buffer, used = found
+                try:
+                    if self._failure is None:
+                        self._write_out(buffer.data[:used])
+                except BaseException as error:
+                    self._failure = error
+                self._free.put(buffer)
+        self._ended.set()
+
+    def _write_out(self, view: memoryview) -> None:
+        aligned = view.nbytes // _ALIGNMENT * _ALIGNMENT if self._is_direct else view.nbytes
+        done = 0
+        while done < view.nbytes:
+            if (
+                self._is_direct and done == aligned
+            ):  # the end of the file, or an unaligned rest of a short write
+                self._is_direct = _switch(self._fd, on=False)
+                aligned = view.nbytes
+            try:
+                count = patiently(os.write, self._fd, view[done:aligned])
+                if not self._is_direct:
+                    self._count_cached(count)
+            except OSError as error:
+                if self._is_direct and error.errno in _REFUSALS:  # needs a larger alignment, or refuses all
+                    aligned = done
+                    continue
+                raise self._error(error) from error
+            done += count
+            self.nbytes += count
+            if self._is_direct and done % _ALIGNMENT:
+                aligned = done
+
+
+def _buffer() -> NDArray[np.uint8]:
+    """Aligned to pages."""
+    return np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)
+
+
+def _switch(fd: int, *, on: bool) -> bool:
+    """Make writes go past the page cache, or through it. Returns whether they go past it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+        return on and _O_DIRECT != 0
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writes one slice file: straight from the tensors, checksummed on the way, synced to disk.
+
+_SLICE_PIECE_BYTES = 16 * 1024**2
+#: Files of this size or more get a thread of their own.
+LARGE_BYTES = 16 * 1024**2
+
+
+def write_slices(
+    path: str,
+    slices: Sequence[Slice],
+    contents: Iterable[Iterable[torch.Tensor]],
+    on_progress: Callable[[int], object] | None = None,
+) -> FileEntry:
+    """Write one slice file, or object of a store, in safetensors format, and sync it. Returns its manifest entry.
+
+    ``contents``: for each slice, in order, tensors on the CPU (any strides) that hold its box, one part after another. They
+    are taken when they are written. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
+    """
+    header = header_bytes(slices)
+    blocks = _Blocks()
+    nbytes = sum(one.nbytes for one in slices)
+    writer: FileWriter | ObjectWriter
+    if is_url(path):
+        writer = ObjectWriter(path, on_progress, expected_bytes=len(header) + nbytes)
+    else:
+        writer = (DirectWriter if nbytes >= LARGE_BYTES else FileWriter)(path, on_progress)
+    with writer as file:
+        file.write(header)
+        for parts in contents:
+            for part in parts:
+                for view in tensor_bytes(part):
+                    file.write(view)
+                    blocks.add(view)
+    return FileEntry(file.nbytes, len(header), xxhash.xxh3_64_hexdigest(header), blocks.finish())
+
+
+class _Blocks:
+    """xxh3 of each 16 MiB block of a byte stream."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] = []
+        self._hash = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+
+    def add(self, view: memoryview) -> None:
+        done = 0
+        while done < view.nbytes:
+            piece = view[done : done + self._room]
+            self._hash.update(piece)
+            done += piece.nbytes
+            self._room -= piece.nbytes
+            if self._room == 0:
+                self._close()
+
+    def _close(self) -> None:
+        self._digests.append(self._hash.hexdigest())
+        self._hash = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+
+    def finish(self) -> tuple[str, ...]:
+        if self._room < BLOCK_BYTES:
+            self._close()
+        return tuple(self._digests)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's elements in row-major order as raw bytes: a view if it is contiguous, else copies of ≤ 16 MiB."""
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous():
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # one element counts as contiguous with any stride
+        yield flat.view(torch.uint8).numpy().data
+        return
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _SLICE_PIECE_BYTES or tensor.dim() == 0:
+        yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return
+    rows = max(1, _SLICE_PIECE_BYTES * tensor.shape[0] // nbytes)
+    for begin in range(0, tensor.shape[0], rows):
+        piece = tensor[begin : begin + rows]
+        yield from tensor_bytes(piece[0] if piece.shape[0] == 1 else piece.contiguous())

@@ -1,0 +1,779 @@
+"""Quantizes as the formats' own libraries do: INT, FP8, NVFP4, MX and 4-bit codes, with scales per tensor, channel, group or block."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..catalog.records import Coded
+from ..dtypes import torch_dtype
+from ..errors import UnsupportedConversionError
+from ..objects import frozen
+from ..tensors.boxes import Box
+from .awq import Awq, outputs_of
+from .bitsandbytes import FourBit, RowInt8, book_of
+from .gptq import Gptq
+from .mxfp4 import Mxfp4Experts
+from .rules import Fp4Pairs, Grouped, PackedIntegers, Scaled, fields, in_step, packed_size, pieces
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AwqEncoder",
+    "Encoder",
+    "FourBitEncoder",
+    "GptqEncoder",
+    "GroupedEncoder",
+    "Mxfp4Encoder",
+    "NestedFourBitEncoder",
+    "RowInt8Encoder",
+    "ScaledEncoder",
+    "awq_words",
+    "blockwise",
+    "encoder_of",
+    "field_words",
+    "fourbit_encoder",
+    "fp4_bytes",
+    "fp4_codes",
+    "integer_words",
+    "mx_exponents",
+    "nibble_bytes",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes to FP8 with scales per block, channel or tensor.
+
+
+@frozen
+class ScaledEncoder:
+    """``scale = absolute maximum of the block ÷ largest number of the codes``. Implements :class:`.Encoder`.
+
+    In fp32, as transformers' ``Fp8Quantize`` computes it, which takes two reciprocals. Where scales are powers of two (UE8M0) they are
+    rounded up; codes are computed from the scale as it is stored. A channel or a tensor is one block. A block that the tensor's edge
+    cuts short has the maximum of what there is of it.
+    """
+
+    block: tuple[int, ...]
+    shape: tuple[int, ...]
+    codes: str
+    scales: str
+    power_of_two: bool
+
+    makes = ("codes", "scales")
+
+    @classmethod
+    def of(
+        cls, rule: Scaled, shape: tuple[int, ...], codes: str, scales: str, power_of_two: bool
+    ) -> ScaledEncoder:
+        return cls(rule.block, shape, codes, scales, power_of_two or scales in ("U8", "F8_E8M0"))
+
+    @property
+    def reference(self) -> str:
+        rounded = ", scales rounded up to powers of two" if self.power_of_two else ""
+        return f"FP8: absolute maximum / largest number, as transformers' Fp8Quantize{rounded}"
+
+    @property
+    def once(self) -> tuple[str, ...]:
+        return ("scales",) if all(b >= n for b, n in zip(self.block, self.shape, strict=True)) else ()
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        return tuple(1 for _ in self.shape) if self.once else self.block
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        import torch
+
+        code_type, values = torch_dtype(self.codes), values.to(torch.float32, copy=True)
+        most = torch.finfo(code_type).max
+        if measured:
+            low, high = measured
+            largest = torch.maximum(low.abs(), high.abs()).float().view((1,) * len(self.shape))
+        else:
+            largest = blockwise(values.abs(), self.block, largest=True)
+        one = torch.ones_like(largest)
+        factors = torch.where(largest > 0, most / torch.where(largest > 0, largest, one), one)
+        scales = (1.0 / factors).to(torch.float32)
+        if self.power_of_two:
+            tiny = torch.finfo(torch.float32).tiny
+            scales = torch.pow(2.0, torch.ceil(torch.log2(scales.clamp(min=tiny))))
+        stored = scales.to(torch.float8_e8m0fnu if self.scales == "U8" else torch_dtype(self.scales))
+        if stored.dtype != torch.float32 or self.power_of_two:
+            factors = 1.0 / stored.float()
+        if values.numel():
+            each, factor = in_step(values, factors, box, self.block)
+            each.mul_(factor)
+        codes = values.clamp_(-most, most).to(code_type)
+        return {"codes": codes, "scales": stored.view(torch_dtype(self.scales))}
+
+
+def blockwise(values: torch.Tensor, block: tuple[int, ...], *, largest: bool) -> torch.Tensor:
+    """The largest (or the least) element of each block, or zero if that is further. The first block begins at the first element."""
+    import torch
+
+    block = tuple(min(b, max(1, n)) for b, n in zip(block, values.shape, strict=True))
+    short = [-n % b for b, n in zip(block, values.shape, strict=True)]
+    padded = torch.nn.functional.pad(values, [x for n in reversed(short) for x in (0, n)])
+    sizes = [x for b, n in zip(block, padded.shape, strict=True) for x in (n // b, b)]
+    apart = padded.reshape(sizes)
+    inside = tuple(range(1, len(sizes), 2))
+    found = apart.amax(inside) if largest else apart.amin(inside)
+    return found.clamp(min=0) if largest else found.clamp(max=0)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Packs codes as the formats store them: the other direction of :mod:`.packed`, :mod:`.words`, :mod:`.fp4` and AWQ's words.
+
+#: The output whose code lies in each field of a word. Source: ``order_map`` of AutoAWQ's ``WQLinear_GEMM`` (MIT).
+_AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def integer_words(integers: torch.Tensor, bits: int, dim: int = 1) -> torch.Tensor:
+    """Signed integers of some bits, packed without gaps along one of two dims into int32 words, as :class:`.PackedIntegers` reads them.
+
+    Eight integers are put together as one large integer, which has as many bytes as each of them has bits. Source:
+    ``pack_to_int32`` of compressed-tensors.
+    """
+    import torch
+
+    rows = integers if dim == 1 else integers.t()
+    columns = rows.shape[1]
+    unsigned = (rows.to(torch.int64) + (1 << (bits - 1))) & ((1 << bits) - 1)
+    eights = torch.nn.functional.pad(unsigned, (0, -columns % 32)).unflatten(1, (-1, 8))
+    large = torch.zeros(eights.shape[:-1], dtype=torch.int64)
+    for k in range(8):
+        large |= eights[..., k] << k * bits
+    octets = torch.stack([(large >> 8 * k) & 0xFF for k in range(bits)], -1).to(torch.uint8)
+    words = octets.flatten(1).contiguous().view(torch.int32)[:, : packed_size(columns, bits)]
+    return (words if dim == 1 else words.t()).contiguous()
+
+
+def field_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned codes of 2, 4 or 8 bits in int32 words along the last dim, lowest bits first, as :func:`.fields` reads them."""
+    import torch
+
+    per_byte = 8 // bits
+    padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (32 // bits)))
+    parted = padded.unflatten(-1, (-1, per_byte))
+    octets = torch.zeros(parted.shape[:-1], dtype=torch.uint8)
+    for k in range(per_byte):
+        octets |= parted[..., k] << k * bits
+    words: torch.Tensor = octets.contiguous().view(torch.int32)
+    return words
+
+
+def awq_words(codes: torch.Tensor) -> torch.Tensor:
+    """Unsigned codes of 4 bits in int32 words along the last dim, in AWQ's order."""
+    return field_words(codes.unflatten(-1, (-1, 8))[..., list(_AWQ_OUTPUTS)].flatten(-2), 4)
+
+
+def nibble_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Pairs of 4-bit codes along the last dim in bytes, low bits first."""
+    import torch
+
+    pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
+    return torch.bitwise_or(pairs[..., 0], pairs[..., 1] << 4)
+
+
+def fp4_codes(values: torch.Tensor) -> torch.Tensor:
+    """The nearest FP4 numbers (E2M1) of finite values, ties to even, as codes of 4 bits.
+
+    A negative value that becomes zero keeps its sign, a zero has none. Source: ``cast_to_fp4`` and ``pack_fp4_to_uint8`` of
+    compressed-tensors.
+    """
+    import torch
+
+    size = values.abs()
+    codes = torch.zeros(values.shape, dtype=torch.uint8)
+    for above, takes_it in ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False)):
+        codes += (size >= above) if takes_it else (size > above)
+    codes += size >= 3.5
+    codes += size > 5.0
+    codes |= (values < 0).to(torch.uint8) << 3
+    return codes
+
+
+def fp4_bytes(values: torch.Tensor) -> torch.Tensor:
+    """The nearest FP4 numbers of values, two in each byte along the last dim."""
+    return nibble_bytes(fp4_codes(values))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes as compressed-tensors does: INT, FP8, NVFP4 and MX codes with scales per tensor, channel, group or block.
+
+#: Largest number of NVFP4's scales (E4M3) and of its codes.
+_SCALES_END, _CODES_END = 448.0, 6.0
+#: Instead of a scale of zero, for scales in E4M3.
+_LEAST_E4M3 = 0.125
+#: Columns of a group of the MX formats.
+_MX_GROUP = 32
+
+
+@frozen
+class GroupedEncoder:
+    """Scales and zero points from the least and largest element of each block. Implements :class:`.Encoder`.
+
+    Source: ``calculate_qparams``, ``generate_gparam``, ``generate_mx_scales`` and ``quantize`` of compressed-tensors 0.20, in the dtype of
+    the weight, as its own dynamic observer runs them. A global scale is that of the tensor alone.
+    """
+
+    rule: Grouped
+    shape: tuple[int, ...]
+    codes: str
+    scales: str
+
+    @classmethod
+    def of(cls, rule: Grouped, shape: tuple[int, ...], codes: str, scales: str) -> GroupedEncoder | str:
+        if rule.groups is not None:
+            return "its columns are in the order of a calibration (weight_g_idx)"
+        if scales == "U8" and rule.block != (1, _MX_GROUP):
+            return f"expected groups of {_MX_GROUP} for scales that are powers of two, found {rule.block[1]}"
+        return cls(rule, shape, codes, scales)
+
+    @property
+    def reference(self) -> str:
+        return "compressed-tensors: minimum and maximum, calculate_qparams"
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        zeros = ("zeros",) if self.rule.zeros is not None else ()
+        return ("codes", "scales", *zeros, *(("global",) if self._has_global else ()))
+
+    @property
+    def once(self) -> tuple[str, ...]:
+        if self._has_global:
+            return ("global",)
+        return tuple(role for role in self.makes if role != "codes") if self._one_scale else ()
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        rows = 1 if self._one_scale else self.rule.block[0]
+        if isinstance(self.rule.zeros, PackedIntegers) and not self._one_scale:
+            rows = math.lcm(rows, 32)  # zero points of 32 rows fill whole words
+        return rows, max(1, self.shape[1])
+
+    @property
+    def _has_global(self) -> bool:
+        return self.rule.global_shape is not None
+
+    @property
+    def _one_scale(self) -> bool:
+        return not self._has_global and all(b >= n for b, n in zip(self.rule.block, self.shape, strict=True))
+
+    @property
+    def _is_float(self) -> bool:
+        return isinstance(self.rule.codes, Fp4Pairs) or self.codes.startswith("F8")
+
+    @property
+    def _bits(self) -> int:
+        if isinstance(self.rule.codes, PackedIntegers):
+            return self.rule.codes.bits
+        return 4 if isinstance(self.rule.codes, Fp4Pairs) else self.rule.bits
+
+    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the largest number that a code stands for, as tensors without dims: they widen no dtype."""
+        import torch
+
+        half = 2.0 ** (self._bits - 1)
+        top = {4: _CODES_END, 8: _SCALES_END}[self._bits] if self._is_float else half - 1
+        return torch.tensor(-top if self._is_float else -half), torch.tensor(top)
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+
+        if self._one_scale:
+            low, high = (end.view(1, 1) for end in measured)
+            low, high = low.clamp(max=0), high.clamp(min=0)
+        else:
+            low = blockwise(values, self.rule.block, largest=False)
+            high = blockwise(values, self.rule.block, largest=True)
+        whole = None
+        if self._has_global:
+            whole = _global_scale(*measured)
+        scales, zeros = self._parameters(low, high, whole)
+        codes = self._codes(values, scales, zeros, whole)
+        found = {"codes": codes, "scales": self._stored_scales(scales).reshape(self._sizes("scales", box))}
+        if self.rule.zeros is not None:
+            assert zeros is not None
+            packed = isinstance(self.rule.zeros, PackedIntegers)
+            found["zeros"] = integer_words(zeros, self._bits, dim=0) if packed else zeros
+            found["zeros"] = found["zeros"].reshape(self._sizes("zeros", box))
+        if whole is not None:
+            found["global"] = whole
+        return found
+
+    def _sizes(self, role: str, box: Box) -> tuple[int, ...]:
+        return self.rule.boxes(box)[role].sizes
+
+    def _parameters(
+        self, low: torch.Tensor, high: torch.Tensor, whole: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales as the weight's module holds them, and zero points in int8: ``calculate_qparams``."""
+        import torch
+
+        first, last = self._ends()
+        steps, zeros = (last - first).to(high.dtype), None
+        if self.rule.zeros is not None:
+            scales = (high - low) / steps
+            zeros = torch.clamp(first - low / scales, first, last)
+            zeros = torch.round(torch.clamp(zeros, -128, 127)).to(torch.int8)
+        elif self.scales == "U8":
+            exponents = mx_exponents(torch.maximum(low.abs(), high.abs()), self._bits)
+            return torch.pow(2.0, (exponents.to(torch.int32) - 127).float()).to(high.dtype), None
+        else:
+            scales = torch.maximum(low.abs(), high.abs()) / (steps / 2)
+        if whole is not None:
+            scales = whole * scales
+        least = torch.finfo(scales.dtype).eps
+        if self.scales == "F8_E4M3":
+            scales = torch.clamp(scales, -_SCALES_END, _SCALES_END).to(torch.float8_e4m3fn).to(scales.dtype)
+            least = _LEAST_E4M3
+        scales = torch.where(scales == 0, torch.tensor(least, dtype=scales.dtype), scales)
+        return scales if self.scales == "F8_E4M3" else scales.to(torch_dtype(self.scales)), zeros
+
+    def _stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self.scales == "U8":
+            return (127 + torch.floor(torch.log2(scales)).to(torch.int32)).to(torch.uint8)
+        return scales.to(torch_dtype(self.scales))
+
+    def _codes(
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        whole: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The rounded codes, packed: ``quantize``, and the format's own packing."""
+        import torch
+
+        if whole is not None:
+            scales = scales / whole
+        scaled = self._in_blocks(values) / scales[:, None, :, None]
+        if zeros is not None:
+            scaled += zeros[:, None, :, None].to(values.dtype)
+        scaled = torch.clamp(scaled, *self._ends()).flatten(2).flatten(0, 1)
+        scaled = scaled[: values.shape[0], : values.shape[1]]
+        if isinstance(self.rule.codes, Fp4Pairs):
+            return fp4_bytes(scaled)
+        if self._is_float:
+            return scaled.to(torch_dtype(self.codes))
+        integers = torch.round(scaled).to(torch.int8)
+        return (
+            integer_words(integers, self._bits) if isinstance(self.rule.codes, PackedIntegers) else integers
+        )
+
+    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """[blocks of rows, rows, blocks of columns, columns], with zeros where a block is cut short."""
+        import torch
+
+        height, width = (min(b, max(1, n)) for b, n in zip(self.rule.block, values.shape, strict=True))
+        padded = torch.nn.functional.pad(values, (0, -values.shape[1] % width, 0, -values.shape[0] % height))
+        return padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
+
+
+def _global_scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """``generate_gparam``: the divisor of all scales that lets the largest one be the largest E4M3."""
+    import torch
+
+    largest = torch.maximum(low.clamp(max=0).abs(), high.clamp(min=0).abs())
+    found = _SCALES_END * _CODES_END / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.nan_to_num(found, nan=1.0, posinf=1.0, neginf=1.0).to(torch.float32).reshape(1)
+
+
+def mx_exponents(largest: torch.Tensor, bits: int) -> torch.Tensor:
+    """The exponents (plus 127, in a byte) of MX scales, from the largest absolute element of each group.
+
+    The largest element, rounded to a power of two (up from 1.75), less the power of the largest code: ``generate_mx_scales`` of
+    compressed-tensors, which sums up OCP's rule for MX formats.
+    """
+    import torch
+
+    integer, mantissa, exponent = {
+        torch.bfloat16: (torch.int16, 7, 8),
+        torch.float16: (torch.int16, 10, 5),
+        torch.float32: (torch.int32, 23, 8),
+    }[largest.dtype]
+    wide = largest.view(integer).to(torch.int64) + (1 << (mantissa - 2))
+    power = (wide & (((1 << (exponent + 1)) - 1) << mantissa)).to(integer).view(largest.dtype)
+    found = 127 + torch.floor(torch.log2(power)) - {4: 2, 8: 8}[bits]
+    return torch.round(torch.clamp(found, 0, 255)).to(torch.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes to bitsandbytes' NF4 and FP4.
+
+#: Instead of an absolute maximum of zero.
+_LEAST = 1e-38
+
+
+def fourbit_encoder(rule: FourBit) -> FourBitEncoder | NestedFourBitEncoder | str:
+    """The encoder of a rule, or why it has none."""
+    if len(rule.shape) != 2:
+        return f"expected two dims, found {len(rule.shape)}"
+    return FourBitEncoder(rule) if rule.nested is None else NestedFourBitEncoder(rule)
+
+
+@frozen
+class FourBitEncoder:
+    """The code nearest to ``element ÷ absolute maximum of the block``. Implements :class:`.Encoder`.
+
+    Source: ``quantize_4bit`` of bitsandbytes 0.50 in plain torch, which its CPU backend runs; GPU kernels may choose the other of two
+    codes for an element that lies in the middle.
+    """
+
+    rule: FourBit
+    makes = ("codes", "scales")
+    once = ()
+
+    @property
+    def reference(self) -> str:
+        return (
+            f"{self.rule.quant_type.upper()}: absolute maximum of the block, as bitsandbytes' quantize_4bit"
+        )
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        return _rows_of_whole_blocks(self.rule, self.rule.block)
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        scaled, largest = _scaled(values, self.rule.block)
+        boxes = self.rule.boxes(box)
+        return {
+            "codes": _codes(scaled, self.rule.quant_type).view(boxes["codes"].sizes),
+            "scales": largest.view(boxes["scales"].sizes),
+        }
+
+
+@frozen
+class NestedFourBitEncoder:
+    """As :class:`FourBitEncoder`; the scales, less their mean, are codes of the source's book. Implements :class:`.Encoder`.
+
+    Source: ``quantize_4bit(compress_statistics=True)`` of bitsandbytes 0.50, and its ``quantize_blockwise`` in plain torch. Its CPU
+    kernel looks codes of scales up in a coarse table first: about one of a thousand is the code beside.
+    """
+
+    rule: FourBit
+    makes = ("codes", "scales", "nested")
+    once = ()
+
+    @property
+    def reference(self) -> str:
+        return f"{FourBitEncoder(self.rule).reference}, scales by quantize_blockwise"
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        assert self.rule.nested is not None
+        return _rows_of_whole_blocks(self.rule, self.rule.block * self.rule.nested.block)
+
+    def scales(self, values: torch.Tensor) -> torch.Tensor:
+        """The scales of a window before they are quantized, of which the mean is wanted."""
+        return _scaled(values, self.rule.block)[1]
+
+    def state(self, content: bytes, mean: float) -> bytes:
+        """The tensor's ``quant_state``, as it is with another mean of the scales."""
+        return json.dumps({**json.loads(content), "nested_offset": mean}).encode()
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        import torch
+
+        assert self.rule.nested is not None
+        (mean,), book = measured, kept["book"]
+        scaled, largest = _scaled(values, self.rule.block)
+        outer, most = _scaled(largest - mean, self.rule.nested.block)
+        codes = torch.bucketize(outer, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8)
+        boxes = self.rule.boxes(box)
+        return {
+            "codes": _codes(scaled, self.rule.quant_type).view(boxes["codes"].sizes),
+            "scales": codes.view(boxes["scales"].sizes),
+            "nested": most,
+        }
+
+
+def _rows_of_whole_blocks(rule: FourBit, size: int) -> tuple[int, int]:
+    """As many rows as fill whole blocks, which lie in the tensor one after another; so whole bytes, too: blocks are even."""
+    rows, columns = rule.shape
+    return min(max(1, rows), size // math.gcd(size, max(1, columns))), max(1, columns)
+
+
+def _scaled(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements in a row, divided by the absolute maximum of their block, and these maxima. The last block may be short."""
+    import torch
+
+    flat = values.reshape(-1).float()
+    rest = flat.numel() % block
+    apart = flat[: flat.numel() - rest].view(-1, block)
+    largest = apart.abs().amax(-1)
+    scaled = torch.clamp(apart * (1.0 / largest.clamp(min=_LEAST).view(-1, 1)), -1, 1).reshape(-1)
+    if rest:
+        last = flat[flat.numel() - rest :]
+        most = last.abs().amax().clamp(min=_LEAST)
+        largest = torch.cat([largest, most.unsqueeze(0)])
+        scaled = torch.cat([scaled, torch.clamp(last / most, -1, 1)])
+    return scaled, largest
+
+
+def _codes(scaled: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """The nearest codes, two a byte, the first in the high bits."""
+    import torch
+
+    bounds, order = _bounds(quant_type)
+    padded = torch.nn.functional.pad(scaled, (0, scaled.numel() % 2))
+    codes = order[torch.bucketize(padded, bounds, out_int32=True)].to(torch.uint8)
+    return torch.bitwise_or(codes[::2] << 4, codes[1::2])
+
+
+@cache
+def _bounds(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The middles between the numbers of the book in order, and the code of each."""
+    import torch
+
+    book = book_of(quant_type)
+    order = torch.argsort(book)
+    return (book[order[:-1]] + book[order[1:]]) / 2, order
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes to the integers of bitsandbytes' INT8, and to those of GPTQ and AWQ with the scales that a calibration chose.
+
+
+@frozen
+class RowInt8Encoder:
+    """``round(element × 127 ÷ absolute maximum of the row)``, of elements in F16. Implements :class:`.Encoder`.
+
+    Source: ``Int8Params`` and ``int8_vectorwise_quant`` of bitsandbytes 0.50.
+    """
+
+    columns: int
+    reference = "INT8: absolute maximum of the row, as bitsandbytes' int8_vectorwise_quant"
+    makes = ("codes", "scales")
+    once = ()
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        return 1, max(1, self.columns)
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        import torch
+
+        halves = values.to(torch.float16)
+        largest = halves.abs().amax(1).float()
+        scaled = halves * (127.0 / largest.unsqueeze(-1))
+        return {"codes": torch.round(scaled).nan_to_num_(0).to(torch.int8), "scales": largest}
+
+
+@frozen
+class GptqEncoder:
+    """Codes rounded again, with the source's scales, zero points and groups. Implements :class:`.Encoder`.
+
+    GPTQ chooses scales and codes by calibration data, which an export does not have. Source: ``pack_original`` of GPTQModel.
+    """
+
+    rule: Gptq
+    reference = "GPTQ: rounded to the source's scales and zero points, as its pack(); not calibrated again"
+    makes = ("codes",)
+    once = ()
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        return 1, 32 // self.rule.bits
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        rule, rows = self.rule, box.sizes[0]
+        zeros = fields(rule.zero_words(kept["zeros"]), rule.bits)
+        zeros = zeros.narrow(1, box.start[0] % (32 // rule.bits), rows).t()
+        scales, found = kept["scales"].t().float(), values.float()
+        groups = rule.check_groups(kept["groups"], box)
+        if rule.size:
+            groups = groups - box.start[1] // rule.size
+        codes = _rounded(found, scales.index_select(1, groups), zeros.index_select(1, groups), rule.bits)
+        return {"codes": field_words(codes, rule.bits).t().contiguous()}
+
+
+@frozen
+class AwqEncoder:
+    """Codes rounded again, with the source's scales and zero points. Implements :class:`.Encoder`.
+
+    AWQ chooses scales by calibration data, which an export does not have. Source: ``WQLinear_GEMM.from_linear`` of AutoAWQ; it
+    rounds weights that were clipped before, here codes are clipped.
+    """
+
+    rule: Awq
+    reference = (
+        "AWQ: rounded to the source's scales and zero points, as its from_linear(); not calibrated again"
+    )
+    makes = ("codes",)
+    once = ()
+    unit = (8, 1)
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        import torch
+
+        scales, zeros = kept["scales"].t().float(), outputs_of(kept["zeros"])
+        codes = torch.empty(values.shape, dtype=torch.float32)
+        for (view, groups), (into, _) in zip(
+            pieces(values.float(), box.start[1], self.rule.size),
+            pieces(codes, box.start[1], self.rule.size),
+            strict=True,
+        ):
+            into.copy_(_rounded(view, scales[:, groups].unsqueeze(-1), zeros[:, groups].unsqueeze(-1), 4))
+        return {"codes": awq_words(codes.t())}
+
+
+def _rounded(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """``round((value + zero × scale) ÷ scale)``, within the codes; zero where a scale is zero."""
+    import torch
+
+    found = torch.round((values + zeros * scales) / scales)
+    return found.nan_to_num_(0).clamp_(0, 2**bits - 1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes experts to MXFP4, as gpt-oss stores them.
+
+_BLOCK = 32
+
+
+@frozen
+class Mxfp4Encoder:
+    """Exponents by :func:`.mx_exponents`, codes rounded to the nearest, ties to even. Implements :class:`.Encoder`.
+
+    OpenAI published codes and no quantizer; this is the rule that compressed-tensors has for MXFP4.
+    """
+
+    reference = "MXFP4: OCP's rule as in compressed-tensors"
+    makes = ("codes", "scales")
+    once = ()
+    unit = (1, _BLOCK, 1)
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        import torch
+
+        blocks = values.transpose(1, 2).unflatten(2, (-1, _BLOCK))
+        exponents = mx_exponents(blocks.abs().amax(-1), 4)
+        scales = torch.pow(2.0, (exponents.to(torch.int32) - 127).float())
+        scaled = (blocks.float() / scales.unsqueeze(-1)).clamp_(-6, 6)
+        return {"codes": fp4_bytes(scaled), "scales": exponents}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes weights again into the format that a source stores them in: the encoder of each rule.
+#
+# An encoder is the other direction of a :class:`.Rule`: elements in, parts out, with the same layout of codes and the same blocks. It
+# follows the format's own reference, which its docstring names.
+
+
+class Encoder(Protocol):
+    """How the parts of one tensor are made from its elements. Pure, and the same however windows are cut at :attr:`unit`."""
+
+    @property
+    def reference(self) -> str:
+        """The rule that it follows, in words, for reports."""
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The roles of the parts that it makes. The others are those of the source."""
+
+    @property
+    def once(self) -> tuple[str, ...]:
+        """Those of :attr:`makes` that are of the whole tensor, made from its least and largest element."""
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """Elements in each dim that stay together: windows begin at a multiple of it, and end at one or at the tensor's end."""
+
+    def encode(
+        self,
+        box: Box,
+        values: torch.Tensor,
+        kept: Mapping[str, torch.Tensor],
+        measured: tuple[torch.Tensor, ...],
+    ) -> Mapping[str, torch.Tensor]:
+        """The parts of :attr:`makes` for a window, each with the sizes of its box of :meth:`.Rule.boxes`, in its stored dtype.
+
+        ``values``: the finite elements of ``box``, in the dtype of the model. ``kept``: the source's other parts, for the window.
+        ``measured``: what was found in the whole tensor before: its least and largest element, in the same dtype, where :attr:`once`
+        is not empty; for :class:`.NestedFourBitEncoder` the mean of its scales; else nothing.
+        """
+
+
+def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
+    """The encoder of a tensor that a source stores in parts. ``settings``: its ``quantization_config``.
+
+    Raises :class:`UnsupportedConversionError` for a format that can't be quantized again, with the reason.
+    """
+    rule, parts = one.rule, one.parts
+    made: Encoder | str = "no rule is known that makes its codes"
+    if isinstance(rule, Scaled):
+        power = settings.get("scale_fmt") == "ue8m0"
+        made = ScaledEncoder.of(rule, one.tensor.shape, parts["codes"].dtype, parts["scales"].dtype, power)
+    elif isinstance(rule, Grouped):
+        made = GroupedEncoder.of(rule, one.tensor.shape, parts["codes"].dtype, parts["scales"].dtype)
+    elif isinstance(rule, FourBit):
+        made = fourbit_encoder(rule)
+    elif isinstance(rule, RowInt8):
+        made = RowInt8Encoder(one.tensor.shape[1])
+    elif isinstance(rule, Gptq):
+        made = GptqEncoder(rule)
+    elif isinstance(rule, Awq):
+        made = AwqEncoder(rule)
+    elif isinstance(rule, Mxfp4Experts):
+        made = Mxfp4Encoder()
+    if isinstance(made, str):
+        raise UnsupportedConversionError(
+            f"{one.tensor.name}: was changed, and can't be re-quantized as {rule.format}: {made}. Export without quantize=, "
+            f"for plain weights"
+        )
+    return made

@@ -1,1 +1,0 @@
-"""Recipes: how each wanted tensor is made from stored tensors."""

@@ -1,0 +1,1 @@
+"""Tensors as the planner sees them: boxes, tiles, placements, and a live model's own tensors."""

@@ -1,0 +1,176 @@
+"""Files that a thread writes past the page cache: the same bytes as any, and every error."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import CheckpointError
+from shardwise.publish import write as direct
+from shardwise.publish.write import DirectWriter
+
+BUFFER = 3 * 4096
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "BUFFER_BYTES", BUFFER)
+
+
+def no_thread_is_left() -> bool:
+    """The thread has said that it is done; it may still have to return."""
+    for thread in threading.enumerate():
+        if thread.name == "shardwise-write":
+            thread.join(60)
+            if thread.is_alive():
+                return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0],
+        [1],
+        [4096],
+        [BUFFER],
+        [BUFFER, 1],
+        [BUFFER + 1],
+        [100_001],
+        [7, 4095, 3, 50_000, 2],
+        [BUFFER] * 4,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "buffered"])
+def test_bytes_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], is_direct: bool
+) -> None:
+    if not is_direct:
+        monkeypatch.setattr(direct, "_O_DIRECT", 0)
+    pieces = [os.urandom(n) for n in sizes]
+    told: list[int] = []
+    with DirectWriter(str(tmp_path / "file"), told.append) as file:
+        for piece in pieces:
+            file.write(piece)
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+    assert file.nbytes == sum(told) == sum(sizes)
+    assert no_thread_is_left()
+
+
+def test_goes_past_the_page_cache_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks with O_DIRECT, from aligned memory; only the end of the file without."""
+    import fcntl
+
+    seen: list[tuple[bool, int]] = []
+    own = os.write
+
+    def write(fd: int, data: Any) -> int:
+        seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), len(data)))
+        return own(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with DirectWriter(str(tmp_path / "file")) as file:
+        file.write(bytes(BUFFER + 5000))
+    if not seen[0][0]:
+        pytest.skip("the file system of the temporary directory takes no O_DIRECT")
+    assert seen == [(True, BUFFER), (True, 4096), (False, 5000 - 4096)]
+
+
+def failing(at: int, code: int) -> Callable[..., int]:
+    own, calls = os.write, []
+
+    def write(fd: int, data: Any) -> int:
+        calls.append(fd)
+        if len(calls) == at:
+            raise OSError(code, os.strerror(code))
+        return own(fd, data)
+
+    return write
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_an_error_of_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    monkeypatch.setattr(os, "write", failing(at, errno.ENOSPC))
+    gc.collect()  # what tests before this one left in cycles
+    before = sorted(os.listdir("/proc/self/fd"))
+    with (
+        pytest.raises(
+            CheckpointError, match=f"file: writing failed after {(at - 1) * BUFFER} bytes: No space"
+        ),
+        DirectWriter(str(tmp_path / "file")) as file,
+    ):
+        file.write(bytes(5 * BUFFER))
+    assert no_thread_is_left()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_blocks_that_the_system_refuses_are_written_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr(os, "write", failing(at, errno.EINVAL))
+    content = os.urandom(4 * BUFFER)
+    with DirectWriter(str(tmp_path / "file")) as file:
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("took", [1, 4096, 5000])
+def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took: int) -> None:
+    own = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: own(fd, data[:took]))
+    content = os.urandom(2 * BUFFER + 77)
+    with DirectWriter(str(tmp_path / "file")) as file:
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_what_the_caller_raises_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+
+    def raise_amid_writing() -> None:
+        with DirectWriter(str(tmp_path / "file")) as file:
+            file.write(bytes(3 * BUFFER))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        raise_amid_writing()
+    assert synced == []
+    assert no_thread_is_left()
+
+
+def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with (
+        pytest.raises(CheckpointError, match="can't be created: File exists"),
+        DirectWriter(str(tmp_path / "file")),
+    ):
+        pass
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert no_thread_is_left()
+
+
+def test_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process, from Python 3.12 on, where a save that goes on behind is still written."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    content = os.urandom(3 * BUFFER + 5)
+    with DirectWriter(str(tmp_path / "file")) as file:
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+    monkeypatch.setattr(os, "write", failing(2, errno.ENOSPC))
+    with pytest.raises(CheckpointError, match="No space"), DirectWriter(str(tmp_path / "full")) as file:
+        file.write(content)
