@@ -215,6 +215,24 @@ def test_every_room_is_in_the_map() -> None:
     assert set(ORDER) == rooms | {"", "__main__"}, "a room without modules"
 
 
+def modules_table() -> str:
+    """The table of modules on the page about the architecture: the first sentence of each, by package."""
+    lines = ["| module | contents |", "|---|---|"]
+    for room in ORDER:
+        for name in sorted(name for name in FILES if name.partition(".")[0] == room and (name or room == "")):
+            if FILES[name].name == "__init__.py" and name != "storage":
+                continue
+            said = " ".join((ast.get_docstring(_tree(name)) or "").split("\n\n")[0].split())
+            said = re.sub(r":\w+:`\.?([^`]*)`", r"`\1`", said.replace("``", "`"))
+            lines.append(f"| `{FILES[name].relative_to(SOURCE)}` | {said.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+def test_every_module_is_on_the_page() -> None:
+    """``python -m tests.meta.test_imports`` prints the table."""
+    assert modules_table() in (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+
+
 def test_no_pickle_and_no_tests() -> None:
     """Also not to read pickles that others wrote: ``catalog.pickles`` interprets them itself."""
     forbidden = {"tests"} | PICKLES
@@ -359,3 +377,7 @@ def test_tests_lie_in_the_room_that_they_test() -> None:
     rooms = {room for room in ORDER if (SOURCE / room).is_dir() and room}
     untested = rooms - found - {"internals"}  # its functions are tested where they are used
     assert not untested, "each room has tests of its own"
+
+
+if __name__ == "__main__":
+    print(modules_table())

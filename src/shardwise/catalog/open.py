@@ -1,4 +1,4 @@
-"""Detects the kind of source at a path and opens its catalog. What reads a kind other than safetensors is imported when one is there."""
+"""Detects the kind of source at a path and opens its catalog. Readers of kinds other than safetensors are imported when one is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-memory steps: saved into a ring in host memory, listed beside the stored steps, and read back from it or from other hosts."""
+"""In-memory steps: saved into a ring in host memory, listed with the stored steps, and read back from it or from other hosts."""
 
 from __future__ import annotations
 

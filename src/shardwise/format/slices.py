@@ -1,4 +1,4 @@
-"""Slice files: which rank writes which boxes of which tensors, into which file, at which offset."""
+"""Slice files: the rank, file and offset of each box that a save writes."""
 
 from __future__ import annotations
 

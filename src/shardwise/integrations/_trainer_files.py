@@ -1,4 +1,4 @@
-"""The Trainer's folders: files beside the weights, the line of checkpoint folders, and classes that come before and after ours."""
+"""The Trainer's folders: files next to the weights, the line of checkpoint folders, and classes that come before and after ours."""
 
 from __future__ import annotations
 

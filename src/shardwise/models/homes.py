@@ -1,4 +1,4 @@
-"""Where a model came from: its directory, its quantized source, and the files beside its weights."""
+"""Where a model came from: its directory, its quantized source, and the small files next to its weights."""
 
 from __future__ import annotations
 

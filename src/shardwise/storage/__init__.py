@@ -1,4 +1,4 @@
-"""Where the bytes of a source lie: local directories, and object stores by URL.  Everything above this room gives a path. A path
+"""Where the bytes of a source are: local directories, and object stores by URL.  Everything above this room gives a path. A path
 that begins with a scheme and ``://`` is a URL, and its bytes come from the store that it names; any other path is a local one,
 and goes to the operating system.
 """

@@ -1,4 +1,4 @@
-"""The store that a URL names, and reads from it that go on where a connection was cut."""
+"""The store that a URL names, and reads from it that continue where a connection was cut."""
 
 from __future__ import annotations
 
