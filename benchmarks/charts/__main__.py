@@ -62,7 +62,7 @@ def crash() -> str:
     before = [(step, loss) for step, loss in shown["killed"] if step <= start]
     return curves(
         "Loss across a crash",
-        f"killed in a save at step {stop}, resumed from step {start}",
+        f"killed during a save at step {stop}, resumed from step {start}",
         [
             Curve("never stopped", shown["never stopped"], "other"),
             Curve("resumed, optimizer state lost", shown["resumed without optimizer state"], "bad"),
