@@ -233,6 +233,13 @@ def test_every_module_is_on_the_page() -> None:
     assert modules_table() in (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
 
 
+def test_a_module_is_one_thought() -> None:
+    """At most 900 lines, and a sentence that says what it holds."""
+    lines = {name: path.read_text(encoding="utf-8").count("\n") for name, path in FILES.items()}
+    assert {name: count for name, count in lines.items() if count > 900} == {}
+    assert [name for name in FILES if not ast.get_docstring(_tree(name)) and name != "__main__"] == []
+
+
 def test_no_pickle_and_no_tests() -> None:
     """Also not to read pickles that others wrote: ``catalog.pickles`` interprets them itself."""
     forbidden = {"tests"} | PICKLES
