@@ -1,4 +1,4 @@
-"""A load of 9.4 GB onto one GPU beside safetensors and the copy from pinned memory alone, from the page cache and from disk.
+"""Times a 9.4 GB load onto one GPU, from the page cache and from disk, next to safetensors and a bare copy from pinned memory.
 
     PYTHONPATH=src python3 -m benchmarks.gpu_load --directory /tmp                    # all that is below, about three minutes
     PYTHONPATH=src python3 -m benchmarks.gpu_load --threads 4 8 16 --staging 32 64    # MiB; each pair is measured
@@ -279,7 +279,7 @@ def _print(title: str, source: str | None, found: dict[str, list[Any]]) -> None:
 
 
 def _cell(one: dict[str, Any]) -> str:
-    filling = f" (of which reading and copying {one['filling']:.3f})" if "filling" in one else ""
+    filling = f" (reading and copying: {one['filling']:.3f})" if "filling" in one else ""
     return f"{one['s']:.3f} s{filling} {one['bytes'] / one['s'] / GB:.1f} GB/s"
 
 

@@ -105,7 +105,7 @@ def partial_sum(local: torch.Tensor, start: Sequence[int]) -> int:
     ``ValueError`` for a wrong ``start`` or a tensor without its own content (meta, sparse, DTensor),
     :class:`FormatError` for a dtype that can't be stored.
 
-    Of a tensor on a device, the host waits for the sum: :func:`.pending.partial_sums` waits once for many.
+    Of a tensor on a device, the host waits for the sum: :func:`.partial_sums` waits once for many.
     """
     return int(pending_sum(local, start)) & _MASK
 
@@ -486,7 +486,7 @@ class PendingSums:
 
 
 def partial_sums(boxes: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]:
-    """:func:`.digest.partial_sum` of each box, a tensor with its start. The host waits once per device."""
+    """:func:`.partial_sum` of each box, a tensor with its start. The host waits once per device."""
     pending = PendingSums(boxes)
     return pending.on_host(to_host(pending.vectors))
 
@@ -495,7 +495,7 @@ def partial_sums(boxes: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[in
 # Digest sums of all ranks, added up on their way to rank 0: the digest of each tensor, and whether its replicas are equal.
 #
 # A rank adds its sum of a tensor to two totals. One is that of the replica that counts. In the other the sums of replica k weigh
-# R(1024, k) of :mod:`.digest`, an odd number of 64 bits. If all replicas are equal, the second is the first times the sum of the
+# R(1024, k) of :mod:`.digests`, an odd number of 64 bits. If all replicas are equal, the second is the first times the sum of the
 # weights. With two replicas the comparison finds every difference of their sums, because the weights are odd. With more, the differences
 # of several replicas cancel with a chance of about 2^-32, as several changed elements of one tensor may in its digest. 8 bytes for each
 # tensor travel, 16 if it has replicas, whatever the number of ranks and replicas.

@@ -85,7 +85,7 @@ class _Stopped(Exception):
 
 
 class _Turns:
-    """Threads of which one runs at a time: which one, chance says at each step, the same way for the same numbers."""
+    """Runs threads one at a time; a seeded choice picks the thread that takes the next step."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw

@@ -42,7 +42,7 @@ def open_catalog(path: str | os.PathLike[str], model: str | None = None, *, choi
     ``from_pretrained`` takes is a model of these (``choice`` as its arguments); one with ``.metadata`` is torch's (DCP),
     one with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
     one of several in a checkpoint. If the directory has other candidates, the first rank logs a warning that names
-    them. Raises :class:`SourceError`, by its name for what another program wrote and can't be read (:mod:`.kinds`).
+    them. Raises :class:`SourceError`, by its name for what another program wrote and can't be read (:mod:`.records`).
     """
     with looking_once(os.fspath(path)):
         found = with_quantization(_plain(_open(os.fspath(path), model, choice)))

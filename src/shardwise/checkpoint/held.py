@@ -170,7 +170,7 @@ class MemorySave:
         """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
 
         It does not wait for the other ranks first: the slot never holds the newest step. Raises what ``taking``
-        raises, and the errors of :func:`.collect.compare`, alike on all ranks. A failure of the copy is all ranks', later, and so is
+        raises, and the errors of :func:`.compare`, alike on all ranks. A failure of the copy is all ranks', later, and so is
         Ctrl-C, which this rank raises when all have compared: until then the thread uses this thread's ranks.
         """
         if torch.accelerator.is_available():

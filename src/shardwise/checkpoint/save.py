@@ -502,7 +502,7 @@ def write_checkpoint(
 ) -> SaveReport:
     """Publish ``state`` at ``target``. Collective; on failure nothing is published on any rank.
 
-    ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`); for a local target.
+    ``at_top``: link the files of ``model/`` at the top, too (:mod:`.save`); for a local target.
     """
     started = time.perf_counter()
     with phase("collect"):

@@ -268,7 +268,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect the training state of this rank. Copies only 0-d optimizer states, and tensors of documents from devices.
 
-    ``forms``: of states of few bits, as :func:`.low_bit_save.agree_on_forms` gives them.
+    ``forms``: of states of few bits, as :func:`.agree_on_forms` gives them.
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
     step = checked_step(step)

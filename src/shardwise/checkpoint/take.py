@@ -117,7 +117,7 @@ class Lineage:
 class Taken:
     """What one rank has at one instant; not yet compared with what the other ranks have.
 
-    Tensors are references to the live ones, until :mod:`.stage` replaces them by copies.
+    Tensors are references to the live ones, until :mod:`.take` replaces them by copies.
     """
 
     snapshot: Snapshot
@@ -146,7 +146,7 @@ class Collected(Taken):
 def take(
     state: TrainState, step: int, lineage: Lineage, forms: Mapping[int, Mapping[str, AgreedForm]], rank: int
 ) -> Taken:
-    """Take a training state by reference. Rank-local. ``forms``: as :func:`.low_bit_save.agree_on_forms` gives them.
+    """Take a training state by reference. Rank-local. ``forms``: as :func:`.agree_on_forms` gives them.
 
     Raises :class:`StateError`.
     """

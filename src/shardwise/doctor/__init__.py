@@ -1,4 +1,1 @@
-"""Says beforehand what will bite: facts of this machine, its storage, its software and given files; and rules over them.
-
-:mod:`.collect` looks and judges nothing. :mod:`.table` holds every rule: each is a pure function over the facts.
-"""
+"""Finds known problems before a run: facts about the machine, storage, software and given files, and rules over them."""

@@ -612,7 +612,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # Reads cached bytes in lanes: threads of a rank, each of which takes the plan's next read.
 #
 # One thread keeps one core busy when it copies from the page cache; a host may have more cores than ranks. In lanes the Python between two reads
-# runs beside the reads of other lanes. A read goes into the tensor's own memory, or into a slot of the ring of its device, from which the lane
+# overlaps with the reads of other lanes. A read goes into the tensor's own memory, or into a slot of the ring of its device, from which the lane
 # has the device copy it. Their reads fail rather than wait for storage (``RWF_NOWAIT``). The first that fails ends the lanes:
 # all that is left goes, in the plan's order, to the one reader of the plan. It asks for bytes ahead, tries ways to read, makes the read that
 # failed once more, and says what is wrong.

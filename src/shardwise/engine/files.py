@@ -509,7 +509,7 @@ class FileReader:
             return os.dup(self._fd(path))
 
     def lanes(self, *, onto_device: bool = False) -> int:
-        """In how many lanes cached bytes may be read beside this reader; 0 unless it may choose how to read, and keeps pages."""
+        """How many lanes may read cached bytes; 0 unless this reader may choose how to read, and keeps pages."""
         if self._reads != "auto" or self._from_storage or self._pages is not None or self._arrive is not None:
             return 0
         if onto_device and self._asked_threads is None:
@@ -634,7 +634,7 @@ class DeviceRings:
     """A ring for each device that a load fills. Rank-local; several threads may fill slots at a time.
 
     Bytes go to the device as they are stored; casts and scattered writes run there. The host waits for the copy from a
-    slot before it reads into that slot again, and once for each device at the end. Then the current stream goes on after
+    slot before it reads into that slot again, and once for each device at the end. Then the current stream waits for
     the copies. Memory: ``limit_bytes`` pinned on the host for each device; on the device, where bytes are cast, scattered or
     compared, a slot for each thread that does so at the moment, to compare a few.
     """

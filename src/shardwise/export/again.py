@@ -152,7 +152,7 @@ def _with_quantization(config: dict[str, Any], source: Mapping[str, Any]) -> dic
 # ----------------------------------------------------------------------------------------------------
 # Tensors that changed, quantized again: the ranks bring windows of whole blocks together, and each encodes some of them.
 #
-# A window is brought to its rank by an integer sum of the ranks' elements, as :mod:`.full` brings whole tensors.
+# A window is brought to its rank by an integer sum of the ranks' elements, as :mod:`.hub` brings whole tensors.
 
 #: Bytes of a window in the model's dtype, unless one unit of the format is larger. Encoding takes a few times as much.
 _WINDOW_BYTES = 8 * 1024**2

@@ -553,7 +553,7 @@ def adapter_assets(peft: Any, adapters: Sequence[str]) -> dict[str, bytes]:
 # An export into a store, where no file can be filled in place: each file has one rank, which writes it from front to back.
 #
 # Of a live model every rank has a part of each tensor: they are brought to the file's rank window by window, by an integer sum, as
-# :mod:`.full` does. Of a stored model each rank reads what its own files need.
+# :mod:`.hub` does. Of a stored model each rank reads what its own files need.
 
 
 class ToStore:

@@ -328,7 +328,7 @@ class _Block:
 def whole_step(
     events: Sequence[Event], groups: Sequence[StepGroup], first: Mapping[int, int]
 ) -> Iterator[Event]:
-    """``events`` with those of the blocks that were passed over. ``first``: see :func:`.measure.alike`."""
+    """``events`` with those of the blocks that were passed over. ``first``: see :func:`.alike`."""
     inside = {g.index: _inside(g, groups) for g in groups if g.index in first}
     ran = {i: _block(events, i, inside[i]) for i, rep in first.items() if i == rep}
     by_path = {(g.path, g.kind): g.index for g in groups}

@@ -84,7 +84,7 @@ def step_of(
 
     ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
 
-    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. ``known``: measurements of this model, with
+    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure`. ``known``: measurements of this model, with
     other numbers of ranks or another optimizer; a new one is added. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)

@@ -273,7 +273,7 @@ def _finish_frozen(state: _Fsdp2, event: Event, waiting: dict[int, int]) -> None
 # ----------------------------------------------------------------------------------------------------
 # One forward and backward on tensors without memory, which shows how much memory activations take, and when.
 #
-# Only one of the blocks that are alike runs; :mod:`.timeline` puts its events where the other ones would run. The model is the
+# Only one of the blocks that are alike runs; :mod:`.groups` puts its events where the other ones would run. The model is the
 # unsharded one on meta. Storages are followed from their first operation until they are freed, as torch's ``MemTracker`` does.
 
 

@@ -44,7 +44,7 @@ __all__ = [
 # Slice files: which rank writes which boxes of which tensors, into which file, at which offset.
 #
 # Writer and reader follow one deterministic rule. A manifest therefore needs one entry per tensor, and planning opens no
-# other rank's header. Pure: integers and strings, no torch, no files. :mod:`.spread` finds single slices in other ranks'
+# other rank's header. Pure: integers and strings, no torch, no files. the functions below finds single slices in other ranks'
 # files, instead of all slices of one rank.
 
 

@@ -62,7 +62,7 @@ __all__ = [
 # ----------------------------------------------------------------------------------------------------
 # What shardwise uses of torch's modules, tensors and dispatch that torch keeps private. torch 2.12-2.14.
 #
-# Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
+# Optimizers, schedulers and scalers: :mod:`.torch`. FSDP2's groups: :mod:`.fsdp`.
 
 # ``StridedShard``: how FSDP2 over TP cuts a dim that TP has cut; no public placement says it. Without it, models that
 # are sharded so would be refused.

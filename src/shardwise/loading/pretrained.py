@@ -75,7 +75,7 @@ __all__ = [
 def kept_parts(catalog: Catalog) -> Catalog:
     """The catalog, with a note of which tensors are codes and what goes with them. Pure.
 
-    Raises as :func:`.dequantized` does: parts that are missing, surplus or of the wrong shape, or that contradict the config.
+    Raises as :func:`.open` does: parts that are missing, surplus or of the wrong shape, or that contradict the config.
     """
     if catalog.has_module_names:
         return catalog

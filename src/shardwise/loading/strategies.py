@@ -352,7 +352,7 @@ def _union(spans: Iterator[Span]) -> list[Span]:
 
 
 def payload_bytes(planned: Planned, choice: Choice, rank: int) -> int:
-    """What :func:`.carry_out.carry_out` reads on a rank, which has this plan."""
+    """What :func:`.carry_out` reads on a rank, which has this plan."""
     plan = planned.plan
     if choice.strategy == "own":
         return plan.bytes_to_read

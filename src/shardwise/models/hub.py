@@ -177,7 +177,7 @@ def _refuse_large(nbytes: int, where: str) -> None:
 # Locates a model's files: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
 #
 # One rank per cache downloads, and the ranks that share the cache wait as long as it works. It downloads only the files
-# that a load needs; a plan needs no weights (:mod:`.outlines`).
+# that a load needs; a plan needs no weights (:mod:`.classes`).
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -578,7 +578,7 @@ def needed_files(
 ) -> tuple[list[str], str | None]:
     """The files of a repository that a load needs, and the index that names more of them, if there is one. Pure.
 
-    Its documents (see :func:`.documents_among`, also for ``modules``); the weights that :func:`.chosen` takes (``named``: by
+    Its documents (see :func:`.documents_among`, also for ``modules``); the weights that :func:`.program` takes (``named``: by
     the config), and those of an adapter; with ``with_code`` all Python files. Raises :class:`SourceError` naming ``where`` if
     there are no weights.
     """

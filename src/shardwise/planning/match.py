@@ -55,7 +55,7 @@ __all__ = [
 # ----------------------------------------------------------------------------------------------------
 # Host conversions: a conversion that tiles can't express runs whole, on the fewest stored tensors, in host memory.
 #
-# Plain records, no torch; :mod:`.whole` makes them, ``transfer.converted`` runs them.
+# Plain records, no torch; :mod:`.hub_rules` makes them, ``transfer.converted`` runs them.
 
 
 @frozen

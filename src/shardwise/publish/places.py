@@ -505,7 +505,7 @@ def settle(root: str, part: SealedPart, *, appears: bool) -> None:
 
 
 class Target(Protocol):
-    """One checkpoint to be. Every rank makes one; rank 0 alone calls its methods, but for :class:`.part_target.PartTarget`."""
+    """One checkpoint to be. Every rank makes one; rank 0 alone calls its methods, but for :class:`.PartTarget`."""
 
     @property
     def final(self) -> str:
@@ -563,7 +563,7 @@ class DirectoryTarget:
 
 
 class ObjectTarget:
-    """Objects of a store under the names of a checkpoint directory, by a claim and the manifest: see :mod:`.in_store`."""
+    """Objects of a store under the names of a checkpoint directory, by a claim and the manifest: see :mod:`.write`."""
 
     places: tuple[Place, ...] = ()
 

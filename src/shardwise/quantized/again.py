@@ -132,7 +132,7 @@ def blockwise(values: torch.Tensor, block: tuple[int, ...], *, largest: bool) ->
 
 
 # ----------------------------------------------------------------------------------------------------
-# Packs codes as the formats store them: the other direction of :mod:`.packed`, :mod:`.words`, :mod:`.fp4` and AWQ's words.
+# Packs codes as the formats store them: the other direction of :mod:`.rules`, :mod:`.rules`, :mod:`.rules` and AWQ's words.
 
 #: The output whose code lies in each field of a word. Source: ``order_map`` of AutoAWQ's ``WQLinear_GEMM`` (MIT).
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)

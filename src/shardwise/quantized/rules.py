@@ -60,7 +60,7 @@ __all__ = [
 # ----------------------------------------------------------------------------------------------------
 # How the codes of a tensor lie in the stored one: which part of it a box needs, and its numbers in fp32.
 #
-# What is stored one element each is here; :mod:`.packed` has integers packed into words, :mod:`.fp4` pairs of FP4 in bytes.
+# What is stored one element each is here; :mod:`.rules` has integers packed into words, :mod:`.rules` pairs of FP4 in bytes.
 
 
 class Codes(Protocol):

@@ -287,10 +287,10 @@ def are_mergeable(
 #     rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
 #
 # The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
-# it because rank 0 made no progress. Where payloads are combined (:mod:`.tree`), a rank waits for those below it, combines
-# theirs with its own, and only then arrives; rank 0 takes those of 16 ranks. Progress is ``beat/<rank>`` (:mod:`.beats`).
+# it because rank 0 made no progress. Where payloads are combined (the tree below), a rank waits for those below it, combines
+# theirs with its own, and only then arrives; rank 0 takes those of 16 ranks. Progress is ``beat/<rank>`` (:mod:`.protocol`).
 # `Ranks.tick` advances it about once a second from the working thread; during a system call on a file the watching thread does
-# (:mod:`.patience`).
+# (:mod:`.ranks`).
 
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
 _INLINE_IN_TREE_BYTES = 256  # rank 0 reads all statuses, but only the payloads of the ranks below it

@@ -232,7 +232,7 @@ class Ranks:
     All ranks must make the same calls in the same order, except `tick`, which any rank may call at any time. A call
     returns on every rank or raises the same `RankError` on every surviving rank. ``timeout_s`` bounds the time *without
     progress* (no arrival, no tick, no running system call on a file), not the time that work takes. One system call
-    counts as progress for ten times ``timeout_s`` (:mod:`.patience`). With one rank nothing is sent and exceptions
+    counts as progress for ten times ``timeout_s`` (:mod:`.ranks`). With one rank nothing is sent and exceptions
     pass unchanged.
 
     The error names a killed or stopped rank after ``timeout_s``. Limit: while a *stopped* process hosts a TCPStore
@@ -301,7 +301,7 @@ class Ranks:
     def combine(self, label: str, work: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
         """Run rank-local work; rank 0 decides on all results, in rank order, and every rank gets its reply.
 
-        One round. Results and the reply must be values that :func:`.messages.pack` takes. Failures of ``work`` and,
+        One round. Results and the reply must be values that :func:`.pack` takes. Failures of ``work`` and,
         on rank 0, of ``decide`` are handled as in `agree`.
         """
         if self.world_size == 1:
@@ -317,7 +317,7 @@ class Ranks:
     ) -> R:
         """Run rank-local work; results are merged on their way to rank 0, which decides, and every rank gets its reply.
 
-        One round. No rank receives more than 17 results (:mod:`.tree`), rank 0 included. ``merge`` gets results, or merged
+        One round. No rank receives more than 17 results (:mod:`.protocol`), rank 0 included. ``merge`` gets results, or merged
         ones, of any ranks in any order; it must not depend on that. Otherwise as `combine`; a failure of ``merge`` is one of
         the rank that merges.
         """
@@ -348,7 +348,7 @@ class Ranks:
     def on_first(self, label: str, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and return its result on every rank; every rank must call it. One round.
 
-        The result must be a value that :func:`.messages.pack` takes. A `CheckpointError` of ``work`` is raised with
+        The result must be a value that :func:`.pack` takes. A `CheckpointError` of ``work`` is raised with
         its own type and text on every rank, because it holds for all; any other error becomes a `RankError`, as in
         `agree`.
         """
@@ -395,7 +395,7 @@ class Ranks:
 
     @contextmanager
     def patience(self) -> Iterator[None]:
-        """Count system calls through :func:`.patience.patiently` in the block as progress. Rank-local.
+        """Count system calls through :func:`.patiently` in the block as progress. Rank-local.
 
         `agree`, `combine` and `on_first` do this for their work.
         """
@@ -443,7 +443,7 @@ class Claim:
     def alike(self, value: Any, describe: Callable[[], str] | None = None) -> None:
         """Require the same value on every rank; otherwise all raise `RankError` naming the ranks unlike rank 0.
 
-        The value is one that :func:`.messages.pack` takes. Only hashes travel. ``describe`` says in words what this rank
+        The value is one that :func:`.pack` takes. Only hashes travel. ``describe`` says in words what this rank
         has, for that error. It is called on all ranks, and only if they differ.
         """
         self._payload, self._describe = pack(value), describe

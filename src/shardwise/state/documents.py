@@ -488,7 +488,7 @@ def check_classes(saved: Any, now: Any, name: str = "scheduler") -> None:
 
 
 def unsaid_classes(saved: Any, now: Any, name: str = "scheduler") -> Iterator[str]:
-    """One line for each scheduler whose inner classes (:func:`.schedulers.class_text`) were not recorded."""
+    """One line for each scheduler whose inner classes (:func:`.class_text`) were not recorded."""
     if isinstance(saved, dict) and isinstance(now, dict):
         for key in saved.keys() & now.keys():
             yield from unsaid_classes(saved[key], now[key], f"{name}.{key}")

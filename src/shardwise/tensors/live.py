@@ -274,7 +274,7 @@ class LiveModel:
         return self._geometries
 
     def layout(self, *, rank: int | None = None) -> Layout:
-        """What a load has to fill on this rank, or on another one: see :func:`.model.layout_of`."""
+        """What a load has to fill on this rank, or on another one: see :func:`.layout_of`."""
         return layout_of(self.stored, self.geometries, rank=rank)
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
