@@ -38,7 +38,7 @@ PYTEST = (
     "-q",
 )
 #: Folders whose tests start ranks: what touches torch's and transformers' own classes.
-RANKS = ("loading", "sharding", "layout", "export", "checkpoint", "adapters", "integrations", "cases")
+RANKS = ("loading", "sharding", "tensors", "export", "checkpoint", "integrations", "cases")
 SHAPE = ("imports", "exports", "internals", "mutations")
 
 

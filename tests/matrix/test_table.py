@@ -9,6 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from shardwise.gates import GATES
 from tests.harness.versions import lacking
+from tests.matrix.__main__ import RANKS
 from tests.matrix.environments import ROOT
 from tests.matrix.pairs import PAIRS
 from tests.matrix.table import PAGE, page, results
@@ -16,6 +17,10 @@ from tests.matrix.table import PAGE, page, results
 
 def test_the_page_is_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(results()), "python -m tests.matrix.table"
+
+
+def test_folders_of_the_ranks_check_exist() -> None:
+    assert [name for name in RANKS if not any((ROOT / "tests" / name).glob("test_*.py"))] == []
 
 
 @pytest.mark.needs("transformers>=5.23", "is not the project's own")
