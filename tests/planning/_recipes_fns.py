@@ -18,7 +18,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.errors import ShardwiseError
 from shardwise.loading.pretrained import build_meta
 from shardwise.planning.hub_rules import HubRules, automatic_rules, hub_rules
-from shardwise.tensors.live import local_tensor
+from shardwise.tensors.live import describe, local_tensor
 from tests.loading._load_fns import bits, mesh_of, ordinary_model, whole
 
 
@@ -77,7 +77,7 @@ def rules_of_wrapped(directory: str) -> dict[str, Any]:
     made = expected.resolve(stored)
     for name, wrap in WRAPPED.items():
         model = wrap(build_meta(directory))
-        found = automatic_rules(model)
+        found = automatic_rules(describe(model))
         assert isinstance(found, HubRules), name
         assert list(found.resolve(stored)) == list(made), name
         for field in ("unexpected", "missing", "non_persistent"):

@@ -156,11 +156,8 @@ def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     rank = _own_rank()
     if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
-    elif isinstance(error, ShardwiseError):
-        pass  # MERGED
-
-        if helps(error):
-            message = "\n".join((message, *getattr(error, "__notes__", ())))  # the traceback has them, too
+    elif isinstance(error, ShardwiseError) and helps(error):
+        message = "\n".join((message, *getattr(error, "__notes__", ())))  # the traceback has them, too
     if rank == 0 and as_json:
         print_json({"error": document})
     if rank == 0 or not isinstance(error, RankError | click.ClickException):

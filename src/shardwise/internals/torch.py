@@ -34,6 +34,7 @@ __all__ = [
     "fake_tensors",
     "fsdp_placements",
     "fused_attention",
+    "has_own_state_dict",
     "inner_by_torch",
     "is_checkpointed",
     "is_stateful_loader",
@@ -54,6 +55,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "version_of",
+    "with_original_classes",
     "wrapper_subclass",
     "written_tensors",
 ]
@@ -417,6 +419,48 @@ def _bare_tree(module: nn.Module, modules: dict[int, nn.Module]) -> nn.Module:
         name: None if child is None else _bare_tree(child, modules) for name, child in module._modules.items()
     }
     return tree
+
+
+def with_original_classes(root: nn.Module, picks: Callable[[nn.Module], bool]) -> nn.Module:
+    """A view of a tree in which the FSDP2 modules that ``picks`` chooses have their original classes. For reading only.
+
+    These modules and the ones above them are copied; all others, and all tensors and hooks, are the model's own. Without it,
+    transformers would not know the classes of a model that FSDP2 has sharded.
+    """
+    views: dict[int, nn.Module] = {}
+
+    def view(module: nn.Module) -> nn.Module:
+        known = views.get(id(module))
+        if known is not None:
+            return known
+        inner = {}
+        for name, child in module._modules.items():
+            if child is not None and (
+                child._modules or isinstance(child, FSDPModule)
+            ):  # most children have none
+                seen = view(child)
+                if seen is not child:
+                    inner[name] = seen
+        kind = original_class(module) if isinstance(module, FSDPModule) and picks(module) else type(module)
+        made = module
+        if inner or kind is not type(module):
+            made = object.__new__(kind)
+            made.__dict__.update(module.__dict__)
+            made._modules = {**module._modules, **inner}
+        views[id(module)] = made
+        return made
+
+    return view(root)
+
+
+def has_own_state_dict(module: nn.Module) -> bool:
+    """Whether the class of a module decides itself what its state dict holds, beyond its parameters and persistent buffers.
+
+    torch 2.9-2.14: the methods that ``nn.Module.state_dict`` calls. Without it, a state dict made from names would lack quantized
+    weights' scales, and extra state.
+    """
+    methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    return any(getattr(type(module), name) is not getattr(nn.Module, name) for name in methods)
 
 
 def meta_tree(module: nn.Module) -> nn.Module:

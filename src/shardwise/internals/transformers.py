@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..names import without_numbers
 from ..objects import frozen
 from .torch import original_class
 
@@ -421,19 +421,30 @@ def hub_groups(
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
         return target, pattern
 
-    natural = functools.cache(dot_natural_key)
-    names = [(name, name.split(".")) for name in set(stored)]
-    names.sort(key=lambda pair: [key for part in pair[1] for key in natural(part)])
-    alike = _tell_no_numbers_apart(renamings, converters)
-    renamed = _renamed_by_kind(names, rename, wanted) if alike else {name: rename(name) for name, _ in names}
+    def in_order(names: Iterable[str]) -> list[str]:
+        natural = functools.cache(dot_natural_key)
+        return sorted(names, key=lambda name: [key for part in name.split(".") for key in natural(part)])
+
+    if _tell_no_numbers_apart(renamings, converters):
+        renamed = _renamed_by_kind(dict.fromkeys(stored), rename, wanted)
+    else:
+        renamed = {name: rename(name) for name in in_order(set(stored))}
     plain: list[tuple[str, str]] = []
-    parts: dict[str, list[tuple[str, str]]] = {}
-    for name, _ in names:
+    left: list[str] = []
+    taken: dict[str, tuple[str, str]] = {}
+    for name in dict.fromkeys(stored):
         target, pattern = renamed[name]
-        if pattern is None or target not in wanted:
+        if target not in wanted:
+            left.append(name)
+        elif pattern is None:
             plain.append((target, name))
         else:
-            parts.setdefault(target, []).append((name, pattern))
+            taken[name] = target, pattern
+    plain += [(renamed[name][0], name) for name in in_order(left)]
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in in_order(taken):
+        target, pattern = taken[name]
+        parts.setdefault(target, []).append((name, pattern))
     groups = [
         HubGroup(target, tuple(found), by_pattern[found[0][1]], meta_model) for target, found in parts.items()
     ]
@@ -461,20 +472,21 @@ def _tell_no_numbers_apart(renamings: Sequence[Any], converters: Sequence[Any]) 
 
 
 def _renamed_by_kind(
-    names: Sequence[tuple[str, list[str]]],
+    names: Iterable[str],
     rename: Callable[[str], tuple[str, str | None]],
     wanted: Mapping[str, Any],
 ) -> dict[str, tuple[str, str | None]]:
-    """Rename names that differ only in numbers the way the first and the last of them are renamed.
+    """Rename names that differ only in numbers the way two of them are renamed.
 
-    A name is renamed individually if its target isn't in the model, or if the first and the last name of its group disagree.
+    A name is renamed individually if its target isn't in the model, or if these two disagree.
     """
     found: dict[str, tuple[str, str | None]] = {}
     kinds: dict[str, list[tuple[str, list[str]]]] = {}
-    for name, split in names:
+    for name in names:
+        split = name.split(".")
         numbers = [part for part in split if part.isdecimal()]
         if numbers:
-            kind = without_numbers(name)
+            kind = ".".join(["#" if part.isdecimal() else part for part in split])
             kinds.setdefault(kind, []).append((name, numbers))
         else:
             found[name] = rename(name)
@@ -490,16 +502,23 @@ def _form(
     members: Sequence[tuple[str, list[str]]], rename: Callable[[str], tuple[str, str | None]]
 ) -> tuple[list[str | int], str | None]:
     """The target of names that differ only in numbers, with placeholders for the numbers, and its pattern. Empty if unknown."""
-    distinct = [(n, numbers) for n, numbers in members if len(set(numbers)) == len(numbers)]
-    if len(members) < 3 or len(distinct) < 2:
+    if len(members) < 3:
         return [], None
-    (first, numbers), (last, others) = distinct[0], distinct[-1]
+    # Two names show where each number goes: those of each are distinct, and none is the other's at the same place.
+    first, numbers = next(_of_distinct_numbers(members), ("", []))
+    others_of = _of_distinct_numbers(reversed(members))
+    second, others = next((m for m in others_of if all(map(operator.ne, numbers, m[1]))), ("", []))
+    if not numbers or not others:
+        return [], None
     target, pattern = rename(first)
     place = {number: k for k, number in enumerate(numbers)}
     form = [place.get(part, part) for part in target.split(".")]
     predicted = ".".join([p if isinstance(p, str) else others[p] for p in form])
-    is_shown = all(a != b for a, b in zip(numbers, others, strict=True))  # by numbers that all differ
-    return (form, pattern) if is_shown and rename(last) == (predicted, pattern) else ([], None)
+    return (form, pattern) if rename(second) == (predicted, pattern) else ([], None)
+
+
+def _of_distinct_numbers(members: Iterable[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:
+    return (member for member in members if len(set(member[1])) == len(member[1]))
 
 
 def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -722,7 +722,7 @@ def hub_rules_of(
     live: LiveModel, catalog: Catalog, key_mapping: Mapping[str, str] | None = None
 ) -> HubRules | None:
     """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
-    return None if catalog.has_module_names else automatic_rules(live.base, key_mapping)
+    return None if catalog.has_module_names else automatic_rules(live, key_mapping)
 
 
 def recorded_digests(catalog: Catalog, plan: Plan) -> dict[str, int]:

@@ -158,8 +158,6 @@ def _put_as_stored(model: Any, settings: Any, dtype: torch.dtype, method: str) -
 
         found = put_fp8(model, quantizer, dtype)
     else:
-        pass  # MERGED
-
         found = put_compressed(model, quantizer, dtype)
     model.config.quantization_config = quantizer.quantization_config
     return found

@@ -358,11 +358,10 @@ def give_addresses(parameters: Iterable[nn.Parameter]) -> None:
 
 def default_device(parameters: Iterable[NamedTensor]) -> torch.device:
     """The default device for meta tensors: that of the mesh of a model's parameters, otherwise the CPU."""
-    for parameter in parameters:
-        if isinstance(parameter.tensor, DTensor):
-            kind = parameter.tensor.device_mesh.device_type
-            if kind != "cpu":
-                return torch.device(kind, torch.get_device_module(kind).current_device())
+    sharded = [p.tensor for p in parameters if isinstance(p.tensor, DTensor)]
+    for kind in dict.fromkeys([t.device_mesh.device_type for t in sharded]):
+        if kind != "cpu":
+            return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu")
 
 

@@ -268,8 +268,6 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
         else:
             spare.append(stored)
     if missing or spare:
-        pass  # MERGED
-
         result.problems += unmatched(
             catalog, missing, spare, caller_declares=rules.caller_declares, expected_in=rules.expected_in
         )
