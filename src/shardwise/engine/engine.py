@@ -27,7 +27,7 @@ from ..planning.plan import IOOptions, StridedLoop, Transfer, transfers_of
 from ..planning.proof import Span
 from ..ranks.ranks import PIECE_BYTES, current_watch, patiently, watched, write_behind
 from ..tensors.boxes import Box, LocalBox, Wanted, contiguous_strides
-from ..tensors.live import HostMemory
+from ..tensors.live import LEAST_BYTES, HostMemory
 from ..tensors.tiles import Tile
 from .files import GAP_BYTES, DeviceRings
 from .objects import SourceReader
@@ -357,14 +357,12 @@ def read_direct(transfer: Transfer, reader: ReadsInto, view: memoryview, memory:
     size = itemsize(transfer.source_dtype)
     inner = transfer.loops[-1].size if transfer.loops else 1
     run_bytes = inner * size
-    if memory is None:
-        for start, at in _offsets(transfer.loops[:-1]):
-            at = (transfer.target_offset + at) * size
-            reader.read_into(transfer.path, transfer.offset_bytes + start * size, view[at : at + run_bytes])
-        return
     for start, at in _offsets(transfer.loops[:-1]):
         start, at = transfer.offset_bytes + start * size, (transfer.target_offset + at) * size
         stop = at + run_bytes
+        if memory is None or run_bytes < LEAST_BYTES:  # too little to measure
+            reader.read_into(transfer.path, start, view[at:stop])
+            continue
         while at < stop:
             nbytes = memory.first_bytes(stop - at)
             with memory.filling(nbytes):
@@ -679,12 +677,12 @@ def _fitting(
     for place, transfer in enumerate(window):
         if not files.has_file(transfer.path):
             continue
-        device = destination.tensor(transfer.wanted).device
-        if copies_late(device):
-            rings.prepare(device)
-            most = rings.slot_bytes
-        elif device.type == "cpu" and transfer.is_direct:
+        tensor = destination.tensor(transfer.wanted)
+        if tensor.is_cpu and transfer.is_direct:
             most = MOST_BYTES
+        elif not tensor.is_cpu and copies_late(tensor.device):
+            rings.prepare(tensor.device)
+            most = rings.slot_bytes
         else:
             continue
         nbytes = transfer.bytes_to_read

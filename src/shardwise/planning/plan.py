@@ -277,7 +277,9 @@ class Plan:
     @property
     def local_nbytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(w.local_nbytes for w in self.wanted)
+        numels = {id(w.boxes): w.boxes for w in self.wanted}  # tensors of one shape and placement share them
+        held = {key: sum(one.box.numel for one in boxes) for key, boxes in numels.items()}
+        return sum(held[id(w.boxes)] * itemsize(w.dtype) for w in self.wanted)
 
 
 # ----------------------------------------------------------------------------------------------------
