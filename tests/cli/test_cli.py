@@ -366,7 +366,7 @@ def test_plan_says_what_it_planned_before_everything_else(model: Path) -> None:
     assert answer.startswith("1 GPU: ")
     assert planned == (
         "Planned: adamw; parameters bfloat16 (the model's own dtype; --dtype changes it), compute bfloat16, reductions bfloat16, "
-        "optimizer states bfloat16; 1 x 2048 tokens on each rank; storage at 1 GB/s"
+        "optimizer states bfloat16; 1 x 2048 tokens per rank; storage at 1 GB/s"
     )
     options = other.partition(": ")[2].split()
     asked = ("--optimizer", "momentum", "--batch-size", 2, "--sequence-length", 64, "--bandwidth", "2.5GB")
@@ -437,7 +437,7 @@ def test_plan_warns_of_a_load_that_does_not_fit_on_the_host(tmp_path: Path) -> N
     sparse_file(path / "model.safetensors", shapes)
     result = run("plan", path, "--ranks", 2, "--device", "cpu")
     assert result.exit_code == 0
-    assert "warning: 2 ranks on cpu of this host need" in result.stdout
+    assert "warning: loading 2 ranks on cpu of this host needs" in result.stdout
     assert not run_json("plan", path, "--ranks", 2)["host"]["fits"]
     assert run_json("plan", path, "--ranks", 8, "--nodes", 8)["host"]["fits"]
 

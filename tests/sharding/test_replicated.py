@@ -208,4 +208,4 @@ def test_planned(tmp_path: Path) -> None:
     tiny.clip().save_pretrained(tmp_path)
     assert sw.plan(tmp_path, ranks=3).replicated_bytes == 4
     result = runner().invoke(main, ["plan", str(tmp_path), "--ranks", "3"])
-    assert re.search(r"whole on every rank +4 B", result.output), result.output
+    assert re.search(r"replicated +4 B on every rank", result.output), result.output

@@ -599,18 +599,18 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         "ranks": shape,
         "total held": size(report.total_shard_bytes),
         "total read": total_read,
-        "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} while it is gathered "
+        "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} while gathered "
         f"({largest.name or 'root'}, {largest.kind})",
     }
     if report.store is not None:
         facts |= _store_facts(report.store)
     if report.replicated_bytes:
-        facts["whole on every rank"] = f"{size(report.replicated_bytes)} that can't be sharded"
+        facts["replicated"] = f"{size(report.replicated_bytes)} on every rank, because it can't be sharded"
     for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
         if declared:
             facts[label] = _some([f"{d.name} (says {d.declared_by})" for d in declared])
     if report.converted:
-        facts["converted whole"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
+        facts["converted in full"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
     if report.dequantized:
         held = [one for one in report.dequantized if one.format.endswith(", kept")]
         plain = [one for one in report.dequantized if one not in held]
@@ -645,16 +645,15 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
             table.add_row(label, *numbers)
     out.print(table)
     if not report.is_every_rank:
-        out.print(Text("of all ranks, the first holds most and the last least"))
+        out.print(Text("only the ranks that hold the most and the least are shown"))
     left = "and every stored tensor is used"
     if report.unused:
         left += " except those declared unused"
     out.print(Text(f"verified: every element that a rank holds is read exactly once, {left}", _GREEN))
     if host is not None and not host.fits:
         warning = (
-            f"warning: {host.ranks} ranks on {host.device} of this host need {size(host.needed_bytes)} of its memory while "
-            f"they load, and {size(host.budget.free_bytes)} are free; use more hosts (--nodes) or devices, or raise "
-            f"the limit"
+            f"warning: loading {host.ranks} ranks on {host.device} of this host needs {size(host.needed_bytes)} of its memory, but "
+            f"only {size(host.budget.free_bytes)} is free; use more hosts (--nodes) or devices, or raise the limit"
         )
         out.print(Text(warning, _YELLOW), soft_wrap=True)
 

@@ -122,7 +122,7 @@ def step_of(
     )
     left = [g for g in groups if g.index not in called and g.kind == "block"]
     assumptions = [
-        f"{tokens} on each rank, one forward and backward per optimizer step",
+        f"{tokens} per rank, one forward and backward per optimizer step",
         "no padding and one sequence per sample (otherwise, attention also needs a mask, and copies of keys and values for each head)",
     ]
     if left:
@@ -261,7 +261,7 @@ class Exchange:
             return step
         more = ["no FSDP2, because tensor parallelism takes all ranks"]
         if is_wrapped:
-            more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
+            more = ["FSDP2 groups come from shardwise.shard, not from transformers' fsdp_plan"]
         if self.ep > 1:
             more.append("each expert gets the same number of tokens")
         if step.error == FORMULA_ERROR:

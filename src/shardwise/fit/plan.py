@@ -159,7 +159,7 @@ class PlanReport(Printed):
         rows = {name: text for name, text in Printed.rows(self).items() if name not in _NOT_SHOWN}
         rows["a rank holds"] = f"at most {size(most.shard_bytes)}"
         rows["largest group"] = (
-            f"{size(largest.gathered_bytes)} while it is gathered ({largest.name or 'root'})"
+            f"{size(largest.gathered_bytes)} while gathered ({largest.name or 'root'})"
         )
         if self.verdict is not None:
             rows["verdict"] = self.verdict.outcome

@@ -387,7 +387,7 @@ def run_plan(
     run, training = _Run(held, step, variant, io, load_staging_bytes), variant.training
     assumptions, wrapped = list(step.assumptions), step.groups if variant.is_wrapped else ()
     if training.device != "cpu":
-        assumptions.append("no other process uses the device's memory, and its allocator wastes at most 10%")
+        assumptions.append("no other process uses the device's memory, and the allocator wastes at most 10%")
     return RunPlan(
         setup=_setup(held, variant, str(compute_dtype).removeprefix("torch.")),
         phases=with_cached_reads(run.phases(), files, variant, io),
