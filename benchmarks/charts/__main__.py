@@ -61,11 +61,11 @@ def crash() -> str:
     stop, start = found["killed in the save of step"], found["resumed from step"]
     before = [(step, loss) for step, loss in shown["killed"] if step <= start]
     return curves(
-        "Loss across a crash",
+        "Training loss before and after a crash",
         f"killed during a save at step {stop}, resumed from step {start}",
         [
-            Curve("never stopped", shown["never stopped"], "other"),
-            Curve("resumed, optimizer state lost", shown["resumed without optimizer state"], "bad"),
+            Curve("uninterrupted", shown["never stopped"], "other"),
+            Curve("resumed without optimizer state", shown["resumed without optimizer state"], "bad"),
             Curve("killed and resumed by shardwise", before + shown["resumed"], "ours"),
         ],
         y_ticks=(1.5, 2, 2.5, 3, 3.5),
@@ -86,7 +86,7 @@ def host_memory() -> str:
             Bar("shardwise", ours, _gib(ours), "ours"),
         ]
     return bars(
-        "Peak host memory per rank while loading", "376 M parameters, loaded in fp32 and sharded", rows
+        "Peak host memory per rank while loading", "376M parameters, loaded in fp32 and sharded", rows
     )
 
 
@@ -100,7 +100,7 @@ def load() -> str:
     seconds = {
         name: float(re.findall(r"[\d.]+", cell)[0]) for name, cell in zip(head[1:], cells[1:], strict=True)
     }
-    filled, whole = "into a sharded model that exists", "from the path to a sharded model"
+    filled, whole = "into an existing sharded model", "from a path"
     shown = [
         ("sw.load", "shardwise", filled),
         ("torch DCP", "torch DCP", ""),
@@ -110,7 +110,7 @@ def load() -> str:
         ("sw.load_pretrained", "load_pretrained*", ""),
     ]
     return bars(
-        "Load 1.7 GiB onto 4 ranks",
+        "Time to load 1.7 GiB onto 4 ranks",
         "seconds, warm page cache, fastest of several rounds",
         [
             Bar(
@@ -142,7 +142,7 @@ def save() -> str:
         for name, key in names.items()
     ]
     return bars(
-        "Save 5 GiB from 4 ranks", "and the same bytes written by bare processes", shown, label_width=136
+        "Time to save 5 GiB from 4 ranks", "compared with raw writes of the same size", shown, label_width=136
     )
 
 
@@ -153,8 +153,8 @@ def plan() -> str:
         for said, found in re.findall(r"(\d+) / (\d+) \(", " ".join(cells[1:]))
     ]
     return points(
-        "Memory per rank: planned and measured, MiB",
-        f"{len(pairs)} phases of 53 training configurations on CPU ranks",
+        "Planned vs. measured memory per rank (MiB)",
+        f"{len(pairs)} phases in 53 training configurations, on CPU",
         pairs,
         ticks=(20, 50, 100, 200, 500, 1000, 2000),
         labels=("planned", "measured"),
