@@ -372,7 +372,7 @@ def test_plan_says_what_it_planned_before_everything_else(model: Path) -> None:
     asked = ("--optimizer", "momentum", "--batch-size", 2, "--sequence-length", 64, "--bandwidth", "2.5GB")
     planned, path, *_ = run("plan", model, "--ranks", 4, *options, *asked).stdout.splitlines()
     assert planned == (
-        "Planned: momentum; parameters float32, compute bfloat16, reductions float32, optimizer states float32; 2 x 64 tokens on each "
+        "Planned: momentum; parameters float32, compute bfloat16, reductions float32, optimizer states float32; 2 x 64 tokens per "
         "rank; storage at 2.5 GB/s"
     )
     assert path == str(model)
