@@ -209,7 +209,7 @@ def equals_plain_peft(kind: str, root: str, out: str) -> None:
     assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
     assert report.initialized == ()
     brought = {d.name for d in report.unused}
-    assert {d.declared_by for d in report.unused} <= {"adapter 'default' (brings its own)"}
+    assert {d.declared_by for d in report.unused} <= {"adapter 'default' (has its own copy)"}
     assert all(n.endswith(("bias", "embed_tokens.weight")) for n in brought), brought
     assert bool(brought) == (kind in ("biases", "tied-embedding")), "PEFT stores these with the adapter"
     assert_outputs(model, ordinary)

@@ -220,7 +220,7 @@ def test_a_rule_that_can_not_be_repeated_beside_one_that_can() -> None:
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     sw.init_weights(model, 5, only=["*.q_proj.lora_*.x1*"])
     with pytest.raises(
-        PlanError, match="init_lora_weights='orthogonal' of adapter 'x3' has no rule"
+        PlanError, match="init_lora_weights='orthogonal' of adapter 'x3' can't give the same values"
     ) as caught:
         sw.init_weights(model, 5, only=["*.lora_A.*"])
     assert len(caught.value.problems) == 2, "one for each layer"

@@ -100,9 +100,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "orthogonal": (
         {"init_lora_weights": "orthogonal"},
-        "='orthogonal' has no rule that gives the same values",
+        "='orthogonal' can't give the same values",
     ),
-    "False": ({"init_lora_weights": False}, "=False has no rule that gives the same values"),
+    "False": ({"init_lora_weights": False}, "=False can't give the same values"),
     "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices= is not supported"),
     "layers": ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication= is not supported"),
     "method": ({"kind": "IA3Config", "feedforward_modules": []}, "its method is IA3; only LoRA"),

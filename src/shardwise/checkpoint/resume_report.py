@@ -162,16 +162,16 @@ class ResumeReport(Printed):
         """The rows of the printed table: the source, whether the resume is exact and why not, and what was restored."""
         tensors = f"{self.tensors:,} tensors of the model, {self.optimizer_tensors:,} of the optimizer"
         ranks = self.saved_world_size
-        saved_by = f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "an unknown number of ranks"
+        saved_on = f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "an unknown number of ranks"
         rows = {
-            "resumed from": f"step {self.step}, saved by {saved_by}, now {self.world_size}"
+            "resumed from": f"step {self.step}, saved on {saved_on}, now {self.world_size}"
             + " (from memory)" * self.from_memory,
             "path": self.path,
             "exact": self._exact_in_words(),
             "digests compared": tensors if self.digest else "none: the checkpoint has no digests",
             "restored unchecked": "" if self.digest else tensors,
             "also restored": ", ".join(self.documents),
-            "random generators": self.rng,
+            "RNG state": self.rng,
             "settings replaced": "; ".join(self.replaced),
             "newer steps renamed": ", ".join(map(str, self.superseded)),
             "damaged steps skipped": "; ".join(f"{step}: {found}" for step, found in self.damaged.items()),
@@ -185,7 +185,7 @@ class ResumeReport(Printed):
         if not self.exact:
             return f"no: {'; '.join((*self.differences, *self.skipped, *self.caveats))}"
         if self.not_given:
-            return f"yes, for the state that was given (no {', no '.join(self.not_given)})"
+            return f"yes, for the state you passed (no {', no '.join(self.not_given)})"
         return "yes"
 
     def line(self) -> str:

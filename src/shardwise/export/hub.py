@@ -420,7 +420,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
     if naming == "hub":
         if has_adapters(live.root):
             raise CheckpointError(
-                "a model with PEFT adapters has no names on the hub: naming='adapter' gives the active adapter, "
+                "a model with PEFT adapters has no hub names: naming='adapter' gives the active adapter, "
                 "naming='module' all tensors under the model's own names"
             )
         if has_blocks(live.root):

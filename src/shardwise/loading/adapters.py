@@ -82,7 +82,7 @@ def without_rule(model: nn.Module) -> dict[int, str]:
         rule = getattr(config, "init_lora_weights", None)
         if rule not in SEEDED_INITS:
             reason = (
-                f"init_lora_weights={rule!r} of adapter {adapter!r} has no rule that gives the same values at every "
+                f"init_lora_weights={rule!r} of adapter {adapter!r} can't give the same values at every "
                 f"world size; load it from a directory"
             )
             for _, layer in lora_layers(model):
@@ -422,8 +422,8 @@ def _obstacles(config: Any, has_files: bool) -> list[str]:
         )
     elif rule not in SEEDED_INITS and not has_files:
         found.append(
-            f"init_lora_weights={rule!r} has no rule that gives the same values at every world size; take True or "
-            f"'gaussian', or initialize it with PEFT on one process, save it there, and give its directory"
+            f"init_lora_weights={rule!r} can't give the same values at every world size; use True or "
+            f"'gaussian', or initialize it with PEFT in one process, save it there, and pass its directory"
         )
     return found
 
@@ -481,7 +481,7 @@ def combine(
     replaced: dict[str, str] = {}
     for one in outer.resolve(base.tensors):
         if one.target in brought:
-            replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
+            replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (has its own copy)")
             one = replace(one, target=f"{one.target} (of the base)")  # not the name of any module
         made.append(one)
     seeded = _seeded(live, adapters.seeded)

@@ -215,7 +215,7 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
     r = note.report
     is_exact = r.get("exact") is True
     digests = {str(other.report.get("digest")) for _, other in found}
-    for_what = f", for the state that was given (no {_words(r['not_given'])})" if r.get("not_given") else ""
+    for_what = f", for the state you passed (no {_words(r['not_given'])})" if r.get("not_given") else ""
     exact = Cell(f"yes{for_what}", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
     tensors = f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"
     has_digests = digests != {""}
@@ -240,7 +240,7 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
         ("also restored", _words(r.get("documents", ()))),
         ("skipped", _words(r.get("skipped", ()))),
         ("caveats", _words(r.get("caveats", ()))),
-        ("random generators", _words(r.get("rng", ""))),
+        ("RNG state", _words(r.get("rng", ""))),
         ("damaged steps skipped", _words(r.get("damaged", ()))),
         ("newer steps quarantined", _words(r.get("superseded", ()))),
         ("run", plain(str(r.get("run_id", "")), 64)),

@@ -400,7 +400,7 @@ def _of_third_party(
         parent_step=None,
         seed=0,
         software={},
-        skipped=(*skipped, "random generators and data position: not stored in a readable form"),
+        skipped=(*skipped, "RNG states and data position: not stored in a readable form"),
         caveats=tuple(caveats),
     )
 
@@ -626,7 +626,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         ),
         documents=tuple(documents),
         skipped=(
-            "random generators and data position: not stored in a readable form",
+            "RNG states and data position: not stored in a readable form",
             *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
         ),
         rng=rng,
