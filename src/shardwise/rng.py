@@ -167,9 +167,9 @@ def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
 def _derived_text(**numbers: int) -> str:
     for name, value in numbers.items():
         if not isinstance(value, int):
-            raise StateError(f"{name} must be an integer to derive random generators, got {value!r}")
+            raise StateError(f"{name} must be an integer to derive RNG states, got {value!r}")
     given = ", ".join(f"{name} {value}" for name, value in numbers.items())
-    return f"random generators derived by blake2b from ({given})"
+    return f"RNG states derived with blake2b from ({given})"
 
 
 def _derive(seed: int, step: int, rank: int, generator: str) -> bytes:
@@ -199,7 +199,7 @@ def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
         np.random.RandomState().set_state(("MT19937", keys, *gauss))
         torch.Generator().set_state(state["torch"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise StateError(f"this is not a captured state of random generators: {error!r}") from error
+        raise StateError(f"this is not a captured RNG state: {error!r}") from error
 
     def set_host() -> None:
         random.setstate(python_state)
@@ -234,19 +234,19 @@ def _fitting(
 ) -> tuple[list[torch.Tensor], str | None]:
     """The stored states for this process's devices, or the reason why none fit."""
     if accelerator is None:
-        return [], f"random generators: {own[0].type} was not in use when saved, and is now"
+        return [], f"RNG state: {own[0].type} wasn't in use when saved, but is now"
     try:
         kind, states = accelerator["type"], _own_states(accelerator, own)
     except (KeyError, TypeError) as error:
-        raise StateError(f"this is not a captured state of random generators: {error!r}") from error
+        raise StateError(f"this is not a captured RNG state: {error!r}") from error
     if not own or own[0].type != kind:
-        now = f"this process has one of {own[0].type}" if own else "this process has no accelerator"
-        return [], f"random generators: saved of a {kind} device, {now}"
+        now = f"this process has a {own[0].type} device" if own else "this process has no accelerator"
+        return [], f"RNG state: saved on a {kind} device, but {now}"
     if states is None:
-        seen = f"saved of all {len(accelerator['devices'])} {kind} devices of a host"
-        return [], f"random generators: {seen}, and {torch.accelerator.device_count()} are visible now"
+        seen = f"saved for all {len(accelerator['devices'])} {kind} devices on a host"
+        return [], f"RNG state: {seen}, but {torch.accelerator.device_count()} are visible now"
     if len(states) != len(own):
-        return [], f"random generators: saved of {len(states)} {kind} devices, this process uses {len(own)}"
+        return [], f"RNG state: saved for {len(states)} {kind} devices, but this process uses {len(own)}"
     for device, state in zip(own, states, strict=True):
         _try_state(device, state)
     return states, None

@@ -133,9 +133,9 @@ def test_checkpoints_with_the_generators_of_all_devices(two: Parts, others: Part
         now = 4 if rank == 0 else 1
         (line,) = report["differences"]
         assert (
-            line == f"random generators: saved of all 2 simgpu devices of a host, and {now} are visible now"
+            line == f"RNG state: saved for all 2 simgpu devices on a host, but {now} are visible now"
         )
-        assert f"of the simgpu device: random generators derived by blake2b from (seed {100}" in report["rng"]
+        assert f"of the simgpu device: RNG states derived with blake2b from (seed {100}" in report["rng"]
         assert f"step 2, rank {rank})" in report["rng"]
         assert not report["exact"]
 
@@ -144,7 +144,7 @@ def test_resume_on_the_cpu(two: Parts, none: Parts) -> None:
     for rank, (report, resumed) in enumerate(of(none, "now")):
         expected = of(two, "begin")[rank]
         assert not report["exact"]
-        lost = "random generators: saved of a simgpu device, this process has no accelerator"
+        lost = "RNG state: saved on a simgpu device, but this process has no accelerator"
         assert lost in report["differences"]
         assert any(
             line.startswith("device: simulated accelerator when saved, ") for line in report["differences"]
@@ -378,17 +378,17 @@ def test_full_tensors_of_a_cpu_model_under_a_group_of_the_device(two: Parts) -> 
 
 def test_generators_of_another_process(two: Parts) -> None:
     for rank, found in enumerate(of(two, "generators")):
-        derived = f"random generators derived by blake2b from (seed 1, step 2, rank {rank})"
+        derived = f"RNG states derived with blake2b from (seed 1, step 2, rank {rank})"
         for name, why in (
-            ("unused", "random generators: simgpu was not in use when saved, and is now"),
-            ("another kind", "random generators: saved of a cuda device, this process has one of simgpu"),
+            ("unused", "RNG state: simgpu wasn't in use when saved, but is now"),
+            ("another kind", "RNG state: saved on a cuda device, but this process has a simgpu device"),
             (
                 "two of one process",
-                "random generators: saved of 2 simgpu devices, this process uses 1",
+                "RNG state: saved for 2 simgpu devices, but this process uses 1",
             ),
             (
                 "nine visible, before",
-                "random generators: saved of all 9 simgpu devices of a host, and 2 are visible now",
+                "RNG state: saved for all 9 simgpu devices on a host, but 2 are visible now",
             ),
         ):
             rule, differences, host, device = found[name]

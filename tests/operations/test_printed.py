@@ -93,6 +93,6 @@ def test_what_a_report_says_of_a_checkpoint_without_digests(tmp_path: Path) -> N
     report = sw.restore(given, tmp_path)
     rows = report.rows()
     assert rows["digests compared"] == "none: the checkpoint has no digests"
-    assert rows["restored unchecked"] == "2 tensors of the model, 0 of the optimizer"
+    assert rows["restored unchecked"] == "2 model tensors, 0 optimizer tensors"
     assert rows["resumed from"] == "step 0, saved on an unknown number of ranks, now 1"
     assert report.replaced == ("optimizer.lr: this program's 0.5 was replaced by the checkpoint's 0.001",)

@@ -121,7 +121,7 @@ def test_it_tells_the_story_of_a_run(finished: Path, page: str) -> None:
         "finished. Step 3 was trained twice; the losses agree to 0. The newest valid checkpoint is step 4.",
         "newest valid step 4", "launches 2", "crashed 1", "resumes 1 (exact)",
         "died while saving step 3", "finished", "1 step was trained twice; the losses differ by at most 0.",
-        "Launch 2: resume from step 2", "bit-exact resume yes, for the state you passed (no dataloader)", "2 tensors of the model, ",
+        "Launch 2: resume from step 2", "bit-exact resume yes, for the state you passed (no dataloader)", "2 model tensors, ",
         "the same on every rank that reports it (1)", "Load efficiency", "all ranks together read 16.2 KiB = 1.000 × the model",
         "Memory of rank 0 in launch 1", "Saved steps: 1, 2, 3, 4. Crashed at step: 3. Resumed from step: 2",
         "Size of each stored checkpoint", "warm-up",
@@ -146,7 +146,7 @@ def test_a_checkpoint_without_hashes(tmp_path: Path) -> None:
     text = Page(write_report([tmp_path], tmp_path / "report.html").read_text()).text
     assert "saved by an unknown number of ranks (not recorded)" in text
     assert (
-        "hashes compared none: the checkpoint has none; restored unchecked: 2 tensors of the model, 0" in text
+        "hashes compared none: the checkpoint has none; restored unchecked: 2 model tensors, 0" in text
     )
     assert "hash of everything –" in text
 

@@ -139,13 +139,13 @@ def test_devices_of_another_process_are_refused_whole() -> None:
     state = stored(capture_host_rng())
     expected = draws()
     strange = {"type": "xla", "own": [torch.zeros(16, dtype=torch.uint8)]}  # a kind that no test machine has
-    with pytest.raises(StateError, match="saved of a xla device, this process has") as caught:
+    with pytest.raises(StateError, match="saved on a xla device, but this process has") as caught:
         restore_rng({**state, "accelerator": strange})
     assert "derive_rng" not in str(caught.value), "is not public"
     restore_rng(state)
     plan = plan_rng({**state, "accelerator": strange}, seed=0, step=0, rank=0)
     assert draws() == expected, "a plan changes nothing"
-    assert "saved of a xla device" in plan.differences[0]
+    assert "saved on a xla device" in plan.differences[0]
     plan.apply()
     assert draws() == expected, "the host's generators come back"
 
