@@ -67,7 +67,7 @@ def test_no_valid_step_is_an_error(ranks: RankPool, tmp_path: Path, pristine: st
 def test_dcp_directories_are_named(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for kind, text in ranks.run_ranks(2, fns.resumes_among_dcp, str(tmp_path), name):
         assert kind == "NoCheckpointError"
-        assert f"DCP directories (torch.distributed.checkpoint) and no step of shardwise: {name}." in text
+        assert f"DCP directories (torch.distributed.checkpoint) but no shardwise step: {name}." in text
         assert f"sw.restore(state, {str(tmp_path / name)!r})" in text
         assert "shardwise convert" in text
         assert "set aside" not in text
@@ -86,7 +86,7 @@ def test_dcp_directories_of_other_names_are_pointed_to(tmp_path: Path) -> None:
         assert lines == []
         return
     (line,) = lines
-    assert "holds DCP directories: checkpoint-9, checkpoint-10." in line
+    assert "there are DCP directories: checkpoint-9, checkpoint-10." in line
     assert f"sw.restore(state, {str(tmp_path / 'checkpoint-10')!r})" in line
 
 

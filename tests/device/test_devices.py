@@ -132,9 +132,7 @@ def test_checkpoints_with_the_generators_of_all_devices(two: Parts, others: Part
     for rank, (report, _) in enumerate(of(others, "before")):
         now = 4 if rank == 0 else 1
         (line,) = report["differences"]
-        assert (
-            line == f"RNG state: saved for all 2 simgpu devices on a host, but {now} are visible now"
-        )
+        assert line == f"RNG state: saved for all 2 simgpu devices on a host, but {now} are visible now"
         assert f"of the simgpu device: RNG states derived with blake2b from (seed {100}" in report["rng"]
         assert f"step 2, rank {rank})" in report["rng"]
         assert not report["exact"]

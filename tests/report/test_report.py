@@ -145,9 +145,7 @@ def test_a_checkpoint_without_hashes(tmp_path: Path) -> None:
         sw.restore(sw.TrainState(model, optimizer), tmp_path / "theirs")
     text = Page(write_report([tmp_path], tmp_path / "report.html").read_text()).text
     assert "saved by an unknown number of ranks (not recorded)" in text
-    assert (
-        "hashes compared none: the checkpoint has none; restored unchecked: 2 model tensors, 0" in text
-    )
+    assert "hashes compared none: the checkpoint has none; restored unchecked: 2 model tensors, 0" in text
     assert "hash of everything –" in text
 
 

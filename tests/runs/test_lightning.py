@@ -78,7 +78,7 @@ def test_a_lightning_module_around_a_transformers_model(
     sw.export_hf(folder, tmp_path / "exported", config=hub)
     exported = load_file(tmp_path / "exported/model.safetensors")
     assert exported.keys() == load_file(hub / "model.safetensors").keys()
-    assert f"{folder}: left out what is not in 'model.': 'seen'" in caplog.messages
+    assert f"{folder}: left out everything that isn't in 'model.': 'seen'" in caplog.messages
 
 
 def test_a_module_with_two_copies_of_the_model(ranks: RankPool, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_what_lies_there(proxy: Proxy, root: str, tmp_path: Path, caplog: pytest
         found = {n: s.nbytes for n, s in files_below(root).items() if s is not None}
         assert (stored.steps, stored.set_aside) == ((3, 2), 0)
         assert (stored.objects, stored.nbytes) == (len(found), sum(found.values()))
-    assert f"{root}: holds 2 steps and 0 quarantined ones, in {stored.objects} objects" in caplog.text
+    assert f"{root}: contains 2 steps and 0 quarantined ones: {stored.objects} objects" in caplog.text
     with sw.Checkpointer(root, keep_last=2) as checkpoints:
         assert checkpoints.stored is None
         checkpoints.resume(small_state(9), step=2)

@@ -566,7 +566,7 @@ class MemorySteps:
         self._host = Host(tier, self._ring, places, secret.encode(), Maps())
         if ranks.rank == 0 and places.hosts < tier.copies:
             _log.warning(
-                "memory tier: %d copies are asked for, and there are %d hosts: each slice is held on %d",
+                "in-memory checkpoints: you asked for %d copies but have %d hosts, so each slice is kept on %d",
                 tier.copies,
                 places.hosts,
                 min(places.hosts, tier.copies),

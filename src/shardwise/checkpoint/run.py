@@ -263,7 +263,7 @@ class RunSteps:
             return
         self.stored = Stored(tuple(steps), len(aside), objects, nbytes)
         _log.info(
-            "%s: holds %d steps and %d quarantined ones, in %d objects of %.2f GB",
+            "%s: contains %d steps and %d quarantined ones: %d objects, %.2f GB",
             root,
             len(steps),
             len(aside),
@@ -308,7 +308,7 @@ class RunSteps:
         aside = [one for one in self._line.set_aside() if one.why == "superseded" and one.step in left]
         old = {one.step for one in aside if is_copy(one.name, one.step)}
         if superseded := sorted(copies.keys() - left.keys() | old):
-            _log.warning("the mirror's steps %s are of another branch of the run", superseded)
+            _log.warning("the mirror's steps %s belong to a different branch of the run", superseded)
         return {s: name for s, name in left.items() if s not in old}
 
     def _check_all(self, by_place: list[dict[int, str]]) -> None:
@@ -372,8 +372,8 @@ class RunSteps:
         root = self._line.root
         if others := [] if is_url(root) else dcp_directories(root):
             _log.warning(
-                "%s: no step of shardwise to resume from; it holds DCP directories: %s. "
-                "To begin with the state of one, call sw.restore(state, %r) where resume() returned None",
+                "%s: no shardwise step to resume from, but there are DCP directories: %s. "
+                "To start from one of them, call sw.restore(state, %r) when resume() returns None",
                 root,
                 ", ".join(others[-3:]),
                 os.path.join(root, others[-1]),
@@ -608,7 +608,7 @@ class Failures:
             raise error
         if is_first_rank:
             _log.warning(
-                "step %d is not saved (failure %d in a row; at %d the run ends): %s",
+                "step %d is not saved (failure %d in a row; the run ends after %d): %s",
                 step,
                 self.in_a_row,
                 self.most,

@@ -138,7 +138,7 @@ def _link_weights(
             with contextlib.suppress(FileNotFoundError):
                 patiently(os.unlink, os.path.join(root, top))
         _log.warning(
-            "%s: no hard links here (%s): from_pretrained reads the weights in its folder model, not at its top",
+            "%s: no hard links here (%s), so from_pretrained can open only its folder 'model', not the checkpoint itself",
             root,
             error.strerror,
         )

@@ -370,7 +370,7 @@ def opened(
 
             def fetch(units: Mapping[str, Sequence[Unit]]) -> None:
                 nbytes = bring(view, units, manifest, reader_of, ranks)
-                _log.info("%s: %d bytes were brought from other hosts", path, nbytes)
+                _log.info("%s: fetched %d bytes from other hosts", path, nbytes)
 
             with ranks.agree("make views"):
                 if leads and lacking:

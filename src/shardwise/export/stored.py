@@ -281,7 +281,7 @@ class StoredJob:
             found = self._stored = as_config_says(self._catalog, model, self._io)
             if found.prefix and found.unused and Ranks.current().rank == 0:
                 _log.warning(
-                    "%s: left out what is not in %r: %s",
+                    "%s: left out everything that isn't in %r: %s",
                     self._path,
                     found.prefix,
                     brief(", ".join(found.unused)),

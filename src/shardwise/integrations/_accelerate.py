@@ -146,7 +146,7 @@ def _set_aside(folder: str) -> None:
         patiently(os.rename, folder, aside)
     except OSError as error:
         raise CheckpointError(f"{folder}: can't be renamed: {error.strerror}") from error
-    _log.warning("%s: only some hosts hold it, of a save that was killed; it is now %s", folder, aside)
+    _log.warning("%s: only some hosts have it, because its save was killed; renamed to %s", folder, aside)
 
 
 def places_of(folder: str, fallback: str | None) -> list[str]:

@@ -665,7 +665,7 @@ def _known_fields(cls: Any, document: dict[str, Any], file: str) -> dict[str, An
     if unknown := sorted(document.keys() - known):
         _log.warning(
             "%s: is a link to a file outside its directory, so %s, which %s doesn't have, are left out. If the model needs them, "
-            "replace the link by the file",
+            "replace the link with the file",
             file,
             ", ".join(map(brief, unknown[:20])),
             cls.__name__,

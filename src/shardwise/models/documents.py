@@ -259,7 +259,7 @@ def _tell(folder: str, left: tuple[str, ...]) -> None:
     if left:
         _log.warning(
             "%s: not written for this model: %s. If the model needs them, put the files themselves into the "
-            "directory, at most %d MiB each, under names that aren't those of keys",
+            "directory, at most %d MiB each, under names that don't look like keys",
             folder,
             ", ".join(left[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else ""),
             MAX_DOCUMENT_BYTES // 1024**2,

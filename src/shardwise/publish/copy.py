@@ -534,7 +534,7 @@ class Mirror:
             threading.Thread(target=self._run, name="shardwise-mirror").start()
         except RuntimeError as error:  # the system is out of threads, or the process ends
             self._idle.set()
-            _log.warning("%s: the mirror does not follow: %s", self.line.root, error)
+            _log.warning("%s: copying to the mirror failed: %s", self.line.root, error)
 
     def wait(self) -> None:
         """Block until the thread has copied what it can."""
@@ -553,9 +553,9 @@ class Mirror:
                 while self._copy_one(tried):
                     pass
             except ShardwiseError as error:
-                _log.warning("%s: the mirror does not follow: %s", self.line.root, error)
+                _log.warning("%s: copying to the mirror failed: %s", self.line.root, error)
             except Exception:
-                _log.exception("%s: the mirror does not follow", self.line.root)
+                _log.exception("%s: copying to the mirror failed", self.line.root)
 
     def _copy_one(self, tried: set[int]) -> bool:
         """Copy the newest step that is missing and was not ``tried``; whether there was one."""

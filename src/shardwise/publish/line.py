@@ -143,7 +143,7 @@ class HeadLine:
         try:
             self._sweep()
         except (CheckpointError, SourceError) as error:
-            _log.warning("%s: leftovers of killed saves can't be looked for: %s", self.root, error)
+            _log.warning("%s: can't look for leftovers from killed saves: %s", self.root, error)
 
     def set_aside(self) -> list[SetAside]:
         head, _ = self._read()

@@ -119,7 +119,7 @@ def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
     if not names or any(step_name(s) not in names for s in damaged):
         return None
     return (
-        f"{root}: holds DCP directories (torch.distributed.checkpoint) and no step of shardwise: {', '.join(names[-3:])}. "
+        f"{root}: contains DCP directories (torch.distributed.checkpoint) but no shardwise step: {', '.join(names[-3:])}. "
         f"Restore one with sw.restore(state, {os.path.join(root, names[-1])!r}), or write it as a step into another "
         f"directory with 'shardwise convert'"
     )

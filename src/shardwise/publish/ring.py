@@ -323,8 +323,8 @@ def read_or_make_record(root: str) -> Record:
         return found
     if found is not None:
         _log.warning(
-            "%s: is a copy of another run's directory, or came from another file system, or its %s was changed: the steps in memory under "
-            "the name shardwise-%s are left to that run; a resume takes a step on disk",
+            "%s: is a copy of another run's directory, was moved from another file system, or had its %s changed: the steps in memory under "
+            "the name shardwise-%s belong to that run, so a resume uses a step on disk",
             root,
             _MARK,
             found.name,

@@ -217,7 +217,9 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
     digests = {str(other.report.get("digest")) for _, other in found}
     for_what = f", for the state you passed (no {_words(r['not_given'])})" if r.get("not_given") else ""
     exact = Cell(f"yes{for_what}", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
-    tensors = f"{_words(r.get('tensors'))} model tensors, {_words(r.get('optimizer_tensors'))} optimizer tensors"
+    tensors = (
+        f"{_words(r.get('tensors'))} model tensors, {_words(r.get('optimizer_tensors'))} optimizer tensors"
+    )
     has_digests = digests != {""}
     alike = (
         Cell(
