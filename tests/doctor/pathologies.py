@@ -171,11 +171,11 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("storage.space", "100.0 MiB are free", _place(free_bytes=100 * 1024**2)),
     Pathology(
         "storage.space",
-        "96.0 GiB are wanted",
+        "96.0 GiB are needed",
         replace(_place(free_bytes=20 * GIB), models=(MODEL,)),
     ),
     Pathology("storage.inodes", "12 inodes are left", _place(free_inodes=12)),
-    Pathology("storage.memory", "lost at a restart", _mount("tmpfs", "rw")),
+    Pathology("storage.memory", "lost in a restart", _mount("tmpfs", "rw")),
     Pathology("storage.overlay", "lost with the container", _mount("overlay", "rw")),
     Pathology("storage.slow-write", "wrote 5 MiB/s", _speeds(write_bytes_s=5 * 1024**2)),
     Pathology("storage.slow-read", "read 4 MiB/s", _speeds(random_bytes_s=4 * 1024**2)),
@@ -342,11 +342,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "raises a ValueError: save_only_model together with load_best",
         _arguments(save_only_model=True, load_best_model_at_end=True),
     ),
-    Pathology("trainer.data-skip", "trains on some samples again", _arguments(ignore_data_skip=True)),
+    Pathology("trainer.data-skip", "trains on some samples twice", _arguments(ignore_data_skip=True)),
     Pathology("trainer.two-halves", "bf16 and fp16 are both on", _arguments(fp16=True)),
-    Pathology(
-        "trainer.checkpointing", "one time more than necessary", _arguments(gradient_checkpointing=True)
-    ),
+    Pathology("trainer.checkpointing", "once more than necessary", _arguments(gradient_checkpointing=True)),
     Pathology("trainer.low-bit-optimizer", "optim is adamw_bnb_8bit", _arguments(optim="adamw_bnb_8bit")),
     # ------------------------------------------------------------------------------------- files
     Pathology("model.lost-file", "model-00002-of-00002", _model(lost=("model-00002-of-00002.safetensors",))),

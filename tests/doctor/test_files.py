@@ -172,7 +172,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "model.damaged-file": (truncate, "model-00001-of-00002.safetensors is damaged"),
     "model.outside": (lead_outside, "../../etc/passwd"),
-    "model.lfs-pointer": (leave_pointer, "pointer of Git LFS"),
+    "model.lfs-pointer": (leave_pointer, "Git LFS pointer"),
     "model.pickle": (pickle_it, "pytorch_model.bin"),
     "model.two-formats": (pickle_half, "which are in pickles alone"),
     "model.lost-base": (lose_base, "its base /home/me/models/llama is not there"),

@@ -676,7 +676,7 @@ def _unknown(facts: Facts) -> Iterator[Bite]:
             path,
             "Nothing was checked here: doctor doesn't recognize it as a configuration, model, checkpoint, log or directory.",
             "A YAML needs the names of accelerate config, a JSON those of TrainingArguments.",
-            "Give the directory of the weights, or the file that the launcher reads.",
+            "Pass the directory that contains the weights, or the file that the launcher reads.",
         )
 
 

@@ -88,7 +88,7 @@ KNOWN = (
         source="case 5",
         bites="The run was resumed from a checkpoint that has only the model.",
         why="It was saved with save_only_model=True, so the optimizer's moments and the learning rate schedule started again.",
-        do="Set save_only_model to false. Checkpoints that were saved with it are for inference, or to start a new training from.",
+        do="Set save_only_model to false. Use the existing checkpoints only for inference, or to start a new run.",
     ),
     Known(
         name="device-mesh",
@@ -121,7 +121,7 @@ KNOWN = (
         source="docs/howto/does-it-fit.md",
         bites="The device ran out of memory.",
         why="Shards, gradients, optimizer state, the gathered module and activations share it.",
-        do="See what the weights take with shardwise plan, then use smaller groups, more ranks or CPU offload.",
+        do="Use shardwise plan to see how much memory the weights take, then use smaller groups, more ranks or CPU offload.",
     ),
     Known(
         name="optimizer-key",
@@ -139,7 +139,7 @@ KNOWN = (
         source="case 15",
         bites="The file system was full, or a quota was used up.",
         why="torch's FileSystemWriter may report success although its writer thread failed.",
-        do="Free up space, and check the newest checkpoint with shardwise verify before a resume.",
+        do="Free up space, and check the newest checkpoint with shardwise verify before you resume.",
     ),
     Known(
         name="oom-kill",
@@ -155,15 +155,15 @@ KNOWN = (
         ),
         source="case 2, 3; ms-swift#9980",
         bites="The system killed a process, usually because the host ran out of memory.",
-        why="Most often every rank of a host loaded the whole model.",
-        do="Compare memory.events of the cgroup or dmesg; load with sw.load_pretrained, which holds a rank's shards only.",
+        why="Usually, every rank on the host loaded the full model.",
+        do="Check the cgroup's memory.events or dmesg; load with sw.load_pretrained, which gives each rank only its own shards.",
     ),
     Known(
         name="hf-initialized",
         lines=("unexpected keyword argument '_is_hf_initialized'",),
         source="case 4",
         bites="A parameter class rejects an argument that transformers passes on the meta device.",
-        why="device_map='meta' and init_empty_weights build each parameter again, with keywords of their own.",
+        why="device_map='meta' and init_empty_weights build each parameter again, with extra keyword arguments.",
         do="Build with sw.meta_init or sw.load_pretrained, which pass nothing to the class.",
     ),
     Known(
@@ -180,7 +180,7 @@ KNOWN = (
         source="case 1",
         bites="An operator got a mix of DTensors and plain tensors.",
         why="One module was left out of the sharding, or a hook touches parameters outside of FSDP2's forward.",
-        do="Wrap the root with fully_shard too, or give the plain one with allow_plain and keep it out of that operator.",
+        do="Wrap the root with fully_shard too, or list the unsharded parameter in allow_plain and keep it out of that operator.",
     ),
     Known(
         name="missing-weights",
@@ -248,8 +248,8 @@ KNOWN = (
         ),
         source="case 20",
         bites="A safetensors file is truncated, or isn't in that format.",
-        why="A download or a copy ended early, or the file is a Git LFS pointer.",
-        do="Find it with shardwise doctor MODEL_DIRECTORY, and fetch it again.",
+        why="A download or a copy was cut short, or the file is a Git LFS pointer.",
+        do="Find it with shardwise doctor MODEL_DIRECTORY, and download it again.",
     ),
     Known(
         name="nms",
@@ -257,7 +257,7 @@ KNOWN = (
         source="pytorch#157648",
         bites="torchvision was built for a different version of torch.",
         why="It registers operators with the torch that it was built against.",
-        do="Install the torchvision that belongs to this torch (for 2.N that is 0.N+15), or remove it.",
+        do="Install the torchvision for this torch version (for 2.N, that's 0.N+15), or remove it.",
     ),
 )
 

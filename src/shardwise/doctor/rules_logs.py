@@ -51,7 +51,7 @@ def _jump(facts: Facts) -> Iterator[Bite]:
                 f"{log.path}: {line}",
                 f"The loss jumped {at}: {before:.4g} before, {after:.4g} after.",
                 "Part of the training state wasn't restored: the optimizer's moments, the scheduler, the data position, or weights "
-                "that were saved in another dtype.",
+                "that were saved in a different dtype.",
                 "Compare what was stored with what was restored: trainer.resume_report of a ShardwiseTrainer lists every difference, and so "
                 "does print(checkpoints.resume(state)) (docs/cases/5-loss-spike.md). shardwise diff A B compares two checkpoints.",
             )
@@ -65,7 +65,7 @@ def _rate_jump(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{log.path}: {line}",
                 f"The learning rate jumped back {at}: {before:.4g} before, {after:.4g} after.",
-                "The scheduler wasn't restored: the schedule started again, or the run was resumed with other arguments.",
+                "The scheduler wasn't restored: the schedule started again, or the run was resumed with different arguments.",
                 "Resume from a checkpoint that has scheduler.pt and the optimizer (the HF Trainer restores neither without both), and "
                 "keep learning_rate and max_steps as they were.",
             )
@@ -77,9 +77,9 @@ def _not_a_number(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{log.path}: {log.not_a_number}",
                 "The loss is NaN or infinite.",
-                "A step overflowed, or weights are damaged. Every checkpoint that was saved since then holds such values.",
-                "Resume from a step before it: checkpoints.resume(state, step=N). shardwise verify tells damaged files from a training "
-                "that diverged.",
+                "A step overflowed, or weights are damaged. Every checkpoint saved since then contains such values.",
+                "Resume from a step before it: checkpoints.resume(state, step=N). shardwise verify shows whether files are damaged "
+                "or training diverged.",
             )
 
 
@@ -90,7 +90,7 @@ def _rise(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 log.path,
                 f"The loss has risen: from {low:g} to {last:g} at the end of the log.",
-                "The training diverges: a learning rate that is too high, weights in bf16 that a plain optimizer updates, or data that changed.",
+                "Training is diverging: the learning rate is too high, a plain optimizer updates bf16 weights, or the data changed.",
                 "Resume from a step before the rise, with a lower learning rate or fp32 weights (dtype=torch.float32 and mixed precision).",
             )
 
@@ -146,7 +146,7 @@ def _missing(facts: Facts) -> Iterator[Bite]:
             f"rank {names}",
             f"A run would hang at its start: rank {names} of {facts.meeting.world_size} did not come in "
             f"{facts.meeting.waited_s:.0f} s.",
-            "Its process did not start, died, hangs on its storage, or can't reach MASTER_ADDR.",
+            "Its process didn't start, died, is waiting for storage, or can't reach MASTER_ADDR.",
             "Check that rank's log and host, or leave the host out.",
         )
 
@@ -171,7 +171,7 @@ def _versions(facts: Facts) -> Iterator[Bite]:
                     f"Ranks may compute and save different things: {name} is {odd[0].versions.get(name)} on "
                     f"{_named(odd)} and {usual} on the other ranks.",
                     "The hosts have different environments or images.",
-                    "Install the same versions, or start from one image.",
+                    "Install the same versions, or use the same image everywhere.",
                 )
 
 
@@ -186,7 +186,7 @@ def _limits(facts: Facts) -> Iterator[Bite]:
                     _named(odd),
                     f"The run fails where the limit is lowest: {name} is {odd[0].limits.get(name, 0.0):g} on {_named(odd)}, and "
                     f"{usual:g} on most.",
-                    "Another job shares that host, or its container was started with other limits.",
+                    "Another job shares that host, or its container was started with different limits.",
                     "Give all hosts the same limits, or leave that host out.",
                 )
 
@@ -201,7 +201,7 @@ def _clocks(facts: Facts) -> Iterator[Bite]:
                 _named(odd),
                 f"Times of logs and files can't be compared: the clock of {_named(odd)} is {abs(apart_s):.0f} s "
                 f"{'ahead' if apart_s > 0 else 'behind'}.",
-                "Signatures of requests to stores expire after 15 minutes of difference.",
+                "Stores reject signed requests if the clocks are more than 15 minutes apart.",
                 "Start the time service on that host (chronyd).",
             )
 
@@ -224,7 +224,7 @@ def _files(facts: Facts) -> Iterator[Bite]:
                 _named(odd),
                 f"Ranks would load different files: {name} {what} on {_named(odd)}, and on the other hosts {most}{more}.",
                 "The directory isn't shared, a copy was interrupted, or the file system shows it late.",
-                "Copy it again on that host (shardwise copy), or give a directory that all hosts share.",
+                "Copy it again on that host (shardwise copy), or use a directory that all hosts share.",
             )
 
 
@@ -237,7 +237,7 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
                 path,
                 f"A save fails or is split up: {_named(blind)} did not see the file that rank {hidden[0]} wrote there.",
                 "The directory is local to each host, or the file system shows other hosts' files late.",
-                "Give a directory that all hosts share, or the URL of an object store.",
+                "Use a directory that all hosts share, or the URL of an object store.",
             )
 
 
@@ -323,7 +323,7 @@ def _silent(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             path,
             f"Every rank would hang here: the storage didn't answer within {waited_s:.0f} s.",
-            "A server of files or objects is down, overloaded or unreachable, and calls wait for it indefinitely.",
+            "A file server or object store is down, overloaded or unreachable, and calls wait for it indefinitely.",
             "Check whether ls works there, and look at the mount, its server and the network.",
         )
 
@@ -335,10 +335,10 @@ def _space(facts: Facts) -> Iterator[Bite]:
             what = "A checkpoint of this model with AdamW" if facts.models else "A checkpoint"
             yield Bite(
                 place.path,
-                f"{what} does not fit: {gib(place.free_bytes)} are free, and {gib(needed)} are wanted.",
+                f"{what} does not fit: {gib(place.free_bytes)} are free, and {gib(needed)} are needed.",
                 "fp32 masters and two moments take 12 bytes for each trained parameter, and the old step stays until the "
                 "new one is published.",
-                "Free up space, keep fewer steps (keep_last), or use another directory.",
+                "Free up space, keep fewer steps (keep_last), or use a different directory.",
             )
 
 
@@ -389,7 +389,7 @@ def _clocks_of_storage(facts: Facts) -> Iterator[Bite]:
                 f"{'ahead of' if ahead_s > 0 else 'behind'} this machine's.",
                 "Request signatures expire after 15 minutes of difference, and tools that compare file times mistake old "
                 "files for new ones.",
-                "Synchronize both clocks with one time service (chronyd).",
+                "Synchronize both clocks with the same time service (chronyd).",
             )
 
 
@@ -439,16 +439,16 @@ STORAGE = (
         bites=lambda p: (
             f"Saves end in 'No space left on device' although bytes are free: {p.free_inodes} inodes are left."
         ),
-        why="Each file and directory takes one; each rank writes its own files at each step.",
+        why="Each file and directory takes one, and each rank writes its own files at each step.",
         do="Delete small files (caches, old logs), or ask for a larger file quota.",
     ),
     each(
         _mounted(*_IN_MEMORY),
         ("storage.memory", "tmpfs or ramfs", "tmpfs(5)"),
         when=lambda p: True,
-        bites="Checkpoints here are lost at a restart, and take up memory that training needs.",
+        bites="Checkpoints here are lost in a restart, and take up memory that training needs.",
         why=lambda p: f"{_point(p)}: its files are pages of the host's memory, charged to the cgroup.",
-        do="Give a directory on a disk or a shared file system, or a URL of an object store.",
+        do="Use a directory on a disk or a shared file system, or the URL of an object store.",
     ),
     each(
         _mounted("overlay", "fuse.fuse-overlayfs", "aufs"),
@@ -456,7 +456,7 @@ STORAGE = (
         when=lambda p: True,
         bites="Checkpoints here are lost with the container.",
         why="The path is in the container's own writable layer (overlay), not in a volume.",
-        do="Mount a volume or a shared file system there, or give a URL of an object store.",
+        do="Mount a volume or a shared file system there, or use the URL of an object store.",
     ),
     each(
         _places,
@@ -476,7 +476,7 @@ STORAGE = (
         bites=lambda p: (
             f"Loads are slow: one process read {_read_speed(p) / _MIB:.0f} MiB/s in pieces of 8 MiB."
         ),
-        why="1.4 TB took 31 minutes that way on 8 nodes, long enough for NCCL's timeout to end the job.",
+        why="1.4 TB took 31 minutes that way on 8 nodes, long enough for NCCL's timeout to kill the job.",
         do="Copy the files to a local disk once, or let ranks read each byte once (IOOptions, docs/concepts/strategies.md).",
     ),
     each(
@@ -484,7 +484,7 @@ STORAGE = (
         ("storage.slow-fsync", "fsync of 4 KiB takes more than 1 s", "fsync(2)"),
         when=lambda p: _fsync_s(p) > _MOST_FSYNC_S,
         bites=lambda p: f"Every save waits: one fsync of 4 KiB took {_fsync_s(p):.1f} s.",
-        why="A published step needs several, one after the other, for files and directories.",
+        why="Publishing a step takes several of them, one after the other, for files and directories.",
         do="Find out what else is writing to this file system, or save to a local disk with a mirror.",
     ),
     _failed(
@@ -506,7 +506,7 @@ STORAGE = (
         "rename",
         bites="No step can be published: renaming failed ({why}).",
         why="A checkpoint is published by one rename; file systems over object stores can't rename directories.",
-        do="Give the URL of the store (s3://…, gs://…) instead of its mount.",
+        do="Use the URL of the store (s3://…, gs://…) instead of its mount.",
     ),
     each(
         _written,
@@ -526,7 +526,7 @@ STORAGE = (
         when=lambda p: True,
         bites="A reader may see half a checkpoint, and other hosts don't see locks.",
         why=lambda p: f"{_point(p)}, files over an object store, where a rename copies object by object.",
-        do="Give the URL of the store (s3://…, gs://…): there a step appears by one conditional write.",
+        do="Use the URL of the store (s3://…, gs://…), where a single conditional write publishes a step.",
     ),
     each(
         _mounted("nfs"),
@@ -579,13 +579,13 @@ STORAGE = (
         bites="Two runs may overwrite each other's steps: {why}.",
         why="A step is published by one conditional write (If-None-Match, If-Match), which this store ignores or "
         "rejects.",
-        do="Use a store or a release with conditional writes, or give each run a prefix of its own.",
+        do="Use a store or a release with conditional writes, or give each run its own prefix.",
     ),
     _bucket(
         ("bucket.no-delete", "objects can't be deleted", "docs/howto/runs-in-a-store.md"),
         "delete",
         bites="Old steps stay forever and cost money: nothing can be deleted ({why}).",
         why="Retention deletes steps; the credentials lack that permission, or a retention lock protects the objects.",
-        do="Grant permission to delete below this prefix, or let a lifecycle rule of the bucket expire old objects.",
+        do="Grant permission to delete under this prefix, or have a lifecycle rule in the bucket expire old objects.",
     ),
 )

@@ -55,7 +55,7 @@ def _processes_fit(facts: Facts) -> Iterator[Bite]:
             f"{facts.ranks} ranks will be killed before they load anything: "
             f"{gib(memory.free_bytes)} of {gib(memory.limit_bytes)} are free.",
             "Each process takes 0.5 to 1 GiB for torch and transformers, and the limit is that of the cgroup or the machine.",
-            "Raise the limit of the container or job, end other processes, or start fewer ranks on this host.",
+            "Raise the limit of the container or job, stop other processes, or start fewer ranks on this host.",
         )
 
 
@@ -65,7 +65,7 @@ def _shm(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "/dev/shm",
             f"Data loaders with workers will end in a bus error: /dev/shm has {gib(memory.shm_bytes)}.",
-            "Workers hand batches over in shared memory, and NCCL uses it between GPUs; containers get 64 MiB by default.",
+            "Workers pass batches through shared memory, and NCCL uses it between GPUs; containers get 64 MiB by default.",
             "Start the container with --ipc=host or --shm-size=16g, or mount an emptyDir with medium Memory there.",
         )
 
@@ -134,7 +134,7 @@ def _cores(facts: Facts) -> Iterator[Bite]:
             cores.quota_from or "cores",
             f"{facts.ranks} ranks share {cores.usable:g} cores: each load, save and step waits for the CPU.",
             f"This is what {what} allows; the machine has {cores.machine}.",
-            "Give the container or job at least a core for each rank (cpus, --cpus-per-task), or start fewer ranks.",
+            "Give the container or job at least one core per rank (cpus, --cpus-per-task), or start fewer ranks.",
         )
 
 
@@ -184,7 +184,7 @@ def _gloo_pattern(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "GLOO_SOCKET_IFNAME",
             f"gloo won't start: it looks for an interface called {given!r}.",
-            "Patterns with ^ and = are NCCL's; gloo takes plain names.",
+            "Only NCCL understands patterns with ^ and =; gloo takes plain names.",
             "Name the interface, as in GLOO_SOCKET_IFNAME=eth0.",
         )
 
@@ -225,7 +225,7 @@ def _gpus_unseen(facts: Facts) -> Iterator[Bite]:
             "/dev/nvidia0",
             f"Training runs on the CPU, or not at all: torch sees none of {facts.machine.gpu_files} GPUs.",
             f"torch {facts.software.get('torch', '')} is built without CUDA, or needs a newer driver.",
-            "See python -c 'import torch; torch.cuda.init()', and install the torch that matches the driver.",
+            "Run python -c 'import torch; torch.cuda.init()' to see the error, and install the torch build that matches the driver.",
         )
 
 
@@ -325,7 +325,7 @@ def _numbers(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{inner}, {outer}",
                 f"The ranks wait for one that can't come: {inner}={told[inner]} and {outer}={told[outer]}.",
-                "Ranks count from 0, and a host has at most all of them; two launchers have set them.",
+                "Ranks count from 0, and a host can't have more than all of them; two launchers have set these variables.",
                 "Use one launcher, in a shell where neither is set.",
             )
 
@@ -348,8 +348,8 @@ def _master(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "MASTER_ADDR",
             f"Ranks of every host but the first wait until the timeout: MASTER_ADDR={address}.",
-            "On each host that address is the host itself.",
-            "Set it to the name of the first host that the other hosts can resolve.",
+            "On each host, that address means the host itself.",
+            "Set it to a name for the first host that the other hosts can resolve.",
         )
 
 
@@ -383,7 +383,7 @@ def _slurm_size(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "RANK, SLURM_PROCID",
             f"Two ranks have one number: RANK={rank} in task {task}.",
-            "RANK was set before srun, which hands the same value to every task.",
+            "RANK was set before srun, which passes the same value to every task.",
             "Set RANK=$SLURM_PROCID inside of srun: srun bash -c 'RANK=$SLURM_PROCID …'.",
         )
 
@@ -452,8 +452,8 @@ def _no_watchdog(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 name,
                 "If a rank dies, the other ranks wait forever in their collective.",
-                "With 0 the watchdog of NCCL does not end a process whose collective timed out.",
-                f"Unset {name}: torch then tears down, and the launcher sees it.",
+                "With 0, NCCL's watchdog doesn't stop a process whose collective timed out.",
+                f"Unset {name}: torch then stops the process, and the launcher notices.",
             )
 
 
@@ -653,8 +653,8 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 f"{model.path}/{name}",
                 f"The model can't be loaded: {name} is damaged or truncated ({how}).",
-                "Its header doesn't match its size: a download ended early, or a different file has its name.",
-                "Delete the file, and fetch it again.",
+                "Its header doesn't match its size: a download was cut short, or a different file has its name.",
+                "Delete the file, and download it again.",
             )
 
 
@@ -665,7 +665,7 @@ def _experts(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 model.path,
                 f"Loaders crash or hang on empty shards: {count} experts over {facts.ranks} ranks.",
-                "FSDP2 cuts stacked experts by rows of dim 0, and some ranks get none.",
+                "FSDP2 splits stacked experts along dim 0, and some ranks get none.",
                 "Load and save with shardwise, which takes empty shards, or use expert or tensor parallelism.",
             )
 
@@ -679,7 +679,7 @@ def _quant_storage(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 model.path,
                 "QLoRA over FSDP crashes or trains nothing (loss 0.0): its 4-bit codes are stored as uint8.",
-                "FSDP2 makes parameters of floating dtypes only, and loses the quantization state of the rest.",
+                "FSDP2 only makes parameters with floating-point dtypes, and loses the quantization state of the rest.",
                 "Load with sw.load_pretrained(quantized='keep'), which shards the codes (docs/howto/qlora.md), or set "
                 "bnb_4bit_quant_storage to bfloat16.",
             )
@@ -695,7 +695,7 @@ def _unified(facts: Facts) -> Iterator[Bite]:
                 model.path,
                 f"Loading freezes the machine: host and device share {gib(memory.free_bytes)}, and the model has "
                 f"{gib(model.nbytes)}.",
-                "A copy on the host and the pages of the files stay in addition to the copy on the device.",
+                "A copy on the host and the files' pages stay in memory in addition to the copy on the device.",
                 "Load with sw.load_pretrained, which frees the pages as it reads (docs/cases/4-unified-memory.md).",
             )
 
@@ -709,8 +709,8 @@ def _too_large(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 model.path,
                 f"The model does not fit on this host: {gib(model.nbytes)} of weights, {gib(memory.limit_bytes)} of memory.",
-                f"The limit is {memory.limit_from}; ranks of one host share it, however they shard.",
-                "Use more hosts, or a quantized model; shardwise plan PATH --ranks N says what each rank holds.",
+                f"The limit is {memory.limit_from}; all ranks on the host share it, no matter how they shard.",
+                "Use more hosts, or a quantized model; shardwise plan PATH --ranks N shows how much each rank needs.",
             )
 
 
@@ -723,7 +723,7 @@ MODELS = (
             f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
         ),
         why="The index maps tensors to files that the directory lacks: a download or a copy was interrupted.",
-        do="Fetch the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
+        do="Download the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
     ),
     Rule("model.damaged-file", "a header that doesn't match its file", "case 20; vllm#53537", _damaged),
     each(
@@ -731,8 +731,8 @@ MODELS = (
         ("model.outside", "the index points outside the directory", "case 20"),
         when=lambda m: m.outside,
         bites=lambda m: f"Do not load this model: its index leads out of the directory ({some(m.outside)}).",
-        why="A reader that trusts it opens any file that the user may read; only a damaged or hostile index does so.",
-        do="Delete the directory, and fetch it from a source that you trust.",
+        why="A reader that trusts it opens any file that the user can read. Only a damaged or hostile index does this.",
+        do="Delete the directory, and download it from a source that you trust.",
     ),
     each(
         _models,
@@ -741,7 +741,7 @@ MODELS = (
         bites=lambda m: (
             f"The model can't be loaded: {some(m.pointers)} {'holds' if len(m.pointers) == 1 else 'hold'} no weights."
         ),
-        why="It is a pointer of Git LFS: the repository was cloned without git-lfs.",
+        why="It's a Git LFS pointer: the repository was cloned without git-lfs.",
         do="Run git lfs pull in it, or fetch it with hf download.",
     ),
     each(
@@ -758,8 +758,8 @@ MODELS = (
         ("model.index", "the index and the files don't match", "case 12"),
         when=lambda m: m.problem,
         bites=lambda m: f"The model can't be loaded: {(m.problem or '').partition(chr(10))[0]}.",
-        why="Index and files do not belong together.",
-        do="See what is there with shardwise inspect PATH, and fetch the directory again.",
+        why="The index and the files don't belong together.",
+        do="See what is there with shardwise inspect PATH, and download the directory again.",
     ),
     each(
         _models,
@@ -772,8 +772,8 @@ MODELS = (
         bites=lambda m: (
             f"A load lacks {len(m.only_pickled)} tensors, which are in pickles alone: {some(m.only_pickled)}."
         ),
-        why="from_pretrained reads files of one format: safetensors where there are any. The pickles hold other tensors than those.",
-        do="Fetch the directory again, or put all tensors into files of one format.",
+        why="from_pretrained reads only one format: safetensors, if there are any. The pickles contain other tensors.",
+        do="Download the directory again, or convert all tensors to one format.",
     ),
     each(
         _models,
@@ -781,7 +781,7 @@ MODELS = (
         when=lambda m: m.base,
         bites=lambda m: f"The adapter can't be loaded by its config: its base {m.base} is not there.",
         why="adapter_config.json names it as base_model_name_or_path: the base was moved, or trained on another machine.",
-        do="Load the base from where it is, and give the adapter to sw.load_pretrained(BASE, adapter=PATH).",
+        do="Load the base from where it is now, and pass the adapter to sw.load_pretrained(BASE, adapter=PATH).",
     ),
     each(
         _models,
@@ -820,7 +820,7 @@ MODELS = (
             f"{m.config['model_type']}."
         ),
         why="It slices stored tensors first and then splits or joins them on the sharded dim.",
-        do="Load with sw.load_pretrained, which converts before it cuts; every architecture is compared bit for bit.",
+        do="Load with sw.load_pretrained, which converts before it shards; every architecture is compared bit for bit.",
     ),
     Rule("model.few-experts", "fewer experts than ranks", "case 7", _experts),
     Rule(

@@ -84,7 +84,7 @@ def _not_efficient(facts: Facts) -> Iterator[Bite]:
                     one.path,
                     f"Loading {model.path} is killed: {facts.ranks} ranks hold {facts.ranks} whole models in host memory.",
                     "cpu_ram_efficient_loading is off, so that each rank loads all before it shards.",
-                    "Load with ShardwiseAccelerator.load_pretrained, which holds each rank's shards only.",
+                    "Load with ShardwiseAccelerator.load_pretrained, which gives each rank only its own shards.",
                 )
 
 
@@ -110,7 +110,7 @@ def _refused(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 one.path,
                 f"Accelerator() raises a ValueError: fsdp_{name} is {one.get(name)!r}.",
-                "FSDP2 has no such setting; it is left from FSDP1, or needs another setting next to it.",
+                "FSDP2 has no such setting; it is left from FSDP1, or needs another setting to go with it.",
                 f"Remove fsdp_{name}, or set what FSDP2 accepts (reshard_after_forward: true, state_dict_type: "
                 "SHARDED_STATE_DICT).",
             )
@@ -143,7 +143,7 @@ def _tied_groups(facts: Facts) -> Iterator[Bite]:
                     f"The first forward of {model.path} raises a ValueError: embed_tokens.weight 'is shared with a parameter "
                     "already managed by another FSDP group'.",
                     f"The model ties its head to its embedding, and they come into groups of their own: {why}.",
-                    "Name only the block's class in fsdp_transformer_layer_cls_to_wrap: the root then holds both.",
+                    "List only the block's class in fsdp_transformer_layer_cls_to_wrap, so that the root group contains both.",
                 )
 
 
@@ -218,7 +218,7 @@ def _processes(facts: Facts) -> Iterator[Bite]:
                 settings.path,
                 f"Ranks are missing, or share a device: {why}.",
                 "num_processes counts the ranks of all hosts, one for each device.",
-                "Set it to the number of devices of all hosts.",
+                "Set it to the total number of devices on all hosts.",
             )
 
 
@@ -306,7 +306,7 @@ ACCELERATE = (
             "docs/howto/does-it-fit.md",
         ),
         when=lambda one: not one.wraps_blocks and (one.policy == "NO_WRAP" or _by_size_zero(one)),
-        bites="Each forward gathers the whole model on every rank, so that sharding saves no memory at the peak.",
+        bites="Each forward gathers the whole model on every rank, so sharding saves no memory at the peak.",
         why=lambda one: (
             f"fsdp_auto_wrap_policy is {one.policy}"
             f"{' without fsdp_min_num_params' if _by_size_zero(one) else ''}: one group holds all."
@@ -383,7 +383,7 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
                 f"{checkpoint.path}: {name}",
                 f"A resume passes this step by, or fails: {how.partition(chr(10))[0]}",
                 "Its files are not those that its manifest lists.",
-                "See every step with shardwise verify PATH, and copy it again from a mirror if there is one.",
+                "Check every step with shardwise verify PATH, and copy the damaged ones again from a mirror if you have one.",
             )
 
 
@@ -464,7 +464,7 @@ def _pickles(facts: Facts) -> Iterator[Bite]:
         which = "this checkpoint" if len(found) == 1 else f"one of these {len(found)} checkpoints"
         yield Bite(
             _places(found),
-            f"Opening {which} can run any code that its author put in: {some(names)}.",
+            f"Opening {which} can run any code that its author put into it: {some(names)}.",
             "These files are pickles, and torch.load(weights_only=False) and DCP's reader execute them.",
             "If it is not your own, read it only with shardwise: shardwise convert PATH OUT --to checkpoint.",
         )
@@ -510,7 +510,7 @@ CHECKPOINTS = (
         when=lambda c: c.set_aside,
         bites=_aside,
         why="An earlier resume started from an older step and renamed the newer ones, or found one damaged.",
-        do="Compare with shardwise inspect PATH; delete those that you don't need, or resume from one by its path.",
+        do="Compare them with shardwise inspect PATH. Delete the ones that you don't need, or resume from one by its path.",
     ),
     each(
         _checkpoints,
@@ -519,7 +519,7 @@ CHECKPOINTS = (
         when=lambda c: c.leftovers,
         bites=lambda c: f"A save was killed or is under way: {some(c.leftovers)}.",
         why="These folders aren't steps; they take space until the next Checkpointer opens the directory and deletes them.",
-        do="If no run writes here now, find out why the last one ended (memory, disk, time limit) before you start the next.",
+        do="If no run writes here now, find out why the last run ended (memory, disk, time limit) before you start the next one.",
     ),
     each(
         _checkpoints,
@@ -565,7 +565,7 @@ CHECKPOINTS = (
         _checkpoints,
         ("checkpoint.unfinished", "DCP parts without .metadata", "torch.distributed.checkpoint"),
         when=lambda c: c.lacks_metadata,
-        bites="The checkpoint can't be loaded: it has parts of DCP and no .metadata.",
+        bites="The checkpoint can't be loaded: it has DCP parts but no .metadata.",
         why="Rank 0 writes that file last: the save was killed, or is still under way.",
         do="Use the previous checkpoint.",
     ),
@@ -607,7 +607,7 @@ def _model_alone(facts: Facts) -> Iterator[Bite]:
         else:
             yield Bite(
                 settings.path,
-                "The run can't be resumed: save_only_model leaves optimizer, scheduler and random states out.",
+                "The run can't be resumed: save_only_model leaves out the optimizer, the scheduler and the RNG states.",
                 "A resume then starts with fresh moments, and the loss jumps.",
                 "Set save_only_model to false, at least for the newest checkpoint.",
             )
@@ -638,7 +638,7 @@ TRAINER = (
         _arguments,
         ("trainer.data-skip", "ignore_data_skip", "case 17; accelerate#2016"),
         when=lambda s: s.values.get("ignore_data_skip"),
-        bites="After a resume, the run trains on some samples again and never on others.",
+        bites="After a resume, the run trains on some samples twice, and on others never.",
         why="ignore_data_skip restarts the data at the checkpoint's step.",
         do="Set it to false; shardwise's Trainer integration continues at the data position without reading through the data.",
     ),
@@ -654,8 +654,8 @@ TRAINER = (
         _arguments,
         ("trainer.checkpointing", "gradient_checkpointing under FSDP", "transformers#30404"),
         when=lambda s: s.values.get("gradient_checkpointing") and s.values.get("fsdp"),
-        bites="Each backward gathers every block one time more than necessary.",
-        why="gradient_checkpointing wraps inside of FSDP's groups, whose forward runs again with its all-gather.",
+        bites="Each backward pass gathers every block once more than necessary.",
+        why="gradient_checkpointing wraps modules inside FSDP's groups, whose forward runs again with its all-gather.",
         do="Set fsdp_config.activation_checkpointing instead.",
     ),
     each(
