@@ -1,6 +1,6 @@
 """Pretrained weights and training state, in and out of sharded (FSDP2/DTensor) PyTorch models.
 
-The rooms of the package, and which may import which: docs/architecture.md.
+docs/architecture.md describes the package's structure.
 """
 
 import typing as _typing

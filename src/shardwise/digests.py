@@ -719,7 +719,7 @@ def _plain_buffers(live: LiveModel) -> set[str]:
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
     """Compute a digest of a model's or tensor's content that doesn't depend on how it is sharded.
 
-    Returns 16 hexadecimal digits, as a checkpoint records them: a mapping by name for a model, a single one for a tensor. A digest detects
+    Returns 16 hexadecimal digits for a tensor, or a mapping from names to digits for a model, as a checkpoint records them. A digest detects
     errors, but it isn't cryptographic.
 
     For a model or a DTensor, every rank of the default process group must call it. Ranks exchange 8 bytes per tensor, or 16 with

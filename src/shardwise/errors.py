@@ -1,4 +1,4 @@
-"""The exceptions of shardwise. Each message says what is wrong and where, what was expected and found, and what to do next.
+"""shardwise's exceptions. Each message says what is wrong and where, what was expected and found, and what to do next.
 
 ::
 
@@ -170,10 +170,10 @@ class RankError(ShardwiseError):
 
 
 def is_damage(error: ShardwiseError) -> bool:
-    """Whether an error means that stored bytes are lost or wrong, on any rank.
+    """Whether an error means that stored bytes are missing or corrupted, on any rank.
 
     These aren't damage: a file that can't be read for another reason (too many open files, permissions, an unreachable server), a newer
-    format version, and valid state that doesn't fit the live objects. No step may be moved away because of them.
+    format version, and valid state that doesn't fit the live objects. They never justify moving a step out of the way.
     """
     return _is_all(error, IntegrityError, FormatError)
 

@@ -93,7 +93,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     own = _own_devices()
     states, why_not = _fitting(accelerator, own)
     if why_not:
-        raise StateError(f"{why_not}; restore random states in a process with the same devices")
+        raise StateError(f"{why_not}; restore RNG states in a process with the same devices")
     _set_devices(own, states)
     set_host()
 

@@ -133,7 +133,7 @@ def manifest_of_a_later_version(folder: Path) -> None:
 
 
 DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
-    pickled: (FormatError, TORCH, "not a file of torch.save"),
+    pickled: (FormatError, TORCH, "not a torch.save file"),
     pickled_by_torch: (FormatError, TORCH, "rejected: its pickle asks for"),
     pickled_compressed: (FormatError, TORCH, "compressed"),
     pickled_under_any_name: (SourceError, "", "give the path of the one"),

@@ -175,7 +175,7 @@ def test_the_same_chunk_twice_names_both_files(tmp_path: Path) -> None:
 def test_a_missing_chunk_is_refused(tmp_path: Path) -> None:
     write_slices(tmp_path / "0.safetensors", {"w": ((0, 0), (3, 2))})
     write_slices(tmp_path / "2.safetensors", {"w": ((4, 0), (1, 2))})
-    refused(tmp_path, "'w' is stored in part", "8 of 10 elements", "(5, 2)")
+    refused(tmp_path, "'w' is only partly stored", "8 of 10 elements", "(5, 2)")
 
 
 def test_chunks_that_disagree_are_refused(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_sharding_info_that_lies(tmp_path: Path, info: str) -> None:
 
 def test_a_chunk_far_away_allocates_nothing(tmp_path: Path) -> None:
     write_slices(tmp_path / SINGLE, {"w": ((2**61, 2**61), (2, 3))})
-    refused(tmp_path, "'w' is stored in part")
+    refused(tmp_path, "'w' is only partly stored")
 
 
 # --- no source at all ------------------------------------------------------------------------------------

@@ -30,14 +30,14 @@ from tests.harness.pool import RankPool
 #: Public layouts: words of the name → directories, each with its files. A name that ends in a slash is a folder.
 DIRECTORIES: dict[str, list[list[str]]] = {
     "NeMo": [["context/", "weights/"]],
-    "Megatron-LM": [
+    "Megatron-LM checkpoint": [
         ["latest_checkpointed_iteration.txt", "iter_0000003/"],
         ["mp_rank_00/"],
         ["mp_rank_00_001/"],
     ],
-    "Megatron-LM (torch_dist)": [[".metadata", "common.pt", "metadata.json", "__0_0.distcp"]],
-    "a run of verl": [["latest_checkpointed_iteration.txt", "global_step_100/", "global_step_200/"]],
-    "DeepSpeed (ZeRO)": [
+    "Megatron-LM checkpoint (torch_dist)": [[".metadata", "common.pt", "metadata.json", "__0_0.distcp"]],
+    "a verl run": [["latest_checkpointed_iteration.txt", "global_step_100/", "global_step_200/"]],
+    "DeepSpeed checkpoint (ZeRO)": [
         ["latest", "zero_to_fp32.py", "global_step3/"],
         ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
         ["config.json", "trainer_state.json", "global_step3/", "latest", "rng_state_0.pth"],
@@ -50,11 +50,11 @@ DIRECTORIES: dict[str, list[list[str]]] = {
             "huggingface/",
         ]
     ],
-    "Accelerate in parts of single ranks": [
+    "Accelerate checkpoint with one file per rank": [
         ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "scheduler.bin"],
         ["pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"],
     ],
-    "a pipeline of diffusers": [
+    "a diffusers pipeline": [
         ["model_index.json", "transformer/", "vae/"],
         ["model_index.json", "flux1-dev.safetensors"],
     ],
@@ -70,19 +70,19 @@ DIRECTORIES: dict[str, list[list[str]]] = {
 }
 FILES: dict[str, list[tuple[str, bytes]]] = {
     "NeMo": [("model.nemo", b"x" * 99)],
-    "Megatron-LM": [("model_optim_rng.pt", b"PK\x03\x04" + b"x" * 99)],
-    "Megatron-LM (torch_dist)": [("common.pt", b"PK\x03\x04" + b"x" * 99)],
-    "DeepSpeed (ZeRO)": [
+    "Megatron-LM checkpoint": [("model_optim_rng.pt", b"PK\x03\x04" + b"x" * 99)],
+    "Megatron-LM checkpoint (torch_dist)": [("common.pt", b"PK\x03\x04" + b"x" * 99)],
+    "DeepSpeed checkpoint (ZeRO)": [
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"PK\x03\x04"),
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"PK\x03\x04"),
     ],
     "verl, SkyRL or another RL engine": [("model_world_size_8_rank_7.pt", b"PK\x03\x04")],
-    "Accelerate in parts of single ranks": [("pytorch_model_fsdp_rank0.bin", b"PK\x03\x04")],
+    "Accelerate checkpoint with one file per rank": [("pytorch_model_fsdp_rank0.bin", b"PK\x03\x04")],
     "GGUF": [("model.gguf", b"GGUF\x03" + b"\0" * 99), ("renamed.safetensors", b"GGUF\x03" + b"\0" * 99)],
     "Flax": [("flax_model.msgpack", b"\x81" + b"\0" * 99)],
     "TensorFlow": [("tf_model.h5", b"\x89HDF\r\n\x1a\n" + b"\0" * 99)],
     "ONNX": [("model.onnx", b"\x08\x07" + b"\0" * 99)],
-    "one file of a checkpoint of torch.distributed.checkpoint": [
+    "a single file of a DCP checkpoint (torch.distributed.checkpoint)": [
         ("__0_0.distcp", b"PK\x03\x04"),
         (".metadata", b"\x80\x04"),
     ],
@@ -223,7 +223,7 @@ def test_a_folder_above_is_told_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "global_step_3").mkdir()
     make(tmp_path / "global_step_3/actor", ["model_world_size_1_rank_0.pt"])
     for call in CALLS.values():
-        with pytest.raises(SourceError, match="its folder actor is a checkpoint of verl"):
+        with pytest.raises(SourceError, match="its folder actor is a checkpoint from verl"):
             call(tmp_path / "global_step_3", tmp_path / "out")
 
 
@@ -234,7 +234,7 @@ def test_urls_too() -> None:
         files.pipe(f"/kinds/{name}", b"GGUF")
     for url, name in (("memory://kinds/zero", "DeepSpeed"), ("memory://kinds/one/model.gguf", "GGUF")):
         for call in ("catalog", "load", "verify", "diff", "convert", "export", "restore"):
-            with pytest.raises(SourceError, match=f"{url}: is a .*{name}.*which can't be read"):
+            with pytest.raises(SourceError, match=f"{url}: is an? .*{name}.*which can't be read"):
                 CALLS[call](url, "unwritten")
 
 
@@ -244,7 +244,7 @@ def test_what_is_recognized_and_not_ours_can_not_be_verified(tmp_path: Path) -> 
         with pytest.raises(SourceError, match=r"is a directory of weights.*shardwise convert"):
             CALLS[call](tmp_path, tmp_path / "out")
     (tmp_path / "trainer_state.json").write_text("{}")
-    with pytest.raises(SourceError, match="is a checkpoint of the HF Trainer, not a shardwise checkpoint"):
+    with pytest.raises(SourceError, match="is an HF Trainer checkpoint, not a shardwise checkpoint"):
         sw.verify(tmp_path)
 
 
@@ -253,11 +253,11 @@ def test_what_is_recognized_and_not_ours_can_not_be_verified(tmp_path: Path) -> 
     [
         (
             {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1"},
-            r"diffusers \(FluxTransformer2DModel\).*FluxTransformer2DModel.from_config",
+            r"diffusers model \(FluxTransformer2DModel\).*FluxTransformer2DModel.from_config",
         ),
         (
             {"architecture": "resnet50", "pretrained_cfg": {}},
-            r"timm \(resnet50\).*timm.create_model\('resnet50'\)",
+            r"timm model \(resnet50\).*timm.create_model\('resnet50'\)",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_checkpoint_file_of_lightning_or_stable_diffusion(tmp_path: Path) -> N
         assert torch.equal(again.weight, model.weight)
     report = sw.convert(tmp_path / "last.ckpt", tmp_path / "out")
     assert any(line.startswith("'optimizer_states': ") for line in report.skipped)
-    with pytest.raises(SourceError, match=r"is a file of torch\.save, without training state"):
+    with pytest.raises(SourceError, match=r"is a torch\.save file, without training state"):
         sw.restore(sw.TrainState(model=model), tmp_path / "last.ckpt")
 
 

@@ -636,7 +636,7 @@ KINDS: dict[str, Kind] = {
     "transparent wrapper": Kind(mlp, lambda p: Transparent(adamw(p))),
     "own state with an object": Kind(mlp, WithObject, "named", "optimizer: object"),
     "own state dict that fails": Kind(mlp, Silent, "named", "not on this machine"),
-    "own load that forgets": Kind(mlp, Forgets, "named", "optimizer: steps, which the object itself saved, was not taken"),
+    "own load that forgets": Kind(mlp, Forgets, "named", "optimizer: steps, which the object saved itself, was not accepted"),
     "own load that derives": Kind(mlp, OnLoad),
     "masters of bf16": Kind(lambda: mlp().bfloat16(), Masters),
     "state in a tensor subclass": Kind(mlp, Subclassed, "refused", "Wrapping, a tensor subclass"),

@@ -106,9 +106,9 @@ def test_state_that_does_not_fit_is_not_damage(ranks: RankPool, tmp_path: Path) 
         assert "allow_missing=" not in text  # restore takes no declarations
         assert "allow_unused=" not in text
         assert found["scheduler"][0] == "StateError"
-        assert "holds no scheduler" in found["scheduler"][1]
+        assert "contains no scheduler" in found["scheduler"][1]
         assert found["optimizer"][0] == "StateError"
-        assert "holds no optimizer" in found["optimizer"][1]
+        assert "contains no optimizer" in found["optimizer"][1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -570,7 +570,7 @@ ROWS: dict[str, Row] = {
     "gamma": bitwise(STEP, "scheduler.gamma", scheduler=lambda o: StepLR(o, 2, gamma=0.1)),
     "class of the scheduler": refused(STEP, "StepLR", scheduler=lambda o: ExponentialLR(o, gamma=0.5)),
     "no scheduler": named(STEP, "scheduler: not given", scheduler=None),
-    "a scheduler more": refused(ELASTIC, "holds no scheduler", scheduler=STEP.scheduler),
+    "a scheduler more": refused(ELASTIC, "contains no scheduler", scheduler=STEP.scheduler),
     "lr under a scheduler": bitwise(STEP, "optimizer.initial_lr", optimizer=adamw(lr=0.1)),
     "T_max": bitwise(COSINE, "scheduler.T_max", scheduler=lambda o: CosineAnnealingLR(o, 50)),
     "eta_min": bitwise(COSINE, "scheduler.eta_min", scheduler=lambda o: CosineAnnealingLR(o, 20, eta_min=0.005)),

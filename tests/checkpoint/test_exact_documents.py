@@ -45,7 +45,7 @@ def test_paths_that_read_alike_are_two() -> None:
     one, two = ("a.b",), ("a", "b")
     assert list(differing_leaves([(one, 7), (two, 8)], [(one, 7), (two, 8)], (), "model")) == []
     (line,) = differing_leaves([(one, 9), (two, 8)], [(one, 7), (two, 8)], (), "model")
-    assert "was not taken back" in line
+    assert "was not accepted" in line
     lost = split_storable([(one, object()), (two, object())], "model").not_stored
     assert len(lost) == 2
     only = split_storable([(one, object())], "model").not_stored
@@ -125,7 +125,7 @@ class Zeroes(Extra):
         (
             Ignores,
             (
-                "modules['']: the object that received it returns a different state than the stored one ('held')",
+                "modules['']: the object that received it returned a different state than the stored one ('held')",
             ),
         ),
         (Zeroes, ()),  # the weight is filled again
@@ -146,7 +146,7 @@ def test_extra_state_is_asked_for_again(tmp_path: Path, kind: type[Extra], lines
         (
             Forgets,
             (
-                "extra.meter: the object that received it returns a different state than the stored one ('best')",
+                "extra.meter: the object that received it returned a different state than the stored one ('best')",
             ),
         ),
     ],
@@ -171,7 +171,7 @@ def test_a_scheduler_is_asked_again(tmp_path: Path) -> None:
     (line,) = report.skipped
     assert (
         line
-        == "scheduler: the object that received it returns a different state than the stored one ('gamma')"
+        == "scheduler: the object that received it returned a different state than the stored one ('gamma')"
     )
     assert sw.restore(state(0.5), tmp_path / "c").exact
 

@@ -51,9 +51,9 @@ def test_parts_resume_bitwise_and_merge_into_a_checkpoint(ranks, tmp_path, monke
     assert report.problems == ()
     assert not report.ok
     assert report.part is not None
-    assert report.part.startswith("holds part 2 of 2 of the step")
+    assert report.part.startswith("contains part 2 of 2 of the step")
     assert "has the files of ranks 0" in report.part
-    with pytest.raises(CheckpointError, match=r"holds part 1 of 2 .*; host .* has the files of ranks 1\."):
+    with pytest.raises(CheckpointError, match=r"contains part 1 of 2 .*; host .* has the files of ranks 1\."):
         quick_check(str(parts[0]), 3)
     with pytest.raises(CheckpointError, match=r"rsync -a"):  # for restore, convert and export
         catalog_of_checkpoint(parts[1])
@@ -130,13 +130,13 @@ def test_the_newest_step_that_all_hosts_hold(ranks, tmp_path):
         assert len(aside) == 1, name
     kind, text = by_name["away"]
     assert kind == "CheckpointError"
-    assert "the hosts of this run hold part 1 of 2 of the step" in text
+    assert "this run's hosts have part 1 of 2 of the step" in text
     assert "has the files of ranks 2" in text
     assert "rsync -a " in text
     assert (tmp_path / "away/host-0/run/step-00000005").is_dir()
     assert by_name["merged"] == (5, digests[5], True)
     kind, text = by_name["one unmerged"]
-    assert "holds part 1 of 2 of the step" in text
+    assert "contains part 1 of 2 of the step" in text
     assert (tmp_path / "one unmerged/host-0/run/step-00000005").is_dir()
 
     found = ranks.run_ranks(2, fns.resume_each, [(str(tmp_path / "other ranks"), [1, 0], True)])
@@ -217,7 +217,7 @@ def test_of_two_half_published_steps_of_one_name_a_whole_one_is_published(ranks,
     cases = [(str(away), [0, 1, 1], True), (str(hosts), [0, 1, 2], True), (str(away), [0, 1, 2], True)]
     for refused, *resumed in ranks.run_ranks(3, fns.resume_each, cases):
         assert refused[0] == "CheckpointError"
-        assert "the hosts of this run hold" in refused[1]
+        assert "this run's hosts have" in refused[1]
         assert resumed == [(1, digests[1], True)] * 2, resumed
 
 

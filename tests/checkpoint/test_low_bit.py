@@ -84,7 +84,7 @@ def test_on_other_ranks_states_and_steps_are_those_of_states_placed_by_hand(
 def test_a_chain_of_meshes_gives_the_same_digests(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str
 ) -> None:
-    """Three ranks, of which one holds no row of ``two``, save what two saved."""
+    """Three ranks, of which one contains no row of ``two``, save what two saved."""
     root, _ = saved(ranks, tmp_path_factory, name)
     source = root / STEP
     for stop, (world_size, mesh_kind) in enumerate([(3, "fsdp"), (4, "hsdp"), (1, "plain"), (2, "fsdp")]):

@@ -39,8 +39,8 @@ def test_what_does_not_fit_is_named(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.errors, str(tmp_path / "a")):
         assert "model critic: not given to this run" in found["less"]
         assert "optimizers.value: not given to this run" in found["less"]
-        assert "holds models ['actor', 'critic'], this run has judge, too" in found["more"]
-        assert "this run has model, too" in found["single"]
+        assert "holds models ['actor', 'critic'], but this run also has judge" in found["more"]
+        assert "this run also has model" in found["single"]
         assert found["name"].startswith("StateError: model={…}: names must be words")
         assert found["none"].startswith("StateError: model={}: holds none")
 

@@ -107,23 +107,23 @@ def aliased(meddler: Meddler, model: Any) -> None:
 NAMED: dict[str, tuple[Callable[[Meddler, Any], object], str]] = {
     "state in place": (
         lambda m, model: m.optimizer.state[model.weight]["exp_avg"].add_(1),
-        "optimizer: state[0].exp_avg was changed when another object took its state",
+        "optimizer: state[0].exp_avg was changed when another object was restored",
     ),
     "another parameter": (
         lambda m, model: setattr(model, "weight", nn.Parameter(m.shadow.clone())),
-        "model: weight is another tensor since another object took its state",
+        "model: weight was replaced with a different tensor when another object was restored",
     ),
     "itself, by what was put right": (
         aliased,
-        "extra.meddler: the object that received it returns a different state than the stored one ('shadow')",
+        "extra.meddler: the object that received it returned a different state than the stored one ('shadow')",
     ),
     "a scheduler that has its state": (
         lambda m, model: setattr(m.state.scheduler, "gamma", 0.7),
-        "scheduler: the object that received it returns a different state than the stored one ('gamma')",
+        "scheduler: the object that received it returned a different state than the stored one ('gamma')",
     ),
     "what the model says": (
         lambda m, model: setattr(model, "calls", 99),
-        "model: calls, which the object itself saved, was not taken back by its load_state_dict",
+        "model: calls, which the object saved itself, was not accepted by its load_state_dict",
     ),
 }
 

@@ -562,7 +562,7 @@ def test_export_under_torchrun(saved: Path, tmp_path: Path) -> None:
     step = saved / "step-00000020"
     status, out, err = finish(start("export", saved, tmp_path / "two", "--json", launch=launch))
     assert status == 0, err
-    assert err.count("took step 20, the newest valid one") == 1
+    assert err.count("using step 20, the newest valid one") == 1
     assert json.loads(out)["tensors"] == 36
     assert run_json("export", step, tmp_path / "one")["tensors"] == 36
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
@@ -579,7 +579,7 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
     assert run_json("diff", saved / "step-00000010", tmp_path / "again")["ok"]
     shown = run("convert", model, tmp_path / "from-hub", "--to", "checkpoint")
     assert shown.exit_code == 0
-    assert "36 tensors, 0 of optimizers" in shown.stdout
+    assert "36 tensors, 0 optimizer tensors" in shown.stdout
     document = run_json("convert", tmp_path / "from-hub", tmp_path / "hub", "--to", "hf")
     assert document["tensors"] == 36
     (file,) = (tmp_path / "hub").glob("*.safetensors")
@@ -725,15 +725,15 @@ def test_a_directory_of_steps_stands_for_its_newest_valid_one(
     found = run(command, saved, *rest)
     assert found.exit_code == 0, found.output
     newest = f"{saved}/step-00000020"
-    assert f"{saved}: took step 20, the newest valid one: {newest}\n" in found.stderr
+    assert f"{saved}: using step 20, the newest valid one: {newest}\n" in found.stderr
     truncate(slice_file(steps / "step-00000020"))
     found = run(command, steps, *[word.replace("out", "older") for word in rest])
-    assert f"{steps}: took step 10, the newest valid one: {steps}/step-00000010\n" in found.stderr
+    assert f"{steps}: using step 10, the newest valid one: {steps}/step-00000010\n" in found.stderr
     assert found.exit_code == 0, found.output
     (steps / "step-00000010" / "manifest.json").unlink()
     found = run(command, steps, *[word.replace("out", "none") for word in rest])
     assert found.exit_code == 1
-    assert "holds no valid step" in found.stderr
+    assert "contains no valid step" in found.stderr
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan", "export", "convert"])

@@ -101,7 +101,7 @@ def test_verify(hosts: Path, damaged: Path, torn: Path, tmp_path: Path) -> None:
     one = run("verify", part(hosts, 1))
     assert one.exit_code == 3, one.output
     check_text(one.output)
-    assert "not proved as a whole" in one.output
+    assert "not fully verified" in one.output
     report = run_json("verify", part(hosts, 0), status=3)
     assert report["problems"] == []
     assert not report["ok"], "a script that deletes the originals after it must not go on"

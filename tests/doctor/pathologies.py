@@ -352,7 +352,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "model.damaged-file", "damaged or truncated", _model(damaged={"model.safetensors": "too short"})
     ),
     Pathology("model.outside", "Do not load this model", _model(outside=("../../etc/passwd",))),
-    Pathology("model.lfs-pointer", "holds no weights", _model(pointers=("model.safetensors",))),
+    Pathology("model.lfs-pointer", "contains no weights", _model(pointers=("model.safetensors",))),
     Pathology("model.pickle", "can run any code", _model(pickles=("pytorch_model.bin",))),
     Pathology("model.index", "tensor 'a' is stored twice", _model(problem="tensor 'a' is stored twice")),
     Pathology("model.two-formats", "lacks 2 tensors", _model(only_pickled=("a", "b"))),
@@ -404,8 +404,8 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "checkpoint.incomplete",
-        "checkpoint-150 has no scheduler and random states: the HF Trainer then restores neither scheduler nor optimizer",
-        _checkpoint(path="/x/checkpoint-150", kind="full", lost=("scheduler", "random states")),
+        "checkpoint-150 has no scheduler and RNG states: the HF Trainer then restores neither scheduler nor optimizer",
+        _checkpoint(path="/x/checkpoint-150", kind="full", lost=("scheduler", "RNG states")),
     ),
     Pathology(
         "checkpoint.incomplete",
@@ -508,10 +508,8 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("ranks.not-shared", "rank 3 (node3) did not see", _rank(3, unseen={"/data/run": (0, 1, 2)})),
     Pathology(
         "path.foreign",
-        "No command of shardwise reads it: it is a model in GGUF",
-        replace(
-            HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a model in GGUF", instead="Take another."),)
-        ),
+        "No command of shardwise reads it: it is a GGUF model",
+        replace(HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a GGUF model", instead="Take another."),)),
     ),
     Pathology("path.absent", "there is no such file or directory", replace(HEALTHY, absent=("/nope",))),
     Pathology("path.unknown", "Nothing was checked here", replace(HEALTHY, unknown=("/x/config.json",))),

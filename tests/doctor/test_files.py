@@ -311,7 +311,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LOST = {
     "optimizer.pt": "checkpoint-4 has no optimizer: a resume from it starts with fresh moments, and the loss jumps.",
     "scheduler.pt": "checkpoint-4 has no scheduler: the HF Trainer then restores neither scheduler nor optimizer",
-    "rng_state.pth": "checkpoint-4 has no random states: dropout",
+    "rng_state.pth": "checkpoint-4 has no RNG states: dropout",
     "model.safetensors": "checkpoint-4 lacks model.safetensors, which the checkpoints next to it have.",
 }
 
@@ -359,7 +359,7 @@ def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: se
         found(tmp_path / "out"),
         here,
         "checkpoint.incomplete",
-        words="no optimizer, scheduler and random states",
+        words="no optimizer, scheduler and RNG states",
     )
     given = arguments(tmp_path / "args.json", fsdp="", fsdp_config={}, save_only_model=True)
     check(found(tmp_path / "out", given), here, "checkpoint.model-only")
@@ -400,7 +400,7 @@ def test_files_of_a_trainers_run_stand_for_themselves(trained: Path, tmp_path: P
     torch.save(real, tmp_path / "training_args.bin")
     check(found(tmp_path / "training_args.bin"), here, "trainer.data-skip")
     torch.save({"weights": torch.ones(2)}, tmp_path / "training_args.bin")
-    with pytest.raises(FormatError, match="holds no arguments of the HF Trainer"):
+    with pytest.raises(FormatError, match="contains no arguments of the HF Trainer"):
         found(tmp_path / "training_args.bin")
 
 

@@ -334,7 +334,7 @@ def test_the_command(fp8: Path, tmp_path: Path) -> None:
     given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
     failed = runner().invoke(main, given)
     assert failed.exit_code == 2
-    assert "--quantize as-source and --source need each other" in " ".join(failed.stderr.split())
+    assert "--quantize as-source and --source must be used together" in " ".join(failed.stderr.split())
     done = runner().invoke(main, [*given, "--source", str(fp8)])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())

@@ -127,7 +127,7 @@ def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> N
         )
         kind, text = one["away"]
         assert kind == "CheckpointError"
-        assert "the hosts of this run hold part 1 of 2" in text
+        assert "this run's hosts have part 1 of 2" in text
         assert "rsync -a" in text
         assert one["url"][0] == one["fallback"][0] == "CheckpointError"
         assert "checkpoint_root is a URL" in one["url"][1]

@@ -53,7 +53,7 @@ def test_falls_back_to_plain_trainers(ranks: RankPool, hub: Path, tmp_path: Path
     for report in (first, second, lost):
         assert (report.step, report.saved_world_size, report.exact, report.digest) == (3, 1, False, "")
         assert report.tensors == found["parameters"]
-        assert any("plain Trainer, which records no digests" in line for line in report.differences)
+        assert any("plain Trainer, which doesn't record digests" in line for line in report.differences)
     assert (first.optimizer_tensors, first.documents) == (3 * first.tensors, ("scheduler",))
     assert (lost.optimizer_tensors, lost.documents) == (0, ())
     assert first.damaged == {}
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_the_model_only(ranks: RankPool, hub: Path, tmp_path: Pa
 def test_a_malformed_place_in_the_data_is_damage(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     """Raw errors of Python ended train, also where an older checkpoint was there."""
     for rank in ranks.run_ranks(2, fns.malformed_places, str(hub), str(tmp_path / "run"), timeout_s=150):
-        assert "checkpoint-9/state.json: extra.trainer: holds no global_batch_size" in rank[9]
-        assert "checkpoint-6/rank/00001.json: extra.data: holds no epoch" in rank[6]
+        assert "checkpoint-9/state.json: extra.trainer: contains no global_batch_size" in rank[9]
+        assert "checkpoint-6/rank/00001.json: extra.data: contains no epoch" in rank[6]
         assert sorted(rank["damaged"]) == [6, 9]
         assert rank["step"] == 3

@@ -101,7 +101,7 @@ def test_the_search_passes_a_malformed_one_by(step: Path) -> None:
     damaged: dict[str, tuple[int, str]] = {}
     with pytest.raises(sw.errors.NoCheckpointError):
         newest([trainer_line_of(str(step.parent))], damaged, OneForAll())
-    assert "holds no extra.trainer" in damaged[str(step)][1]
+    assert "contains no extra.trainer" in damaged[str(step)][1]
 
 
 def test_a_run_that_lost_the_directory_renames_nothing(step: Path) -> None:

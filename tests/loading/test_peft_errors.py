@@ -53,7 +53,7 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no directory": ("SourceError", ("no directory: no such directory",)),
     "no config": ("SourceError", ("no config: no adapter_config.json",)),
     "no tensors": ("SourceError", ("no tensors: no adapter_model.safetensors",)),
-    "pickled": ("FormatError", ("adapter_model.bin: not a file of torch.save",)),
+    "pickled": ("FormatError", ("adapter_model.bin: not a torch.save file",)),
     "not a config": ("FormatError", ("adapter_config.json: not a config that PEFT can read",)),
     "other rank": ("PlanError", ("'default': r is 2 in", "but 4 in the model")),
     "other alpha": ("PlanError", ("'default': lora_alpha is 99 in", "but 8 in the model")),

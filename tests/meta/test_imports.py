@@ -19,16 +19,18 @@ import shardwise
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 
-#: The rooms of the package in five storeys, and in one total order: a module imports from its own room or an earlier one, wherever in the file
+#: The rooms of the package in five layers, and in one total order: a module imports from its own room or an earlier one, wherever in the file
 #: the import stands. "" is the package itself, which gathers the public names.
-STOREYS = {
-    "ground": ("errors", "dtypes", "objects", "storage", "limits", "gates", "names", "internals", "host"),
+LAYERS = {
+    "base": ("errors", "dtypes", "objects", "storage", "limits", "gates", "names", "internals", "host"),
     "tensors and sources": ("tensors", "format", "ranks", "catalog", "digests", "quantized", "rng"),
     "plan and engine": ("models", "planning", "engine", "operations", "sharding"),
     "flows": ("loading", "publish", "state", "checkpoint", "runs", "export"),
-    "faces": (*("fit", "api", "reports", "", "integrations", "doctor", "report", "demo", "cli", "__main__"),),
+    "user-facing": (
+        *("fit", "api", "reports", "", "integrations", "doctor", "report", "demo", "cli", "__main__"),
+    ),
 }
-ORDER = tuple(room for rooms in STOREYS.values() for room in rooms)
+ORDER = tuple(room for rooms in LAYERS.values() for room in rooms)
 
 #: Fewer rooms than that keep a module in one of them.
 FEW = 5

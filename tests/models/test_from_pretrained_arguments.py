@@ -170,7 +170,7 @@ def test_which_files_of_a_repository() -> None:
     }
     inner = ["inner/config.json", "inner/model.safetensors"]
     assert chosen([*documents, *inner, "model.safetensors"], subfolder="inner") == set(inner)
-    with pytest.raises(SourceError, match=r"is a model in GGUF"):
+    with pytest.raises(SourceError, match=r"is a GGUF model"):
         chosen(["config.json", "q4.gguf"])
 
 

@@ -169,7 +169,7 @@ def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> No
         "wrong token": ["refused the token"],
         "no such": ["no such directory here", "has no such model"],
         "no such revision": ["nothing at revision 'v9'"],
-        "no weights": ["holds no model.safetensors"],
+        "no weights": ["contains no model.safetensors"],
         "broken": ["download", "failed"],
         "broken, offline": ["Run once online"],
     }.items():

@@ -728,7 +728,7 @@ def test_the_command(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path, said in (
         (tmp_path / "empty", "holds nothing to report"),
         (tmp_path / "nowhere", "no such file"),
-        (tmp_path / "other.jsonl", "holds no losses: expected a ledger"),
+        (tmp_path / "other.jsonl", "contains no losses: expected a ledger"),
     ):
         done = run(path, "--out", out)
         assert (done.exit_code, said in done.stderr) == (1, True), done.output

@@ -145,7 +145,7 @@ def test_a_checkpoint_is_cut_anew(ranks: RankPool, tmp_path: Path) -> None:
         assert rank["digests"] == first["digests"]
         assert rank["losses"] == first["losses"]
         assert not rank["exact"]
-        lost = "random states and number of ranks of the saved run are not in it"
+        lost = "the saved run's RNG states and number of ranks are not in it"
         assert rank["differences"] == (f"converted from checkpoint: {lost}",)
     file = sorted((tmp_path / "four" / "model").glob("*.safetensors"))[0]
     content = bytearray(file.read_bytes())
@@ -218,7 +218,7 @@ def test_state_of_a_shape_of_its_own_is_refused(tmp_path: Path) -> None:
         sw.convert(tmp_path, tmp_path / "out")
     state = {"stranger": {"exp_avg": weight}}
     torch.save({"state": state, "param_groups": [{"params": ["stranger"]}]}, tmp_path / "optimizer.bin")
-    with pytest.raises(StateError, match="stranger, which the model lacks"):
+    with pytest.raises(StateError, match="stranger, which the model doesn't have"):
         sw.convert(tmp_path, tmp_path / "out")
 
 

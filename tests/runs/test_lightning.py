@@ -64,7 +64,7 @@ def test_a_lightning_module_around_a_transformers_model(
 
     report = sw.convert(folder, tmp_path / "converted", config=hub)
     assert report.caveats == (
-        "tensors were taken from 'model.', the part of the saved module that has all names of the model",
+        "tensors were taken from 'model.', the part of the saved module that contains all of the model's names",
     )
     assert "seen: not used by the model's class" in report.skipped
     model = sw.load_pretrained(hub)

@@ -58,9 +58,9 @@ def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
     assert [line.split()[1:3] for line in shown.splitlines() if " of the HF Trainer " in line] == [
         ["not", "checked"]
     ] * 2
-    assert "not checked: without checksums; shardwise doctor" in shown
+    assert "not checked: no checksums; shardwise doctor" in shown
     assert (
-        "Checkpoints of the HF Trainer, at step 4 of 4: they don't record from which step a start resumed"
+        "Checkpoints of the HF Trainer, at step 4 of 4: they don't record which step a launch resumed from"
         in shown
     )
     assert_narrow("inspect", trained)
@@ -81,7 +81,7 @@ def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     losses = json.loads((trained / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert "trainer_state.json" in page
-    assert "record from which step a start resumed" in page
+    assert "record which step a launch resumed from" in page
     assert page.count("not checked") >= 2
     assert "No valid checkpoint" not in page
     assert sum("loss" in entry for entry in losses) == 4
@@ -91,7 +91,7 @@ def test_a_trainers_own(trained: Path, tmp_path: Path) -> None:
 def test_the_newest_step_of_a_trainer(trained: Path, tmp_path: Path) -> None:
     status, shown = run("export", trained, tmp_path / "export")
     assert status == 0, shown
-    assert f"took step 4, the newest one (not checked): {trained}/checkpoint-4" in shown
+    assert f"using step 4, the newest one (not checked): {trained}/checkpoint-4" in shown
     assert (tmp_path / "export" / "config.json").is_file()
 
 

@@ -113,7 +113,7 @@ def test_what_can_not_be_read_is_named(
     (tmp_path / "nothing").mkdir()
     paths = [str(tmp_path / name) for name in ("ranks", "ranks-numbered", "nothing")]
     for per_rank, numbered, nothing in ranks.run_ranks(2, fns.errors_of, paths):
-        assert "is a checkpoint of Accelerate in parts of single ranks" in per_rank
+        assert "is an Accelerate checkpoint with one file per rank" in per_rank
         assert "FULL_STATE_DICT" in per_rank
         assert "by parameter number, in groups of [1, 13]; this run's has groups of [14]" in numbered
         assert "not a checkpoint" in nothing
@@ -131,7 +131,7 @@ def test_a_dcp_directory_that_lacks_what_is_asked_for(ranks: RankPool, tmp_path:
     assert len(found["same"]) == 14 * 3
     assert all(found["same"])
     assert found["rate"] == 1e-2
-    assert any("matched by their positions" in line for line in found["said"])
+    assert any("matched by position" in line for line in found["said"])
     assert "no entry 'lr_scheduler' or 'scheduler' in the state dict" in found["scheduler"][1]
     assert ".bin" not in found["scheduler"][1]
     assert found["model"] == "restored"

@@ -81,7 +81,7 @@ class _Reader:
         try:
             content = bytes(one.files.node(one.files.inner(one.ring.readable(name)) or "").content)
         except OSError as error:
-            raise CheckpointError(f"host {self._host}: does not hold {name}") from error
+            raise CheckpointError(f"host {self._host}: doesn't have {name}") from error
         found = bytearray(content[start : start + nbytes])
         if one.files.labels is not None:
             one.files.labels.add(_LABEL)

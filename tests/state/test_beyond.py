@@ -84,7 +84,7 @@ def test_a_checkpoint_from_before_there_were_such_documents(tmp_path: Path) -> N
     report = sw.restore(sw.TrainState(model=Holder(3)), tmp_path / "c")
     assert not report.exact
     assert report.differences == (
-        "model: held, which the object itself would save, is not in the checkpoint",
+        "model: held, which the object would save itself, is not in the checkpoint",
         "model: Linear when saved, Holder now",
     )
 
@@ -93,7 +93,7 @@ def test_an_object_that_does_not_take_it_now(tmp_path: Path) -> None:
     sw.save(sw.TrainState(model=Holder(3)), tmp_path / "c")
     report = sw.restore(sw.TrainState(model=nn.Linear(2, 2)), tmp_path / "c")
     assert not report.exact
-    assert "model: held, which the object itself saved, was not taken back" in report.differences[0]
+    assert "model: held, which the object saved itself, was not accepted" in report.differences[0]
 
 
 class Fails(Holder):

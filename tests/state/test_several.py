@@ -81,5 +81,5 @@ def test_a_plain_mapping_is_several_objects_everywhere() -> None:
     assert data_caveats(several) == ("it is a member",)
     assert isinstance(classes_of(training(several))["scheduler"], dict)
     assert not reaches_others({"inner": StepLR(optimizer, 1)})
-    with pytest.raises(sw.errors.StateError, match=r"holds no extra\.one"):
+    with pytest.raises(sw.errors.StateError, match=r"contains no extra\.one"):
         check_state(several, {}, "extra.one")

@@ -228,7 +228,7 @@ def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="only read"):
         sw.copy_checkpoint(step, "memory://box/step")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError, match="holds no file"):
+    with pytest.raises(SourceError, match="contains no file"):
         sw.copy_checkpoint(tmp_path / "empty", f"{ROOT}/empty")
 
 

@@ -113,7 +113,7 @@ def test_a_mirror_of_another_run(proxy: Proxy, mirror: str, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="did not resume from"):
         save_each(tmp_path / "two", mirror, 2)
     save_each(tmp_path / "two", f"{mirror}-2", 2)
-    with pytest.raises(CheckpointError, match="the steps of another run than"):
+    with pytest.raises(CheckpointError, match="steps from a different run than"):
         resumed(tmp_path / "two", mirror)
 
 
@@ -159,7 +159,7 @@ def test_a_mirror_of_another_run_where_the_newest_step_is_damaged(
     save_each(tmp_path / "one", mirror, 5)
     save_each(tmp_path / "two", f"{mirror}-2", 1, 2)
     damage(tmp_path / "two", 2, "manifest.json")
-    with pytest.raises(CheckpointError, match="the steps of another run than"):
+    with pytest.raises(CheckpointError, match="steps from a different run than"):
         resumed(tmp_path / "two", mirror)
 
 

@@ -89,7 +89,7 @@ def test_what_is_damaged_or_lost(proxy: Proxy, server: S3Server, tmp_path: Path)
     server.put("third/cut.pt", content[:-100])
     server.put("third/empty.pt", b"")
     for name in ("cut", "empty"):
-        with pytest.raises(SourceError, match=r"not a file of torch\.save"):
+        with pytest.raises(SourceError, match=r"not a torch\.save file"):
             open_catalog(f"{ROOT}/{name}.pt")
     with pytest.raises(SourceError, match="no such file"):
         open_catalog(f"{ROOT}/none.pt")

@@ -92,7 +92,7 @@ def test_elements_that_share_memory_are_refused() -> None:
     """The last one that a load writes would count for all of them."""
     model = nn.Linear(3, 2, bias=False)
     model.weight = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
-    with pytest.raises(LayoutError, match=r"weight: .* stores several elements in one place"):
+    with pytest.raises(LayoutError, match=r"weight: .* stores several elements at the same address"):
         describe(model).layout()
     model.weight = nn.Parameter(torch.zeros(4, 3)[::2])
     assert describe(model).layout().local_nbytes == 24

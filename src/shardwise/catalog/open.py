@@ -105,7 +105,7 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
             return found
         if not has_safetensors(root):
             raise SourceError(
-                "holds no model: its state dict has an optimizer, or values that aren't tensors", path=root
+                "contains no model: its state dict has an optimizer, or values that aren't tensors", path=root
             )
         return catalog_of_safetensors(root)
     return catalog_of_safetensors(root) if has_safetensors(root) else _without_safetensors(root)
@@ -135,7 +135,7 @@ def _of_transformers(root: str, choice: Choice) -> Catalog | None:
     if weights is None:
         if choice.is_asked:
             names = " and no ".join(choice.candidates)
-            raise SourceError(f"holds no {names}, or none that fits {choice}", path=root)
+            raise SourceError(f"contains no {names}, or none that fits {choice}", path=root)
         return None
     found = (
         _of_pickles(root, weights, choice)

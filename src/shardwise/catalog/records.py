@@ -296,7 +296,7 @@ def assemble(name: str, dtype: str, chunks: Iterable[Chunk]) -> StoredTensor:
     held = sum(c.box.numel for c in found)
     if held != whole(shape).numel:
         raise FormatError(
-            f"tensor {name!r} is stored in part: its chunks hold {held} of {whole(shape).numel} elements of "
+            f"tensor {name!r} is only partly stored: its chunks contain {held} of {whole(shape).numel} elements of "
             f"shape {shape}; a slice file is missing",
             path=found[0].path,
         )
@@ -370,31 +370,31 @@ _MEGATRON = (
 #: In this order: the first whose marks are all there.
 KINDS: tuple[Kind, ...] = (
     Kind(
-        name="a checkpoint of NeMo (Megatron's parallel layout)",
+        name="a NeMo checkpoint (Megatron's parallel layout)",
         marks=(r"context", r"weights"),
         file=r".*\.nemo",
         instead="Export it with NeMo: nemo.collections.llm.export_ckpt(path='{path}', target='hf', output_path=OUT); then give OUT",
     ),
     Kind(
-        name="a run of verl (global_step_N)",  # verl's file has the same name as Megatron-LM's
+        name="a verl run (global_step_N)",  # verl's file has the same name as Megatron-LM's
         marks=(r"latest_checkpointed_iteration\.txt", r"global_step_\d+"),
         instead="Merge one of its steps with verl's own tool: python -m verl.model_merger merge --backend fsdp --local_dir "
         "{path}/global_step_N/actor --target_dir OUT; then give OUT",
     ),
     Kind(
-        name="a checkpoint of Megatron-LM",
+        name="a Megatron-LM checkpoint",
         marks=(r"latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*|iter_\d{7}",),
         file=r"model_optim_rng\.pt|distrib_optim\.pt",
         instead=_MEGATRON,
     ),
     Kind(
-        name="a checkpoint of Megatron-LM (torch_dist)",
+        name="a Megatron-LM checkpoint (torch_dist)",
         marks=(r"common\.pt", r"metadata\.json"),
         file=r"common\.pt",
         instead=_MEGATRON,
     ),
     Kind(
-        name="a checkpoint of DeepSpeed (ZeRO)",
+        name="a DeepSpeed checkpoint (ZeRO)",
         marks=(
             r"zero_to_fp32\.py|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
         ),
@@ -404,45 +404,45 @@ KINDS: tuple[Kind, ...] = (
         "has the whole model: give the path of that file",
     ),
     Kind(
-        name="a checkpoint of verl, SkyRL or another RL engine (parts of single ranks)",
+        name="a checkpoint from verl, SkyRL or another RL engine (one file per rank)",
         marks=(r"(model|optim)_world_size_\d+_rank_\d+\.pt",),
         file=r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",
         instead="Merge them with the engine's own tool: python -m verl.model_merger merge --backend fsdp --local_dir {folder} "
         "--target_dir OUT; then give OUT",
     ),
     Kind(
-        name="a checkpoint of Accelerate in parts of single ranks (use_dcp=False or LOCAL_STATE_DICT)",
+        name="an Accelerate checkpoint with one file per rank (use_dcp=False or LOCAL_STATE_DICT)",
         marks=(r"(pytorch_model_fsdp|pytorch_model|optimizer)(_\d+)?_rank\d+\.bin",),
         file=r"(pytorch_model_fsdp|pytorch_model|optimizer)(_\d+)?_rank\d+\.bin",
         instead="The place of each part in its tensor isn't stored. Resume it once with Accelerate at the same number of ranks, and save "
         "there with SHARDED_STATE_DICT (use_dcp=True) or FULL_STATE_DICT",
     ),
     Kind(
-        name="a pipeline of diffusers (model_index.json)",
+        name="a diffusers pipeline (model_index.json)",
         marks=(r"model_index\.json",),
         unless=_NAMED_WEIGHTS,  # a pipeline often has its weights for other programs, too: flux1-dev.safetensors
         instead="Give the directory of one of its models, e.g. {path}/transformer, {path}/unet or {path}/vae",
     ),
     Kind(
-        name="a sharded checkpoint of Lightning",
+        name="a sharded Lightning checkpoint",
         marks=(r"\.metadata", r"meta\.pt"),
         works=_RESTORED,
         instead=_CONVERT,
     ),
     Kind(
-        name="a checkpoint of torch.distributed.checkpoint (DCP)",
+        name="a DCP checkpoint (torch.distributed.checkpoint)",
         marks=(r"\.metadata",),
         works=_RESTORED,
         instead=_CONVERT,
     ),
     Kind(
-        name="a checkpoint of the HF Trainer",
+        name="an HF Trainer checkpoint",
         marks=(r"trainer_state\.json",),
         works=_RESTORED,
         instead=_CONVERT,
     ),
     Kind(
-        name="a checkpoint of Accelerate (save_state)",
+        name="an Accelerate checkpoint (save_state)",
         marks=(
             r"pytorch_model_fsdp(_\d+)?(\.bin)?|optimizer_\d+|optimizer(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|scheduler(_\d+)?\.bin",
         ),
@@ -450,19 +450,19 @@ KINDS: tuple[Kind, ...] = (
         instead=_CONVERT,
     ),
     Kind(
-        name="a distributed checkpoint of transformers (slices)",
+        name="a distributed transformers checkpoint (slices)",
         marks=(r"shard-\d+-model-\d+-of-\d+\.safetensors",),
         works=_RESTORED,
         instead=_CONVERT,
     ),
     Kind(
-        name="a checkpoint of Orbax (JAX)",
+        name="an Orbax checkpoint (JAX)",
         marks=(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+",),
         instead="Restore it in JAX (orbax.checkpoint.StandardCheckpointer().restore(path)) and write the tensors with "
         "safetensors.flax.save_file(…, 'model.safetensors'); then give that file",
     ),
     Kind(
-        name="a model in GGUF (llama.cpp)",
+        name="a GGUF model (llama.cpp)",
         marks=(r".*\.gguf",),
         file=r".*\.gguf",
         first=b"GGUF",
@@ -470,14 +470,14 @@ KINDS: tuple[Kind, ...] = (
         "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT); then give OUT",
     ),
     Kind(
-        name="a model of Flax (msgpack)",
+        name="a Flax model (msgpack)",
         marks=(r"flax_model.*\.msgpack.*|.*\.msgpack",),
         file=r".*\.msgpack",
         instead="Use the model's safetensors, or convert it with transformers 4: "
         "AutoModel.from_pretrained(DIR, from_flax=True).save_pretrained(OUT); then give OUT",
     ),
     Kind(
-        name="a model of TensorFlow",
+        name="a TensorFlow model",
         marks=(r"tf_model.*\.h5.*|saved_model\.pb|.*\.data-\d{5}-of-\d{5}",),
         file=r".*\.(h5|pb|keras)|.*\.data-\d{5}-of-\d{5}|.*ckpt.*\.(index|meta)",
         first=b"\x89HDF\r\n\x1a\n",
@@ -485,18 +485,18 @@ KINDS: tuple[Kind, ...] = (
         "AutoModel.from_pretrained(DIR, from_tf=True).save_pretrained(OUT); then give OUT",
     ),
     Kind(
-        name="a model in ONNX",
+        name="an ONNX model",
         marks=(r".*\.onnx",),
         file=r".*\.onnx|.*\.onnx_data",
         instead="It is a graph for inference: use the safetensors of the model that it was exported from",
     ),
     Kind(
-        name="one file of a checkpoint of torch.distributed.checkpoint (DCP)",
+        name="a single file of a DCP checkpoint (torch.distributed.checkpoint)",
         file=r".*\.distcp|\.metadata",
         instead="Give its directory: {folder}",
     ),
     Kind(
-        name="a file of torch.save",
+        name="a torch.save file",
         file=r".*\.(bin|pt|pth|ckpt)",
         first=b"PK\x03\x04",
         works=_LOADED,
@@ -652,13 +652,13 @@ class _ConfigKind:
 _CONFIGS = (
     _ConfigKind(
         keys=frozenset({"_class_name", "_diffusers_version"}),
-        name="a model of diffusers ({_class_name})",
+        name="a diffusers model ({_class_name})",
         instead="Build it with its own class and fill it: with sw.meta_init(): model = "
         "diffusers.{_class_name}.from_config(diffusers.{_class_name}.load_config('{path}')); then sw.load(model, '{path}')",
     ),
     _ConfigKind(
         keys=frozenset({"architecture", "pretrained_cfg"}),
-        name="a model of timm ({architecture})",
+        name="a timm model ({architecture})",
         instead="Build it with timm and fill it: with sw.meta_init(): model = timm.create_model('{architecture}'); then "
         "sw.load(model, '{path}')",
     ),
@@ -683,7 +683,7 @@ def refuse_config(directory: str) -> None:
         said = {key: str(document[key])[:80] for key in kind.keys if isinstance(document[key], str)}
         said = {**dict.fromkeys(kind.keys, "…"), **said, "path": directory}
         raise SourceError(
-            f"is {_filled(kind.name, said)}, not of transformers, so its class isn't known. {_filled(kind.instead, said)}",
+            f"is {_filled(kind.name, said)}, not a transformers model, so its class isn't known. {_filled(kind.instead, said)}",
             path=directory,
         )
 

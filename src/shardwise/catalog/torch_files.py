@@ -161,7 +161,7 @@ class TorchZip:
 
     def wrong(self, what: str) -> FormatError:
         """The error for this container."""
-        return FormatError(f"not a file of torch.save: {what}", path=self._file.stored.path)
+        return FormatError(f"not a torch.save file: {what}", path=self._file.stored.path)
 
 
 def _zip64(more: bytes) -> Iterator[int]:
@@ -494,14 +494,14 @@ def _state_dict_in(content: Any, ignored: list[str]) -> dict[Any, Saved]:
     if isinstance(content, Record):
         raise FormatError(f"{_asks_for(content)}; save the state_dict() of the object")
     if not isinstance(content, dict):
-        raise FormatError("holds no dict of tensors")
+        raise FormatError("contains no dict of tensors")
     for name, value in content.items():
         if isinstance(value, Record) and value.kind.startswith(_REBUILDS):
             raise FormatError(_not_plain(name, value))
     found = {k: v for k, v in content.items() if isinstance(v, Saved)}
     objects = [v for v in content.values() if isinstance(v, Record)]
     if objects and not found:
-        raise FormatError(f"{_asks_for(objects[0])}, and holds no tensors by name")
+        raise FormatError(f"{_asks_for(objects[0])}, and contains no tensors by name")
     ignored += [_entry(k, v) for k, v in content.items() if k not in found]
     return found
 

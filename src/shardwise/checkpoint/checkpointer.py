@@ -98,13 +98,13 @@ class Remembering(ABC):
             memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
 
     def remember(self, state: TrainState, step: int) -> int:
-        """Keep ``state`` in the hosts' memory, if ``step`` is divisible by ``InMemoryCheckpoints.every``. Returns the bytes that this rank copied.
+        """Keep ``state`` in the hosts' memory if ``step`` is divisible by ``InMemoryCheckpoints.every``. Returns how many bytes this rank copied.
 
         Call it after each step; it does nothing without ``memory=``. It returns once the state is copied; during the copy, a thread compares
         it with the state of the other ranks. In the background, the thread then hashes the copy and exchanges slices with other hosts. Returns 0 if the step isn't due,
-        if the previous step is still being copied on some rank, or if ranks are missing. Failures (no room on tmpfs, a host that is gone)
-        are logged, and training continues. Every rank must call it. Raises :class:`StateError` for a state that can't be
-        stored, and :class:`CheckpointError` for a directory with steps of another run.
+        if the previous step is still being copied on some rank, or if ranks are missing. Failures (tmpfs is full, a host was lost)
+        are logged, and training continues. Every rank must call it. Raises :class:`StateError` for state that can't be
+        stored, and :class:`CheckpointError` for a directory with another run's steps.
         """
         memory, step = self._memory, checked_step(step)
         if memory is None or not memory.is_due(step):
@@ -199,8 +199,8 @@ class Resuming(Remembering):
         """Restore the newest valid step (or exactly ``step``). Returns None only if nothing was ever published here.
 
         Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed one are renamed to
-        ``step-N.superseded-…``, so that the next restart resumes from the steps of this run. A step also counts as damaged if its manifest is
-        that of another step (an old manifest, or a renamed directory) or if one of its documents is malformed. Every rank must call it.
+        ``step-N.superseded-…``, so that the next restart resumes from this run's steps. A step also counts as damaged if its manifest
+        belongs to a different step (an old manifest, or a renamed directory), or if one of its documents is malformed. Every rank must call it.
 
         Raises :class:`NoCheckpointError` if there are steps but none is valid, and :class:`PlanError` or :class:`StateError` if a
         valid step doesn't fit the live objects (nothing is renamed then).
@@ -275,8 +275,8 @@ class Stopping(ABC):
         """Whether the run was asked to stop, by a signal on any rank or by :meth:`request_stop`. True in the same call on every rank.
 
         Call it after each step, and as often as you like in between: during a warm-up, or for each batch of an evaluation (with the training
-        step's number). Every rank must make the same calls with the same steps, from the main thread. A call isn't a collective and
-        waits for rank 0 only. It takes about a microsecond, and every 20 ms or so it also checks the process group's store
+        step's number). Every rank must make the same calls with the same steps, from the main thread. A call isn't a collective, and
+        only waits for rank 0. It takes about a microsecond, and every 20 ms or so it also checks the process group's store
         (docs/howto/preemption.md has numbers). If calls are 0.5 s or more apart, all ranks stop at the call in which rank 0 learns of the
         signal, or at the next one. With more frequent calls, they stop at most 12 calls later.
 
@@ -297,11 +297,11 @@ class Stopping(ABC):
         return self._stops.exit_code
 
     def stop(self, state: TrainState, step: int) -> int | None:
-        """Save ``state`` as ``step`` in the fastest safe way, and :meth:`close`. Returns the newest published step.
+        """Save ``state`` as ``step`` in the fastest way that is safe, then :meth:`close`. Returns the newest published step.
 
         A step that is already saved, or about to be published by an async save, isn't saved again. A pending save is always awaited, because
         no new save could be faster. If the time left until ``deadline_s`` is shorter than previous saves took, the run ends with the
-        previous step. A second signal, 2 s or more after the first, leaves no time. If the scheduler kills the process during the save,
+        previous step. A second signal, 2 s or more after the first, means that no time is left. If the scheduler kills the process during the save,
         the previous step is unaffected. Every rank must call it. Raises the errors of :meth:`save` and :meth:`close`.
         """
         step, ranks = checked_step(step), self._ranks()
@@ -348,7 +348,7 @@ def save(
     once. Every rank of the default process group must call it. Memory in addition to the live tensors: at most 32 MiB for tensors on CPU, plus
     the tensors in documents (at most 64 MiB for the custom state of each model or optimizer). Raises :class:`StateError` before anything is
     written, :class:`CheckpointError` if ``path`` exists, :class:`LockedError` if another save is writing to the URL (or was killed while
-    it did), and :class:`RankError` on every rank.
+    writing), and :class:`RankError` on every rank.
     """
     return save_at(target_of(absolute(path)), state, step, io)
 
@@ -370,17 +370,16 @@ class Checkpointer(Stopping, Resuming):
 
     Args:
         root: directory of the checkpoints, created if needed. Only one run at a time may use it (it holds an advisory lock). It can
-            also be a URL of an object store that supports conditional writes. There, the run that saved or resumed last owns the
+        also be the URL of an object store that supports conditional writes. There, the run that saved or resumed last owns the
             URL, and the previous owner gets a :class:`LockedError` at its next save.
-        save_every: when :meth:`should_save` returns True: every so many steps, or once a ``datetime.timedelta`` has passed since the last
-            save.
+        save_every: how often :meth:`should_save` returns True: a number of steps, or a ``datetime.timedelta`` since the last save.
         keep_last: number of newest valid steps to keep; None keeps all of them. A step counts as valid here if its manifest is intact and
-            belongs to this run, and every file has the recorded size. Payload isn't read, so only a resume or ``verify`` can find
+            belongs to this run, and every file has the recorded size. Tensor data isn't read, so only a resume or ``verify`` detects
             corrupted bytes. A step with a missing file doesn't count, and is deleted once enough newer steps are valid. Links, and
-            directories without a manifest of this run, are ignored and never deleted.
-        keep_every: keep steps divisible by this number permanently.
+            directories without a manifest from this run, are ignored and never deleted.
+        keep_every: never delete steps that are divisible by this number.
         mirror: a second directory or URL. A thread on rank 0 copies each published step there, newest first, and checks the copy against
-            the manifest. ``keep_last`` and ``keep_every`` apply there, too. A resume uses the mirror for a step that is lost or damaged in
+            the manifest. ``keep_last`` and ``keep_every`` apply there, too. A resume uses the mirror for a step that is missing or damaged in
             ``root``. A failed copy is logged and retried after the next save. For rank 0's memory during a copy, see
             :func:`copy_checkpoint`.
         mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: ``save`` returns when the state is copied (on a
@@ -388,19 +387,19 @@ class Checkpointer(Stopping, Resuming):
             writes and publishes it.
         max_staging_bytes: host memory per rank for the copy that ``"async"`` makes. None: as much as the rank's state needs. With less,
             ``save`` copies the state in several rounds and returns after the last one. The memory is pinned if the state is on a device.
-        failures: how to handle a save that fails because of storage; see :class:`FailurePolicy`. None: ``save`` raises. With
+        failures: how to handle a save that fails because of a storage problem; see :class:`FailurePolicy`. None: ``save`` raises. With
             ``mode="async"``, the failure appears in the report of the next save, which goes to the policy's fallback. :meth:`wait` and
             :meth:`close` always raise.
         preemption: the signals that ask the run to stop, and how much time it then has; see :class:`PreemptionPolicy` and
             :meth:`should_stop`. None: no signals; :meth:`request_stop` works either way.
         memory: also keep steps in the hosts' memory; see :meth:`remember`. A resume uses the newest step, in memory or on disk.
-        local: each host keeps the files of its own ranks, in a ``root`` on its local disk (the path may differ between ranks). Every host
+        local: each host only stores its own ranks' files, in a ``root`` on its local disk (the path may differ between ranks). Every host
             stores the manifest, which lists hosts and ranks. A resume needs every host that saved the step, or all parts
             merged into one directory. Additional hosts and a different number of ranks are fine. See docs/howto/several-hosts.md.
         io: staging memory for a resume, and time limits.
 
-    Every rank of the default process group must make every call. A call raises :class:`LockedError` on every rank if another run holds
-    the directory or has taken it over: the lock is checked at each save, and again just before the step is published. Call
+    Every rank of the default process group must make every call. A call raises :class:`LockedError` on every rank if another run has
+    locked the directory or taken it over. The lock is checked at each save, and again just before the step is published. Call
     :meth:`close` before ``destroy_process_group``, because a pending async save still needs the group. After a :class:`RankError` with missing
     ranks, restart all processes: the slow ranks are out of sync.
     """
@@ -577,9 +576,9 @@ class Checkpointer(Stopping, Resuming):
     def should_save(self, step: int) -> bool:
         """Whether it's time to save ``step``, according to ``save_every``. All ranks get the same answer.
 
-        Call it once after each step, with the step's number, on every rank. It is False for a step that is already saved. With a number of steps,
-        each rank computes the answer alone. With a time, rank 0's clock decides, and the ranks ask for it about ten times between two saves.
-        Raises :class:`ValueError` without ``save_every``, and :class:`RankError` as :meth:`save` does.
+        Call it once after each step, with the step's number, on every rank. It returns False for a step that is already saved. With a number of
+        steps, each rank computes the answer on its own. With a time, rank 0's clock decides, and the other ranks ask it about ten times between
+        two saves. Raises :class:`ValueError` without ``save_every``, and :class:`RankError`, like :meth:`save`.
         """
         self._check_open()
         newest = None if self._lineage is None else self._lineage.parent_step
@@ -592,8 +591,8 @@ class Checkpointer(Stopping, Resuming):
         call raises the error, or with a :class:`FailurePolicy` reports it (``failure``, ``failed_step``).
 
         If a save fails, earlier steps are unaffected, and ``step`` isn't published unless the failure came after the rename (then it is
-        complete). Raises :class:`CheckpointError` for a step that isn't newer than all published ones, and for a first save into a directory that
-        contains steps of a run which this one didn't resume.
+        complete). Raises :class:`CheckpointError` for a step that isn't newer than all published ones, and for the first save into a directory
+        with steps from a run that this one didn't resume.
         """
         called = time.perf_counter()
         step, ranks = checked_step(step), self._ranks()

@@ -723,7 +723,7 @@ class MemorySteps:
                 partial(_merged, manifest, holdings),
             )
         if lost:
-            raise CheckpointError(f"step {held.step} in memory: no host holds all of {', '.join(lost[:5])}")
+            raise CheckpointError(f"step {held.step} in memory: no host has all of {', '.join(lost[:5])}")
         return MemoryView(self._host, ranks, manifest, text, holdings)
 
     def _proved(

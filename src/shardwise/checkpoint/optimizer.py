@@ -281,7 +281,7 @@ def check_low_bit(part: TrainedBy, stored: StoredCheckpoint) -> None:
         for state, e in t.states.get(part.name, {}).items():
             if e.shape is not None and state not in known:
                 raise FormatError(
-                    f"the state {brief(state)} of {brief(name)} has another shape than its parameter, and {part.low_bit} does "
+                    f"the state {brief(state)} of {brief(name)} has a different shape than its parameter, and {part.low_bit} does "
                     f"not say what it is",
                     path=stored.path,
                 )
@@ -452,8 +452,8 @@ def _check_opaque(part: TrainedBy, stored: StoredCheckpoint) -> None:
     moved = [n for n in opaque if not manifest.geometries[entries[n].geometry].is_same_place(geometries[n])]
     if moved:
         raise StateError(
-            f"optimizer state of {', '.join(moved[:5])} has another shape than its parameter and was stored per rank; "
-            f"the parameter is now spread over ranks otherwise, so it can't be carried over"
+            f"optimizer state of {', '.join(moved[:5])} has a different shape than its parameter, and was stored per rank; "
+            f"the parameter is now sharded differently, so the state can't be carried over"
         )
 
 

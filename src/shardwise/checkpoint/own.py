@@ -163,7 +163,7 @@ def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
         return
     paths = list(islice(_differing(now, stored), 5))
     what = f" ({', '.join(brief(path_text(path)) for path in paths)})" if paths and paths[0] else ""
-    yield f"{name}: the object that received it returns a different state than the stored one{what}"
+    yield f"{name}: the object that received it returned a different state than the stored one{what}"
 
 
 def _differing(now: Any, stored: Any, path: Path = ()) -> Iterator[Path]:
@@ -243,10 +243,10 @@ class Watched:
         for name, before in self._tensors.items():
             for t in lives[name].stored:
                 if before.get(t.name) is not t.tensor:
-                    yield f"{name}: {t.name} is another tensor since another object took its state; optimizers train the former"
+                    yield f"{name}: {t.name} was replaced with a different tensor when another object was restored; optimizers train the previous one"
         for name, kept in self._kept.items():
             for what in kept.put_back():
-                yield f"{name}: {what} was changed when another object took its state, and may differ now"
+                yield f"{name}: {what} was changed when another object was restored, and may differ now"
 
 
 def changed_anywhere(watched: Watched | None, lives: Mapping[str, LiveModel], ranks: Ranks) -> list[str]:

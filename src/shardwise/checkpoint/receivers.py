@@ -107,11 +107,11 @@ class _OfCheckpoint(Receiver):
             )
         if kind := manifest.software.get(CONVERTED):
             raise StateError(
-                f"{path}: holds no {self.name}: it was converted from {kind}, and the conversion said under 'skipped' what it left out. "
-                f"Restore the source itself (sw.restore(state, SOURCE)); without its {self.name} a run continues differently than it would have"
+                f"{path}: contains no {self.name}: it was converted from {kind}, and the conversion's report listed what it left out under 'skipped'. "
+                f"Restore the source itself (sw.restore(state, SOURCE)); without its {self.name}, the run would continue differently"
             )
         raise StateError(
-            f"{path}: holds no {self.name}; leave it out of the state, or give the step that has it"
+            f"{path}: contains no {self.name}; leave it out of the state, or give the step that has it"
         )
 
 
@@ -176,7 +176,7 @@ class _Modules(_OfCheckpoint):
         lost = [path for path in self._modules if path not in stored]
         if lost:
             raise StateError(
-                f"{self.name}: the checkpoint holds no extra state of the module {lost[0]!r}; resume with the model that was "
+                f"{self.name}: the checkpoint contains no extra state of the module {lost[0]!r}; resume with the model that was "
                 f"saved"
             )
 
@@ -188,7 +188,7 @@ class _Modules(_OfCheckpoint):
             _call(module.set_extra_state, value, name, module, "set_extra_state")
             self.asked.append(partial(not_taken, name, kept, module.get_extra_state))
         return [
-            f"{self.name}[{brief(path)}]: the module keeps no such state"
+            f"{self.name}[{brief(path)}]: the module doesn't keep this state"
             for path in stored
             if path not in modules
         ]
@@ -481,7 +481,7 @@ def _without_document(state: TrainState, documents: Mapping[str, Any], manifest:
         if name in documents or meaning is None:
             continue
         if meaning.kind == "buffers":
-            yield f"{name} that differed between ranks: every rank has those of one rank now"
+            yield f"{name} that differed between ranks: every rank now has those of one rank"
         elif meaning.kind not in _APPLIED_ELSEWHERE or meaning.kind == "own":
             yield f"{name}: stored per rank, but this run has a different number of ranks"
     for name in manifest.models:

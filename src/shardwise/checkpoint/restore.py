@@ -244,7 +244,7 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
     lost = [name for name in state.models if name not in manifest.models]
     if lost:
         raise StateError(
-            f"{path}: holds models {sorted(manifest.models)}, this run has {', '.join(lost)}, too"
+            f"{path}: holds models {sorted(manifest.models)}, but this run also has {', '.join(lost)}"
         )
 
 
@@ -263,9 +263,7 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
     found, manifest = [], stored.manifest
     ranks, kind = filled.ranks.world_size, manifest.software.get(CONVERTED)
     if kind is not None:  # the manifest has the ranks that converted
-        found.append(
-            f"converted from {kind}: random states and number of ranks of the saved run are not in it"
-        )
+        found.append(f"converted from {kind}: the saved run's RNG states and number of ranks are not in it")
     elif manifest.world_size != ranks:
         found.append(f"world size: {manifest.world_size} when saved, {ranks} now")
     now = software_versions(state)
@@ -283,5 +281,5 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
         spread = live.geometries.items()
         moved |= any(not manifest.geometries[entries[n].geometry].is_same_place(g) for n, g in spread)
     if kind is None and manifest.world_size == ranks and moved:
-        found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
+        found.append("mesh or placements: tensors are now sharded differently")
     return found + [line for o in filled.optimizers for line in o.differences]

@@ -61,17 +61,15 @@ class ResumeReport(Printed):
     """0 if the checkpoint does not record it."""
     world_size: int
     saved_mesh: str
-    """Names and sizes of the mesh axes at the save: ``dp_shard 2 × tp 2``."""
+    """Names and sizes of the mesh axes when it was saved: ``dp_shard 2 × tp 2``."""
     mesh: str
     """Names and sizes of the mesh axes in this run."""
     digest: str
-    """Digest of the names and digests of all restored tensors. The same state has the same digest on any mesh. Empty for a checkpoint of
-    another program, which records no digests."""
+    """Digest of the names and digests of all restored tensors. The same state has the same digest on any mesh. Empty for a checkpoint from another program, which records no digests."""
     exact: bool
-    """Whether the next steps will be bit-identical to those of a run that never stopped, as far as they depend on the state that was
-    given: see ``not_given``."""
+    """Whether the next steps will be bit-identical to those of a run that never stopped, as far as they depend on the state you passed: see ``not_given``."""
     differences: tuple[str, ...]
-    """Reasons why the resume isn't exact: a different world size; other versions, threads, devices or dtypes; custom state of a model or an
+    """Reasons why the resume isn't exact: a different world size; different versions, threads, devices or dtypes; custom state of a model or an
     optimizer that wasn't stored, or that its ``load_state_dict`` didn't accept."""
     tensors: int
     """Number of restored model tensors. If the checkpoint has digests (``digest``), they were compared unless the dtype differs (see
@@ -85,7 +83,7 @@ class ResumeReport(Printed):
     caveats: tuple[str, ...]
     """Reasons why the data loader may not produce exactly the same batches."""
     rng: str
-    """How the random generators were set."""
+    """How the RNG states were set."""
     bytes_read: int
     seconds: float
     damaged: Mapping[int, str]
@@ -99,10 +97,9 @@ class ResumeReport(Printed):
     """Which of ``optimizer`` and ``dataloader`` the ``TrainState`` lacks. ``exact`` doesn't cover them: without a data loader, the program
     itself must continue at the right sample."""
     replaced: tuple[str, ...] = ()
-    """Settings of this program's optimizers and schedulers, such as ``lr``, that were replaced by the checkpoint's values. The resume is exact with
-    the checkpoint's; docs/howto/own-loop.md explains how to use the program's instead."""
+    """Settings of this program's optimizers and schedulers, such as ``lr``, that were replaced by the checkpoint's values. ``exact`` refers to the checkpoint's values; docs/howto/own-loop.md explains how to use the program's instead."""
     gradients: int = 0
-    """Number of restored gradients, included in ``optimizer_tensors``. Not 0 if the save was in the middle of an accumulation."""
+    """Number of restored gradients, included in ``optimizer_tensors``. Only nonzero for a save during gradient accumulation."""
     requests: int = 0
     """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
     from_memory: bool = False

@@ -150,7 +150,7 @@ class RunSteps:
         found: dict[str, str] = {}
         for name, place in places.items():
             if place is not None and (before := found.setdefault(real(place), name)) != name:
-                raise ValueError(f"the {name} is the {before}: {place}; give another one")
+                raise ValueError(f"the {name} and the {before} are the same: {place}; use a different one")
         self._line = line_of(root, sweeps=sweeps)
         self._retention = retention
         self.stored: Stored | None = None
@@ -205,7 +205,7 @@ class RunSteps:
             if steps and not has_begun:
                 raise CheckpointError(
                     f"{line.root}: contains steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
-                    f"or give this run another directory"
+                    f"or use a different directory for this run"
                 )
             if steps and step <= max(steps):
                 raise CheckpointError(
@@ -330,7 +330,7 @@ class RunSteps:
             own, other = list(runs.values())[:2]
             kind = "fallback" if self._fallback is not None and other == self._fallback.root else "mirror"
             raise CheckpointError(
-                f"{other}: holds the steps of another run than {own}; give each run a {kind} of its own"
+                f"{other}: contains steps from a different run than {own}; give each run its own {kind}"
             )
 
     def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]]) -> list[int]:
@@ -366,8 +366,8 @@ class RunSteps:
                 )
                 which = "none is valid" if step is None else f"step {step} is not valid"
                 raise NoCheckpointError(
-                    f"{line.root}: steps were published, but {which} ({found}). Move the directory away "
-                    f"to start again, or give a renamed step its old name"
+                    f"{line.root}: steps were published, but {which} ({found}). Move the directory elsewhere "
+                    f"to start over, or rename a step back to its old name"
                 )
         root = self._line.root
         if others := [] if is_url(root) else dcp_directories(root):
@@ -529,7 +529,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """How a run handles saves that fail because of storage. Pass it as ``failures=`` to ``Checkpointer``, ``ShardwiseAccelerator`` or
+    """How a run handles saves that fail because of a storage problem. Pass it as ``failures=`` to ``Checkpointer``, ``ShardwiseAccelerator`` or
     ``ShardwiseTrainer``.
 
     Without a policy, the first failed save raises. With one, a failed save is logged no matter which rank it failed on, and training
@@ -538,10 +538,9 @@ class FailurePolicy:
     """
 
     max_failures: int = 3
-    """Raise at this many failed saves in a row. 1: raise at the first."""
+    """Raise after this many failed saves in a row. 1: raise at the first one."""
     fallback: str | os.PathLike[str] | None = None
-    """A second directory or URL for steps that can't be saved in the first one. A resume looks there, too. Pass it again at every start, and use
-    a different one for each run."""
+    """A second directory or URL for steps that can't be saved in the first one. A resume looks there, too. Pass the same one at every launch, and use a different one for each run."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1:

@@ -437,15 +437,14 @@ class SaveReport(Printed):
     is_published: bool = True
     """Whether the step is published. An async save is published once ``Checkpointer.wait`` returns."""
     gradients: int = 0
-    """Number of stored gradients that still wait for an optimizer step, because the save was in the middle of an accumulation."""
+    """Number of stored gradients that no optimizer step has used yet, because the save was made during gradient accumulation."""
     requests: int = 0
     """Requests that this rank made to an object store, counting each part of a large object. 0 for a local path, and for an async save that isn't
     published yet."""
     failure: str | None = None
     """Why a step wasn't saved, if a ``FailurePolicy`` let training continue. The same on every rank."""
     failed_step: int | None = None
-    """The step that ``failure`` is about. With ``mode="async"`` it is usually the previous step: a background save fails after its own report was
-    returned, so the next call of ``save`` reports it."""
+    """The step that ``failure`` is about. With ``mode="async"`` it is usually the previous step: a background save fails after its own report was returned, so the next call to ``save`` reports it."""
 
     @classmethod
     def of(

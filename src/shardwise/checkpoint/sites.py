@@ -293,7 +293,7 @@ def _refuse_lost(held: _HeldPart, damage: str, at: LocalPlaces) -> NoReturn:
     path, places, lost = held.path, held.places, held.lost
     present = {place.id for place in at.places}
     if away := [n for n in lost if places[n].id not in present]:
-        text = describe_absent(path, places, away, holder="the hosts of this run hold")
+        text = describe_absent(path, places, away, holder="this run's hosts have")
         raise CheckpointError(f"{path}: {text}")
     hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
     raise IntegrityError(damage or f"{path}: this step's files are missing on {hosts}")

@@ -134,7 +134,7 @@ class Taken:
 
 @frozen
 class Collected(Taken):
-    """The same, compared between ranks and ready to be written; holds no other live objects."""
+    """The same, compared between ranks and ready to be written; contains no other live objects."""
 
     shared: Mapping[str, Encoded]
     """Documents that are equal on all ranks."""
@@ -840,7 +840,7 @@ class InMemoryCheckpoints:
 
     @property
     def host_name(self) -> str:
-        """The host's name: the given one, or the machine's name with its boot id, because two machines may share a name."""
+        """The host's name: the one you passed, or the machine's name and boot ID, because two machines may have the same name."""
         if self.host is not None:
             return self.host
         try:

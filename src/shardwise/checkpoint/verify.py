@@ -220,7 +220,7 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     bytes; and that a directory named after a step contains that step. Hard links to one file are read once. For one host's part of a step, it
     checks the files that are there; ``part`` of the report says where the others are.
 
-    ``threads`` defaults to all cores available to the process, at most 8; each thread takes 17 MiB of memory. One rank can call it alone. Raises
+    ``threads`` defaults to all cores available to the process, at most 8; each thread takes 17 MiB of memory. A single rank can call it. Raises
     :class:`SourceError` (or a subclass) only if there is no readable manifest; every other problem is a line in ``problems``.
     """
     started = time.perf_counter()

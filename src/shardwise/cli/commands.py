@@ -75,8 +75,8 @@ def main() -> None:
 def inspect(path: str, as_json: bool) -> int:
     """Show the contents of a model, a checkpoint, or a directory of checkpoints.
 
-    Reads headers and manifests only. PATH can be the id of a model on the hub if it is in the local cache; inspect downloads nothing.
-    Status 1 if a published step turns out to be damaged. One host's part of a step doesn't count as damaged.
+    Only headers and manifests are read. PATH can be the ID of a model on the hub if it's in the local cache; nothing is downloaded.
+    The exit status is 1 if a published step is damaged. One host's part of a step doesn't count as damaged.
     """
     from .program import console
     from .render import contents_of, show_contents, to_json
@@ -124,7 +124,7 @@ def _is_sound(contents: Inspection) -> bool:
     type=click.IntRange(1),
     default=None,
     metavar="H",
-    help="Number of hosts. Default: as many as the ranks need if every host has as many devices as this one; 1 without devices.",
+    help="Number of hosts. Default: as many as the ranks need if every host has as many devices as this one; 1 if it has none.",
 )
 @as_training
 @as_load_pretrained
@@ -148,16 +148,16 @@ def plan(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Show how many GPUs a model needs, and what loading and training it with N ranks will take, without loading it.
+    """Show how many GPUs a model needs, and what it takes to load and train it on N ranks, without loading it.
 
     For example, plan PATH --fit 80GiB tells you how many 80 GiB GPUs a training run needs, and what takes the memory.
 
-    Creates the plan that load_pretrained would run on each rank, and checks that it is complete. PATH is a directory, the id of a model
-    on the hub (only the headers of its weights are downloaded), or a URL (the requests to it are counted). With --device cpu, warns if this
-    host, or its container, doesn't have enough memory for its share of the ranks (those of one of H hosts).
+    The command creates the plan that load_pretrained would run on each rank, and checks that it's complete. PATH is a directory, the ID of a
+    model on the hub (only the headers of its weights are downloaded), or a URL (the requests to it are counted). With --device cpu, you get
+    a warning if this host, or its container, doesn't have enough memory for its share of the ranks.
 
-    With any option of a training run (from --batch-size to --explain), also shows each phase of the run: load, steps, saves, resume, export. For
-    PATH, a config.json without weights is enough. Status 1 if the run doesn't fit into --fit or --host.
+    With any of the training options (--batch-size through --explain), you also see each phase of the run: load, steps, saves, resume,
+    export. For these, a config.json without weights is enough. The exit status is 1 if the run doesn't fit into --fit or --host.
     """
     from ..fit.plan import plan as plan_model
     from ..operations.operation import size
@@ -168,7 +168,7 @@ def plan(
     asked = asked_training(options)
     if ranks is None:
         if asked.device_limit_bytes is None:
-            raise click.UsageError("give --ranks N, or --fit SIZE to ask how many ranks the run needs")
+            raise click.UsageError("pass --ranks N, or --fit SIZE to find out how many ranks the run needs")
         if nodes is not None:
             raise click.UsageError("--nodes needs --ranks; without it, hosts have 8 ranks")
     else:
@@ -214,8 +214,8 @@ def plan(
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step in a directory of checkpoints.
 
-    For one host's part of a step (Checkpointer(local=True)), checks the files that are here. Status 3 if they are fine, because the
-    complete step can't be checked here.
+    If PATH is one host's part of a step (Checkpointer(local=True)), only that host's files are checked. If they're intact, the exit status
+    is 3, because the rest of the step wasn't checked.
     """
     from ..runs.history import is_root
     from .program import console
@@ -241,7 +241,8 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     """Compare two models or checkpoints tensor by tensor: added, removed, changed, and by how much.
 
-    If both are checkpoints, compares their optimizers, too, and says so if it can't. Doesn't compare schedulers, random states or positions in the data. If you pass a run's directory, takes its newest valid step. Status 1 if they differ.
+    If both are checkpoints, their optimizers are compared, too; the output tells you if that isn't possible. Schedulers, RNG states and data
+    positions aren't compared. If you pass a run's directory, its newest valid step is used. The exit status is 1 if the two differ.
     """
     from ..runs.diff import diff as diff_sources
     from .program import console
@@ -373,14 +374,16 @@ def export(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Export the model at PATH (a checkpoint, also DCP's, or safetensors) as a Hugging Face directory OUT.
+    """Export the model at PATH to OUT, as a Hugging Face directory.
 
-    PATH and OUT can be URLs in object stores. If PATH is a run's directory, exports its newest valid step. Runs in one process, or under
-    torchrun, where all ranks share the work. Meanwhile, a training run may save and delete steps. With --quantize as-source, unchanged tensors
-    are copied from the quantized source, byte for byte.
+    PATH is a shardwise or DCP checkpoint, or safetensors files. If it's a run's directory, its newest valid step is exported; the run can keep
+    saving and deleting steps in the meantime. PATH and OUT can be URLs in object stores. Run the command in one process, or with torchrun
+    to share the work among ranks. With --quantize as-source, unchanged tensors are copied from the quantized source, byte for byte.
     """
     if (quantize is None) != (source is None):
-        raise click.UsageError("--quantize as-source and --source need each other: give both or neither")
+        raise click.UsageError(
+            "--quantize as-source and --source must be used together: pass both or neither"
+        )
     if quantize is not None and dtype is not None:
         raise click.UsageError(
             "--dtype and --quantize can't be combined, because the source determines the dtypes; give one of them"
@@ -410,7 +413,7 @@ def export(
             show_export(console(), report)
 
 
-@main.command(short_help="Convert a training checkpoint of another library.")
+@main.command(short_help="Convert a training checkpoint from another library.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="Format of OUT.")
@@ -429,10 +432,11 @@ def convert(
 ) -> None:
     """Convert the run at PATH to a checkpoint, or its model to a Hugging Face directory (like export).
 
-    PATH is a checkpoint of Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint, sharded or as full state;
-    or safetensors; or a shardwise checkpoint, which is re-sharded; or a run's directory, for its newest valid step. A checkpoint also gets the
-    optimizer, scheduler and scaler if they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN and put it in the
-    Checkpointer's directory. PATH and OUT can be URLs in object stores. Runs in one process, or under torchrun, where all ranks share the work.
+    PATH is a checkpoint from Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint (sharded or full); safetensors
+    files; or a shardwise checkpoint, to re-shard it. If it's a run's directory, its newest valid step is used. If PATH contains an optimizer,
+    a scheduler or a scaler, a checkpoint gets them, too. To resume from OUT with a Checkpointer, name it step-NNNNNNNN and put it in the
+    Checkpointer's directory. PATH and OUT can be URLs in object stores. Run the command in one process, or with torchrun to share the work
+    among ranks.
     """
     if model_name is not None and to != "hf":
         raise click.BadParameter(
@@ -470,11 +474,11 @@ def convert(
 )
 @common
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:
-    """Write one HTML file about a run: losses, crashes, how exact each resume was, memory by phase, checkpoints.
+    """Write one HTML file about a run: losses, crashes, whether each resume was exact, memory by phase, checkpoints.
 
-    RUN is the directory of a run (one that contains checkpoints, or checkpoints/, ledger/ and loss.jsonl; or the HF Trainer's output_dir),
-    a URL of checkpoints, a directory of sw.memory_ledger, a JSON Lines file with step and loss, a trainer_state.json, or a log with losses
-    in its lines. Several are combined. The file works offline. Needs the extra "plot".
+    RUN is a run's directory (it contains checkpoints, or checkpoints/, ledger/ and loss.jsonl; or it's the HF Trainer's output_dir), the
+    URL of a run's checkpoints, a directory written by sw.memory_ledger, a JSON Lines file with step and loss, a trainer_state.json, or a
+    log that contains losses. You can pass several, for one combined report. The file works offline. The command needs the extra "plot".
     """
     from ..report.report import write_report
 
@@ -492,7 +496,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
 def explain(error: str, as_json: bool) -> None:
     """Show the causes of an error, and how to fix it.
 
-    ERROR is its type, such as PlanError, a part of its message, such as "missing: parameter", or a check of doctor, such as log.loss-jump.
+    ERROR is an error type (PlanError), part of an error message ("missing: parameter"), or one of doctor's checks (log.loss-jump).
     """
     from .program import console, show_markdown
 
@@ -537,7 +541,7 @@ def _ranks_of_launcher() -> Iterator[int]:
     default="shardwise-demo",
     show_default=True,
     metavar="DIR",
-    help="A directory, or a URL for the checkpoints (everything else then stays local).",
+    help="A directory, or a URL for the checkpoints; all other files are then written locally.",
 )
 @click.option(
     "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."
@@ -563,14 +567,14 @@ def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
 # ``shardwise doctor``: checks this machine and the given files for known problems.
 
 
-@main.command(short_help="Find problems with this machine, these files and logs.")
+@main.command(short_help="Find problems with this machine, your files and logs.")
 @click.argument("path", nargs=-1, type=AnyPath(path_type=str))
 @click.option(
     "--ranks",
     type=click.IntRange(1, 16_384),
     default=None,
     metavar="N",
-    help="Ranks on this host. Default: from the launcher, a given YAML, or the devices.",
+    help="Ranks on this host. Default: taken from the launcher, an Accelerate YAML, or the number of devices.",
 )
 @click.option(
     "--run",
@@ -581,14 +585,14 @@ def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
 )
 @common
 def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
-    """Check this machine and these files for known problems; explain each and how to fix it.
+    """Check this machine and your files for known problems, and explain how to fix each one.
 
-    Each PATH may be an Accelerate YAML, TrainingArguments as JSON or in training_args.bin, a model directory, a checkpoint or a
-    directory of them (also the HF Trainer's output_dir or an Accelerate project), a trainer_state.json, a log, or a directory or
-    URL in which the run will write:
-    that one is tried with a few files, which are deleted. It says first what each PATH was taken for. Under
-    torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if something will
-    fail, or cost time, memory or data; a note, which is worth knowing, leaves it 0.
+    Each PATH can be an Accelerate YAML, TrainingArguments (as JSON, or training_args.bin), a model directory, a checkpoint, a directory of
+    checkpoints (including the HF Trainer's output_dir and Accelerate projects), a trainer_state.json, a log, or a directory or URL that the run
+    will write to. Doctor tests that one by writing a few files, and deletes them afterwards.
+
+    The output starts with the type of each PATH. Under torchrun, the ranks compare their findings, and rank 0 names the ranks that differ. The
+    command takes at most 30 s. The exit status is 1 if something will fail, or cost time, memory or data. Notes don't affect it.
     """
     from ..doctor.examine import examine
     from .program import console

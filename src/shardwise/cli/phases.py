@@ -45,16 +45,16 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
     sizes: dict[str, Any] = {"callback": memory_size, "metavar": "SIZE", "default": None}
     options = (
         click.option(
-            "--batch-size", type=click.IntRange(1), default=None, help="Samples per rank in one forward."
+            "--batch-size", type=click.IntRange(1), default=None, help="Samples per rank in one forward pass."
         ),
         click.option("--sequence-length", type=click.IntRange(1), default=None, help="Tokens per sample."),
         click.option("--optimizer", type=click.Choice(_OPTIMIZERS), default=None, help="Default: adamw."),
-        click.option("--checkpointing", is_flag=True, help="Activation checkpointing of each block."),
+        click.option("--checkpointing", is_flag=True, help="Use activation checkpointing for each block."),
         click.option(
             "--param-dtype",
             type=click.Choice(DTYPES),
             default=None,
-            help="Mixed precision: dtype of the forward.",
+            help="Mixed precision: dtype of the forward pass.",
         ),
         click.option(
             "--reduce-dtype",
@@ -75,14 +75,16 @@ def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
             "--keep-last",
             type=click.IntRange(1),
             default=None,
-            help="Number of steps that the run keeps. Default: 3.",
+            help="Number of checkpoints that the run keeps. Default: 3.",
         ),
         click.option(
             "--fit",
             help="Memory of one device: check whether the run fits, or what would make it fit.",
             **sizes,
         ),
-        click.option("--host", help="Memory of one host: check the same.", **sizes),
+        click.option(
+            "--host", help="Memory of one host: check whether the run fits into that, too.", **sizes
+        ),
         click.option("--explain", is_flag=True, help="Show each number with its formula and error bar."),
     )
     for option in reversed(options):

@@ -280,7 +280,7 @@ def one_step(path: str) -> str:
         if found is None:
             return [path, ""]
         what = "the newest one (not checked)" if found.ok is None else "the newest valid one"
-        return [found.path, f"{path}: took step {found.step}, {what}: {found.path}"]
+        return [found.path, f"{path}: using step {found.step}, {what}: {found.path}"]
 
     taken, said = ranks.combine("choose the step", look, lambda found: found[0])
     if said and ranks.rank == 0:
@@ -429,7 +429,7 @@ def memory_size(context: click.Context, parameter: click.Parameter, value: str |
 def check_axes(*, ranks: int, nodes: int, replicas: int, tp: int, ep: int) -> None:
     """Raise ``BadParameter`` for counts of ranks that can't be arranged so."""
     for name, value, of in (
-        ("nodes", ranks >= nodes, f"{nodes} nodes are more than {ranks} ranks"),
+        ("nodes", ranks >= nodes, f"{nodes} nodes need at least as many ranks, got {ranks}"),
         ("replicas", ranks % replicas == 0, f"{replicas} does not divide {ranks} ranks"),
         ("tp", ranks % (replicas * tp) == 0, f"{tp} does not divide the ranks of a replica"),
         ("ep", ranks % (replicas * ep) == 0, f"{ep} does not divide the ranks of a replica"),
@@ -483,7 +483,10 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
             "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
         ),
         click.option(
-            "--allow-unused", multiple=True, metavar="PATTERN", help="Stored tensors that may stay unused."
+            "--allow-unused",
+            multiple=True,
+            metavar="PATTERN",
+            help="Stored tensors that the model may leave unused.",
         ),
         click.option(
             "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
@@ -509,7 +512,7 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _CLASS_HELP = "Model class or Auto class, from transformers or MODULE. Default: the class in the config."
-_ADAPTER_HELP = "Adapter to load; if DIR has only adapter_config.json, a new one."
+_ADAPTER_HELP = "Adapter to load, or to create if DIR contains only adapter_config.json."
 
 
 def model_class(name: str | None) -> Any:

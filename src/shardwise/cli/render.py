@@ -181,7 +181,7 @@ def _contents_of(path: str) -> Inspection:
     except SourceError as error:
         if below := _roots_below(path):
             raise SourceError(
-                f"holds no model and no checkpoint itself, but directories of checkpoints; give one of them: {', '.join(below)}",
+                f"contains no model and no checkpoint itself, but directories of checkpoints; give one of them: {', '.join(below)}",
                 path=path,
             ) from error
         raise
@@ -342,7 +342,7 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
 def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
     absent, names_of = set(absent_places(path, manifest)), files_by_place(manifest)
     if len(absent) == len(names_of):
-        yield f"no file of it is here; it {describe_part(path, manifest)}"
+        yield f"none of its files are here; it {describe_part(path, manifest)}"
         return
     for name in [name for number, names in enumerate(names_of) if number not in absent for name in names]:
         entry, file = manifest.files[name], inside(path, name)
@@ -441,7 +441,7 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
         cuts = ", ".join(f"{name} {n}: {cut}" for name, n, cut in axes)
         facts[f"geometry {number}"] = f"{g.tensors} tensors, {cuts}"
     if c.referred:
-        facts["refers to"] = f"{c.referred} frozen tensors of a base, by their digests"
+        facts["refers to"] = f"{c.referred} frozen base tensors, by digest"
     if c.parts:
         facts["parts"] = _some([_part(number, one) for number, one in enumerate(c.parts, 1)])
     for s in c.optimizer_states:
@@ -483,7 +483,9 @@ def _show_root(out: Console, root: RootContents) -> None:
     if part := next((s for s in history if s.part), None):  # the others have the same hosts, as a rule
         out.print(Text(plain(f"{os.path.basename(part.path)}: {part.part}"), _YELLOW), soft_wrap=True)
     if root.leftovers:
-        out.print(Text(plain(f"leftovers of stopped saves: {', '.join(root.leftovers)}")), soft_wrap=True)
+        out.print(
+            Text(plain(f"leftovers from interrupted saves: {', '.join(root.leftovers)}")), soft_wrap=True
+        )
     if root.missing:
         out.print(Text(plain(root.missing)), soft_wrap=True)
     if not root.steps:
@@ -494,7 +496,7 @@ def _what_was_checked(steps: Sequence[StepSummary]) -> Iterator[str]:
     if any(s.ok for s in steps):
         yield "ok: manifest, headers and sizes agree; run verify to check every byte"
     if any(s.ok is None for s in steps):
-        yield "not checked: without checksums; shardwise doctor looks for lost files"
+        yield "not checked: no checksums; shardwise doctor looks for missing files"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -680,11 +682,11 @@ def show_verify(out: Console, report: Any) -> None:
         f"in {report.seconds:.1f} s",
     }
     if report.referred:
-        facts["not checked"] = f"{report.referred} frozen tensors of a base: it holds their digests"
+        facts["not checked"] = f"{report.referred} frozen base tensors; it only stores their digests"
     _facts(out, str(report.path), facts)
     show_problems(out, report.problems)
     if report.part:
-        out.print(Text(plain(f"not proved as a whole: it {report.part}"), _YELLOW), soft_wrap=True)
+        out.print(Text(plain(f"not fully verified: it {report.part}"), _YELLOW), soft_wrap=True)
     out.print(_verdict(not report.problems, report.part))
 
 
@@ -694,7 +696,7 @@ _MOST_CHANGES = 20
 
 def show_diff(out: Console, report: Any, *, every: bool) -> None:
     """Print the result of ``diff`` (a ``DiffReport``): counts, then the tensors that changed most, or ``every`` one."""
-    facts = {"equal": f"{report.equal} tensors, {report.by_digest} of them by their digests"}
+    facts = {"equal": f"{report.equal} tensors, {report.by_digest} of them by digest"}
     changed = sorted(
         report.changed, key=lambda one: (-one.relative if one.relative == one.relative else 0.0, one.name)
     )
@@ -765,7 +767,7 @@ def show_convert(out: Console, report: Any) -> None:
     facts = {
         "from": f"{report.source} ({report.source_kind})",
         "step": str(report.step),
-        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} of optimizers, {size(report.bytes_written)}"
+        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} optimizer tensors, {size(report.bytes_written)}"
         f"{' by this rank' * (rank_of_launcher()[1] > 1)} in {report.seconds:.1f} s",
         "documents": _some(report.documents),
     }

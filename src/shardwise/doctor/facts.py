@@ -260,7 +260,7 @@ class Checkpoint:
     lacks_metadata: bool = False
     """Parts of DCP without the file that says what they hold."""
     lost: tuple[str, ...] = ()
-    """What a resume of the HF Trainer or Accelerate looks for and doesn't find: ``optimizer``, ``scheduler``, ``random states``."""
+    """What a resume of the HF Trainer or Accelerate looks for and doesn't find: ``optimizer``, ``scheduler``, ``RNG states``."""
     lost_files: tuple[str, ...] = ()
     """Other files that all checkpoints next to it have."""
     is_model_only: bool = False

@@ -366,7 +366,7 @@ def read_settings(path: str) -> Settings:
     raw = read_small(path, "configuration", _MOST_BYTES)
     found = parse_json(raw, path, "configuration") if path.endswith(".json") else _yaml(raw, path)
     if not isinstance(found, dict):
-        raise FormatError("holds no settings: expected names and values", path=path)
+        raise FormatError("contains no settings: expected names and values", path=path)
     _check_size(found, path)
     return Settings(path=path, values={name: _shown(name, value) for name, value in found.items()})
 
@@ -382,7 +382,7 @@ def read_pickled_arguments(path: str) -> Settings:
 
     found, _ = read_torch_file(path, pick, names=ANY_NAMES)
     if not isinstance(found, dict):
-        raise FormatError("holds no arguments of the HF Trainer", path=path)
+        raise FormatError("contains no arguments of the HF Trainer", path=path)
     _check_size(found, path)
     return Settings(path=path, values={str(name): _shown(name, value) for name, value in found.items()})
 

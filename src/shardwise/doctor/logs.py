@@ -84,7 +84,7 @@ class Known:
 KNOWN = (
     Known(
         name="model-only",
-        lines=("the checkpoint holds the model only (save_only_model)",),
+        lines=("the checkpoint only contains the model (save_only_model)",),
         source="case 5",
         bites="The run was resumed from a checkpoint that has only the model.",
         why="It was saved with save_only_model=True, so the optimizer's moments and the learning rate schedule started again.",

@@ -396,7 +396,7 @@ def _aside(checkpoint: Checkpoint) -> str:
 _WITHOUT = {
     "optimizer": "a resume from it starts with fresh moments, and the loss jumps",
     "scheduler": "the HF Trainer then restores neither scheduler nor optimizer, and the loss jumps",
-    "random states": "dropout and the order of the data then differ from those of a run that never stopped",
+    "RNG states": "dropout and the order of the data then differ from those of a run that never stopped",
 }
 
 

@@ -152,7 +152,7 @@ def export_hf(
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.
         adapters: one or several adapters of a live ``PeftModel``. Default: all.
-        merge: for a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the adapters. Each
+        merge: for a live ``PeftModel``, write the base with the active adapters merged into it, as PEFT does, instead of the adapters. Each
             rank merges its own shards; only the adapters are gathered.
         quantize: ``"as-source"`` writes the model in the format of the quantized source from which it was loaded: the same codes, scales,
             names and ``quantization_config``. A tensor that still equals the source's dequantized tensor, bit for bit, is copied from
@@ -161,14 +161,14 @@ def export_hf(
             have changed since; required for a stored model.
         max_shard_bytes: payload per file, unless a single tensor is larger.
         overwrite: replace an earlier export in a local directory. The new files are written first, then the two directories are swapped
-            atomically, and the old files are deleted. Both need disk space until then. A directory that doesn't look like an
+            atomically, and the old files are deleted. Until then, both need disk space. A directory that doesn't look like an
             export is refused.
         trust_remote_code: run the Python files of a checkpoint's model, which define its hub names. Only models with custom code need it.
 
     Every rank of the default process group must call it. Each writes its own bytes at precomputed offsets in the final files. For a store, the
     ranks first gather a live model's tensors over the default process group. Tensors read from a checkpoint are checked against its
-    recorded digests before any output appears. All files of a checkpoint are opened at the start, so a run that deletes it during
-    the export does no harm (:class:`CheckpointError` if the process may not open that many files). Memory: staging only; for a store,
+    recorded digests before any output appears. All files of a checkpoint are opened at the start, so it doesn't matter if a run deletes it during
+    the export (:class:`CheckpointError` if the process may not open that many files). Memory: staging only; for a store,
     also two windows of 32 MiB and four parts of 8 MiB. Raises :class:`CheckpointError`, :class:`SourceError`
     (:class:`IntegrityError` if content differs) or :class:`RankError` on every rank.
     """
@@ -379,7 +379,7 @@ def iter_full_tensors(
 ) -> FullTensors:
     """Iterate over ``(name, full tensor)`` for all stored tensors of ``model``, in the same order on every rank.
 
-    Yields the tensors that :func:`export_hf` would write, bit for bit, without files: every parameter and persistent buffer, tied
+    Yields the tensors that :func:`export_hf` would write, bit for bit, without writing files: every parameter and persistent buffer, tied
     ones once, on the device of the model's mesh (without a mesh, on the model's own). Tensors are gathered as you iterate. They belong to the
     caller: shardwise neither keeps nor changes them.
 
@@ -393,8 +393,8 @@ def iter_full_tensors(
         timeout_s: as in :class:`IOOptions`; nothing is read or written here.
 
     Every rank of the default process group must call it, iterate in step, and stop at the same tensor (with ``break`` or ``close()``; nothing
-    is in flight between tensors). If a rank can't provide its part of a bucket, all ranks raise. If a rank stops alone, the others
-    raise an error that names it after ``timeout_s``. Don't change the model during the iteration.
+    is in flight between tensors). If a rank can't provide its part of a bucket, all ranks raise. If only some ranks stop, the others
+    raise an error that names them after ``timeout_s``. Don't change the model during the iteration.
 
     Memory in addition to the shards: ``bucket_bytes``, or the largest tensor if that is larger, plus the tensors of the last bucket that
     the caller still holds (one tensor in a plain ``for`` loop). If the process group can't reduce on the model's device (a CPU model

@@ -464,7 +464,7 @@ def _not_of_an_export(final: str) -> str | None:
         weights = weights or any(name.endswith(".safetensors") for name in files)
         if relative.count(os.sep) > 3:
             return f"it has folders as deep as {relative}"
-    return None if weights else "it holds no weights"
+    return None if weights else "it contains no weights"
 
 
 def _exchange(new: str, old: str) -> str:

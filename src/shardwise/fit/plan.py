@@ -122,7 +122,7 @@ class PlanReport(Printed):
     """Bytes of all parameters and persistent buffers, counting tied tensors once."""
     source_bytes: int
     per_rank: tuple[RankCost, ...]
-    """Every rank, up to 64 ranks. Above that, only the rank that holds most (rank 0) and the one that holds least (the last)."""
+    """Every rank, up to 64 ranks. Above that, only the rank with the most bytes (rank 0) and the one with the fewest (the last)."""
     total_shard_bytes: int
     """Sum over all ranks."""
     total_bytes_read: int | None
@@ -147,7 +147,7 @@ class PlanReport(Printed):
     from_config: bool = False
     """Planned from a config alone, assuming that the source contains the model's tensors in the config's dtype."""
     run: RunPlan | None = None
-    """The phases of the training. None without ``training=``."""
+    """The phases of the run. None without ``training=``."""
     verdict: Verdict | None = None
     """Whether the run fits. None without a limit."""
     search: Search | None = None
@@ -203,19 +203,19 @@ class PlanReport(Printed):
     def host_bytes(self, ranks: int, *, shards: bool) -> int:
         """Host memory that ``ranks`` ranks on one host need at the peak of a load: staging, and ``shards`` on the CPU.
 
-        Computed for the ranks that need most. The memory that their processes take even without a model is not included.
+        Computed for the ranks that need the most. The memory that their processes use even without a model isn't included.
         """
         needs = sorted((c.staging_bytes + shards * c.shard_bytes for c in self.per_rank), reverse=True)
         return sum(needs[:ranks]) if self.is_every_rank else ranks * needs[0]
 
     @property
     def max_shard_bytes(self) -> int:
-        """Shard bytes on the rank that holds most."""
+        """Shard bytes on the rank with the most."""
         return max(cost.shard_bytes for cost in self.per_rank)
 
     @property
     def min_shard_bytes(self) -> int:
-        """Shard bytes on the rank that holds least."""
+        """Shard bytes on the rank with the fewest."""
         return min(cost.shard_bytes for cost in self.per_rank)
 
     def to_json(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: s
     for field, value in asked.implementations.items():
         setattr(config, field, value)
     refusal = FormatError(
-        f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; check the numbers of layers",
+        f"describes a model with more than {_MOST_PARTS} modules, parameters and buffers; check the numbers of layers",
         path=shown,
     )
     with at_most(_MOST_PARTS, refusal):
@@ -385,7 +385,7 @@ def plan(
     io: IOOptions | None = None,
     **options: Unpack[FromPretrained],
 ) -> PlanReport:
-    """Calculate what ``load_pretrained`` of the model at ``path`` takes on each of ``ranks`` ranks, without loading anything.
+    """Calculate what it takes to load the model at ``path`` with ``load_pretrained`` on ``ranks`` ranks, without loading anything.
 
     Builds the model on meta, shards it over a fake process group (1-D, or 2-D with ``replicas`` rows), and creates the plan that each rank
     would create. With ``tp`` or ``ep``, the model class's own plans split the model first, as transformers'
@@ -409,7 +409,7 @@ def plan(
         tp: ranks for tensor parallelism, which process the same batch; must divide the ranks of a replica.
         ep: ranks for expert parallelism; a multiple of ``tp`` that divides the ranks of a replica.
         dtype: as for ``load_pretrained``.
-        policy: how to wrap the model, including the mixed precision and offload of the training.
+        policy: how to wrap the model, including the run's mixed precision and offload.
         training: batch, optimizer and device of the run. None: plan the load only.
         device_limit_bytes, host_limit_bytes: memory of one device and of one host; only with ``training``.
         auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, quantized, io, options: as for

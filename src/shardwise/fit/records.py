@@ -164,16 +164,16 @@ class RunPlan:
     is_unified: bool
     """Whether device and host are one pool of memory."""
     largest_gather_bytes: int
-    """Buffer of FSDP2's largest all-gather, with its padding, in the dtype of the forward."""
+    """Buffer of FSDP2's largest all-gather, with its padding, in the forward pass's dtype."""
     largest_reduce_bytes: int
     """Input of FSDP2's largest reduce-scatter, in the dtype of the reduction."""
     network: tuple[Flow, ...]
-    """Bytes over the network in one step, by their purpose."""
+    """Bytes sent over the network in one step, by purpose."""
     files: tuple[Files, ...]
     """Bytes of files, by phase."""
     checkpoint: Checkpoint
     assumptions: tuple[str, ...]
-    """What the numbers rest on, and a plan can't see."""
+    """Assumptions behind the numbers, which a plan can't check."""
 
     def phase(self, name: str) -> Phase:
         """The phase of this name. Raises :class:`KeyError`."""
@@ -428,7 +428,7 @@ class TrainingSpec:
     """Describe how a run trains the model, for :func:`shardwise.plan`. Set dtypes and offload with ``policy=`` and ``dtype=``."""
 
     batch_size: int = 1
-    """Samples per rank in one forward."""
+    """Samples per rank in one forward pass."""
     sequence_length: int = 2048
     """Tokens per sample."""
     optimizer: Optimizer = "adamw"

@@ -457,7 +457,7 @@ class Verdict:
 
     outcome: Literal["fits", "fits if", "does not fit"]
     binds: tuple[Need, ...]
-    """The phases that do not fit, the one that lacks most first."""
+    """The phases that don't fit, starting with the one that lacks the most memory."""
     changes: tuple[Change, ...]
     """The cheapest first."""
 

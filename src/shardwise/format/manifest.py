@@ -783,7 +783,7 @@ def describe_part(path: str, manifest: Manifest) -> str | None:
 
 
 def describe_absent(
-    path: str, places: Sequence[Place], absent: Collection[int], *, holder: str = "holds"
+    path: str, places: Sequence[Place], absent: Collection[int], *, holder: str = "contains"
 ) -> str:
     """Which parts of a step are at ``path`` and which hosts have the others, with the lines that merge them.
 

@@ -370,8 +370,8 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
     order = position.get("order")
     if inside and "state" not in position:
         yield (
-            "keeps no state, and the save was inside of an epoch, which begins again: this is exact only if the loop skips "
-            "what was consumed (skip_first_batches, with Accelerate before 1.15 that of a ShardwiseAccelerator), and calls "
+            "keeps no state, and the save was mid-epoch. The epoch starts over, so the resume is only exact if the loop skips "
+            "the consumed batches (skip_first_batches; with Accelerate before 1.15, ShardwiseAccelerator's version), and calls "
             "set_epoch for the next epoch"
             + (
                 ". "
@@ -383,38 +383,38 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
     known = record(loader) is not None and can_draw_again(_sampler(loader))
     if inside and not repeats:
         unknown = _sampler(loader) if record(loader) is not None else innermost(loader)
-        yield "the rest of the epoch may have another order: " + (
-            f"the random states that it was drawn from are not in the checkpoint; {_RECORD}"
+        yield "the rest of the epoch may be in a different order: " + (
+            f"the RNG states that it was drawn from are not in the checkpoint; {_RECORD}"
             if known
-            else f"it is not known when a {type(unknown).__name__} draws. "
+            else f"it isn't known when a {type(unknown).__name__} draws random numbers. "
             "DataLoaderConfiguration(use_seedable_sampler=True) resumes exactly, with shuffle=True"
         )
     if inside and known and order and order["dataset_draws"] and not loader.num_workers:
         yield (
-            "the dataset draws from the global generators of the training process: the batch that was fetched ahead is drawn "
+            "the dataset draws from the training process's global generators: the prefetched batch is drawn "
             "again, so it may differ, and so may random draws after it; draw from a generator seeded by the index instead"
         )
     if inside and "state" in position and not equal(position["batch"], _global_batch(loader)):
         yield (
-            f"a batch of all ranks had {position['batch']} samples and has {_global_batch(loader)}, and the position "
-            "counts batches: samples of this epoch repeat or are left out"
+            f"the global batch had {position['batch']} samples when saved, and has {_global_batch(loader)} now; the position "
+            "counts batches: samples in this epoch are repeated or skipped"
         )
     kinds = {str(getattr(kind, "value", kind)) for kind in getattr(loader, "rng_types", None) or ()}
     if inside and kinds - ({"generator", "torch"} if order else {"generator"}):
-        yield "rng_types: random generators are synchronized on all ranks when an epoch is resumed in the middle, so draws may differ"
+        yield "rng_types: random number generators are synchronized across ranks when an epoch is resumed midway, so draws may differ"
     if inside and "state" in position and loader.num_workers:
         yield (
-            f"num_workers={loader.num_workers}: workers start with new generators when an epoch is resumed in the "
-            "middle, so random draws in them (augmentation) may differ"
+            f"num_workers={loader.num_workers}: workers start with new generators when an epoch is resumed "
+            "midway, so random draws in them (augmentation) may differ"
         )
     if loader.num_workers and loader.persistent_workers:
         yield "persistent_workers=True: random draws in workers after the first epoch may differ"
     if loader.num_workers and not loader.in_order:
-        yield "in_order=False: the order of batches may differ, with the speed of workers"
+        yield "in_order=False: the order of batches depends on the workers' speed"
     if not loader.num_workers and isinstance(loader.dataset, IterableDataset):
         yield (
-            "the iterable dataset is read in the training process: if it chooses samples by generators of its own, or "
-            "keeps a position between epochs, it may continue elsewhere"
+            "the iterable dataset is read in the training process: if it chooses samples with its own generators, or "
+            "keeps a position between epochs, it may continue at a different sample"
         )
 
 

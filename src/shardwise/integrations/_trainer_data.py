@@ -178,11 +178,11 @@ class DataPlace:
         stored = self._stored
         if stored is None or stored["epoch"] is None:
             if (skipped or not has_seeds) and (why := _order_of(loader, has_seeds)):
-                yield f"the data position: {why}: samples of this epoch may repeat or be left out"
+                yield f"the data position: {why}: samples in this epoch may be repeated or skipped"
             return
         if stored["loader"]["batches"] != _description(loader)["batches"]:
             was, now = stored["loader"]["batches"], _description(loader)["batches"]
-            yield f"the data loader: an epoch had {was} batches and has {now}: samples of this epoch may repeat or be left out"
+            yield f"the data loader: an epoch had {was} batches when saved, and has {now} now: samples in this epoch may be repeated or skipped"
         was_workers, workers = stored["loader"]["num_workers"], getattr(loader, "num_workers", 0)
         by_index = self._goes_by_index(loader, stored)
         if (was_workers or stored["drew"]) and (was_workers != workers or (skipped and by_index)):
@@ -197,7 +197,7 @@ class DataPlace:
         if workers and not getattr(loader, "in_order", True):
             yield "in_order=False: the order of batches may differ"
         if unfit := unfit_generators(loader, stored["start" if skipped else "now"]):
-            yield f"generators of the data loader are not those of the saved run ({', '.join(unfit)}): samples may differ"
+            yield f"the data loader's generators are not those of the saved run ({', '.join(unfit)}): samples may differ"
         if not skipped:
             yield from self._changed(stored["now"], loader, "when it was saved")
             return
@@ -209,7 +209,7 @@ class DataPlace:
             yield "the iterable dataset draws random numbers while it is read: samples may differ"
         elif unknown or not hasattr(loader, "dataset"):
             what = unknown[0] if unknown else type(loader).__qualname__
-            yield f"{what}: random numbers were drawn in the middle of the epoch: samples may differ"
+            yield f"{what}: random numbers were drawn mid-epoch: samples may differ"
 
     def _changed(self, stored: Mapping[str, Any], loader: Any, when: str) -> Iterator[str]:
         """Lines for an iterable dataset that counts, or goes on reading, between epochs; a new one would start over."""
@@ -218,7 +218,7 @@ class DataPlace:
             if live.get(name) != was or "being read" in was:
                 yield (
                     f"the iterable {name} was {was} {when}, and is {live.get(name)} now: it may keep a position that no "
-                    "checkpoint holds, and samples may differ"
+                    "checkpoint contains, and samples may differ"
                 )
 
     # ------------------------------------------------------------------------------------------ epochs
@@ -292,11 +292,13 @@ class DataPlace:
         found = {} if batch is _END else Batch(batch).digests()
         if batch is _END or any(found.get(k) != was for k, was in stored["batch"].items()):
             self._on_difference(
-                f"batch {stored['consumed']} of epoch {stored['epoch']} is not the one that the saved run had: dataset or "
-                "order is another, and samples of this epoch may repeat or be left out"
+                f"batch {stored['consumed']} of epoch {stored['epoch']} is not the one that the saved run had: the dataset or "
+                "its order is different, and samples in this epoch may be repeated or skipped"
             )
         elif not same(own_states(loader)["generators"], stored["now"]["generators"]):
-            self._on_difference("generators of the data loader's parts are not where the saved run had them")
+            self._on_difference(
+                "the generators of the data loader's parts are at a different position than in the saved run"
+            )
 
     def _handed(self, batches: Iterator[Any], epoch: _Epoch) -> Iterator[Any]:
         """Count and watch batches on their way to the loop."""
@@ -380,9 +382,9 @@ def _order_of(loader: Any, has_seeds: bool) -> str:
     if seeded or any(type(p) is SequentialSampler for p in samplers):
         return ""
     return (
-        "the order of samples was drawn from random states of another number of ranks"
+        "the order of samples was drawn from the RNG states of a different number of ranks"
         if has_seeds
-        else "the checkpoint does not hold the seed of the order of samples, which may differ"
+        else "the checkpoint doesn't contain the seed for the sample order, which may differ"
     )
 
 
@@ -469,7 +471,7 @@ def trainer_extra(path: str, manifest: Manifest) -> dict[str, Any]:
     found = check_place(path, manifest, "state")
     if _TRAINER not in found:
         raise FormatError(
-            f"holds no {_TRAINER}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
+            f"contains no {_TRAINER}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
             path=inside(path, "state.json"),
         )
     return {key: found[_TRAINER][key] for key in _SHARED if key in found[_TRAINER]}
@@ -510,7 +512,7 @@ def _check(value: Any, form: Mapping[str, Callable[[Any], bool]], where: str, fi
         raise FormatError(f"{where}: expected a mapping, got {brief(value)}", path=file)
     for key, is_right in form.items():
         if key not in value:
-            raise FormatError(f"{where}: holds no {key}", path=file)
+            raise FormatError(f"{where}: contains no {key}", path=file)
         if not is_right(value[key]):
             raise FormatError(f"{where}.{key} is malformed: {brief(value[key])}", path=file)
 

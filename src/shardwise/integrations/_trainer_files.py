@@ -310,7 +310,7 @@ def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
     """Copy the files at the top, but weights and documents, into ``folder``. Returns the best checkpoint, if one is named."""
     if TRAINER_FILE not in manifest.files:
         raise FormatError(
-            f"holds no {TRAINER_FILE}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
+            f"contains no {TRAINER_FILE}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
             path=path,
         )
     best = None

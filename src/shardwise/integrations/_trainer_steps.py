@@ -299,8 +299,8 @@ class Saving(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model in hub format, or its adapters, with config, tokenizer and arguments, into ``output_dir``.
 
-        The folder may hold other files, such as ``checkpoint-N``; weights of an earlier export are replaced. Every rank
-        must call it. Raises as :func:`shardwise.export_hf`.
+        The folder may contain other files, such as ``checkpoint-N``. Weights from an earlier export are replaced. Every rank
+        must call it. Raises the errors of :func:`shardwise.export_hf`.
         """
         target = os.path.abspath(output_dir or self._root)
         if self._staging is not None:
@@ -611,14 +611,14 @@ class Resuming(Stopping, Saving):
         super()._load_optimizer_and_scheduler(checkpoint_dir)
         lost = lost_parts(names)
         differences = [
-            f"{path} is a checkpoint of the plain Trainer, which records no digests, versions or settings"
+            f"{path} was written by the plain Trainer, which doesn't record digests, versions or settings"
         ]
         if lost:
             differences.append(f"it has no {', '.join(lost)}")
         if (saved := ranks_of(names)) not in (0, ranks.world_size):
             differences.append(f"world size: {saved} when saved, {ranks.world_size} now")
         if self.args.ignore_data_skip:
-            differences.append("ignore_data_skip: the epoch's data starts again")
+            differences.append("ignore_data_skip: the epoch starts over")
         lives = {name: describe(model) for name, model in state.models.items()}
         is_adapted = peft_model(self.model) is not None  # Trainer stores no base below adapters
         with_optimizer = not {"optimizer", "scheduler"} & {*lost}  # Trainer takes both or neither
@@ -645,7 +645,7 @@ class Resuming(Stopping, Saving):
             documents=("scheduler",) if with_optimizer else (),
             skipped=(),
             caveats=(),
-            rng="not stored" if "random states" in lost else "those of the save, by Trainer",
+            rng="not stored" if "RNG states" in lost else "those of the save, by Trainer",
             bytes_read=0,
             seconds=0.0,
             damaged=dict(self._run.damaged.values()),
@@ -674,7 +674,7 @@ class Resuming(Stopping, Saving):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:
             found.append(
-                "the checkpoint holds the model only (save_only_model): optimizer and learning rate start again"
+                "the checkpoint only contains the model (save_only_model): the optimizer and the learning rate start over"
             )
         if saved != now:
             found.append(
@@ -683,7 +683,7 @@ class Resuming(Stopping, Saving):
                 f"{'skipped' if now > saved else 'seen again'}; keep the product to avoid that"
             )
         if self.args.ignore_data_skip:
-            found.append("ignore_data_skip: the epoch's data starts again")
+            found.append("ignore_data_skip: the epoch starts over")
         report = report.with_history(dict(run.damaged.values()), ())
         differences = report.differences + tuple(found)
         self.resume_report = replace(report, exact=report.exact and not found, differences=differences)

@@ -72,16 +72,16 @@ __all__ = [
 def save_state(
     accelerator: Accelerator, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
 ) -> SaveReport:
-    """Save what the accelerator prepared as one shardwise checkpoint, completely or not at all.
+    """Save everything that was prepared or registered as one shardwise checkpoint, completely or not at all.
 
-    Stores everything that was prepared or registered: models, optimizers, schedulers, scaler, random states, positions of data loaders, custom
-    objects, and the accelerator's own counters. As with Accelerate, ``ProjectConfiguration(automatic_checkpoint_naming=True)`` saves to the
+    This includes models, optimizers, schedulers, the scaler, RNG states, data loader positions, custom objects, and the
+    accelerator's own counters. As with Accelerate, ``ProjectConfiguration(automatic_checkpoint_naming=True)`` saves to the
     project's ``checkpoints/checkpoint_N``, which overrides ``output_dir``, and ``total_limit`` deletes the oldest checkpoints after the
     new one is published.
 
     Args:
-        output_dir: a directory or a URL that must not exist or must be empty. Unlike Accelerate, a save never overwrites a checkpoint (a
-            folder ``latest``), so each save needs its own folder (``f"step-{step}"``).
+        output_dir: a directory or a URL that must not exist or must be empty. Unlike with Accelerate, a save never overwrites a checkpoint, so
+            use a different folder for each save (``f"step-{step}"`` instead of ``latest``).
         step: recorded in the checkpoint. Default: the number of earlier saves.
 
     Every rank must call it. Raises the errors of :func:`shardwise.save`, :class:`CheckpointError` for a directory that isn't empty, and
@@ -128,9 +128,9 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
 
 
 def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-    """Restore what the accelerator prepared from a shardwise checkpoint, or from one written by ``accelerator.save_state``.
+    """Restore everything that was prepared and registered, from a shardwise checkpoint or one written by ``accelerator.save_state``.
 
-    Restores everything that was prepared and registered, on any mesh. Shardwise checkpoints are checked against their digests. Without
+    Works on any mesh. Shardwise checkpoints are checked against their digests. Without
     ``input_dir``, it uses the newest checkpoint of ``automatic_checkpoint_naming``. Accelerate's own checkpoints don't store the data
     position in a readable form, so data loaders stay unchanged. ``input_dir`` can be the URL of a shardwise checkpoint.
 
@@ -172,8 +172,8 @@ def _named(path: str, fallback: str | None, ranks: Ranks) -> str:
 def train_state(accelerator: Accelerator) -> TrainState:
     """Collect all objects that the accelerator prepared or registered, by reference, for a :class:`shardwise.Checkpointer`.
 
-    If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. One rank can call
-    it alone.
+    If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. A single rank
+    can call it.
     """
     check_kind(accelerator)
     held = prepared(accelerator)
@@ -268,7 +268,7 @@ def load_pretrained(
     return_report: bool = False,
     **options: Unpack[FromPretrained],
 ) -> Any:
-    """Load a transformers model, sharded by the accelerator's FSDP plugin and ready for ``accelerator.prepare``.
+    """Load a transformers model, sharded according to the accelerator's FSDP plugin and ready for ``accelerator.prepare``.
 
     Follows the plugin's wrap policy (class names or size), reshard after forward, mixed precision (trainable parameters become fp32
     master weights, as with Accelerate), CPU offload and ignored modules, and the mesh of ``parallelism_config`` (FSDP, HSDP, or tensor
@@ -277,7 +277,7 @@ def load_pretrained(
     ranks, rank 0 logs a warning.
 
     Activation checkpointing must be applied before sharding. This function applies it, and then permanently turns it off in the accelerator's
-    plugin, because ``prepare`` would add it again. Later calls of this function still apply it. For a model loaded in another way,
+    plugin, because ``prepare`` would add it again. Later calls of this function still apply it. For a model loaded in a different way,
     set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before you prepare it.
 
     For the other arguments, memory, the ranks that must call it and errors, see :func:`shardwise.load_pretrained`. Also raises
@@ -315,7 +315,7 @@ def load(
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
 ) -> LoadReport:
-    """Shard any module in place by the accelerator's FSDP plugin, and load its weights from ``source``.
+    """Shard any module in place according to the accelerator's FSDP plugin, and load its weights from ``source``.
 
     Build ``model`` inside ``sw.meta_init()`` if you can. ``accelerator.prepare`` accepts the sharded model. See :func:`load_pretrained` for
     the supported settings and :func:`shardwise.load` for the other arguments.
@@ -345,12 +345,12 @@ def load(
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """Call ``accelerator.prepare(*objects)`` and add hooks that make a save exact at any point of the loop. Every rank must call it.
 
-    The hooks record which gradients each step used, so that you can save in the middle of an accumulation or before the loop clears
-    gradients. They also record the random states from which each loader's sampler draws an order, so that you can save inside an epoch. After a plain
+    The hooks record which gradients each step used, so that you can save during gradient accumulation, or before the loop clears
+    gradients. They also record the RNG states from which each loader's sampler draws an order, so that you can save mid-epoch. After a plain
     ``accelerator.prepare``, recording starts only with the first :func:`save_state` or :func:`load_state`; the first save then skips
     unknown state, and the reports say so.
 
-    The optimizers keep their parameters, even if a model that was loaded in another way has empty shards. Raises :class:`ShardError` if
+    The optimizers keep their parameters, even if a model that was loaded in a different way has empty shards. Raises :class:`ShardError` if
     Accelerate's ``cpu_ram_efficient_loading`` can't shard a model that was loaded in full.
     """
     return _prepared(accelerator, accelerator.prepare, objects)
@@ -376,15 +376,15 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
 
 
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerate's ``Accelerator`` that loads models sharded, and saves and loads shardwise checkpoints.
+    """An ``Accelerator`` that loads models sharded, and saves and loads shardwise checkpoints.
 
     Args:
         preemption: the signals that ask the run to stop, and how much time it then has; see :class:`shardwise.PreemptionPolicy` and
             :meth:`should_stop`. ``end_training`` restores the previous signal handlers.
-        failures: how to handle a :meth:`save_state` that fails because of storage; see :class:`shardwise.FailurePolicy`. A folder saved to
+        failures: how to handle a :meth:`save_state` that fails because of a storage problem; see :class:`shardwise.FailurePolicy`. A folder saved to
             the fallback keeps its name, and :meth:`load_state` and :meth:`newest_checkpoint` look there, too. The constructor raises
             :class:`CheckpointError` or :class:`RankError` if the fallback can't be written.
-        local: each host keeps the files of its own ranks: ``output_dir`` and the project's folders are on a local disk.
+        local: each host only stores its own ranks' files; ``output_dir`` and the project's folders are on a local disk.
             :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
             See docs/howto/several-hosts.md.
 
@@ -435,7 +435,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return load_pretrained(self, path, **options)
 
     def load_model(self, build: Callable[[], nn.Module], source: Any, **options: Any) -> nn.Module:
-        """Build a custom model on meta, shard it by the plugin, and load its weights from ``source``.
+        """Build a custom model on meta, shard it according to the plugin, and load its weights from ``source``.
 
         Args:
             build: function that creates the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
@@ -502,7 +502,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Find the checkpoint of the newest step directly below ``root`` or in the fallback, for :meth:`load_state`. None if there is none.
 
         Use it if your script names the folders. It reads manifests, and skips one that can't be read with a warning. With ``local=True``, it finds
-        the newest step that all hosts together have. Every rank must call it.
+        the newest step that is complete across all hosts. Every rank must call it.
         """
         roots = self._failures.roots(place_at(root))
         return newest_of(roots, self._hosts, steps_in)

@@ -6,12 +6,12 @@ Your script changes in four places, here with TRL::
 
     class MyTrainer(ShardwiseTrainer, SFTTrainer): ...                            # 2
 
-    model = load_pretrained(args, "path/to/model")            # 3: for AutoModelForCausalLM.from_pretrained
-    trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: for SFTTrainer
+    model = load_pretrained(args, "path/to/model")            # 3: instead of AutoModelForCausalLM.from_pretrained
+    trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: instead of SFTTrainer
     trainer.train(resume_from_checkpoint=True)                # as usual, and so are save_model and the arguments
 
 With the Trainer itself, use :class:`ShardwiseTrainer` directly. It overrides methods; no class, module or function of another package is
-patched. docs/concepts/patching.md lists the changes to objects of your run.
+patched. docs/concepts/patching.md lists the changes to your run's objects.
 """
 
 from __future__ import annotations
@@ -93,26 +93,26 @@ class ShardwiseTrainer(Resuming):
       read. Checkpoints written by the plain Trainer are resumed by its own code. ``resume_report`` lists the restored state. The first save renames
       checkpoints newer than the resumed one to ``_superseded-checkpoint-N-…`` or ``_damaged-…``.
     * **Data position.** A resume continues exactly where the save was, in any epoch, with any sampler and loader: the epoch starts
-      again with its own random states. The report's ``differences`` list exceptions. With a different global batch size, samples are skipped or
+      again with its own RNG states. The report's ``differences`` lists exceptions. With a different global batch size, samples are skipped or
       repeated, and the report says so.
-    * **Files of other classes.** ``checkpoint-N`` includes the files that ``_save`` and ``save_model`` of other classes write. This class writes
+    * **Other classes' files.** ``checkpoint-N`` includes the files that other classes' ``_save`` and ``save_model`` write. This class writes
       the weights, once: a ``_save`` that it calls gets no tensors. ``from_pretrained(checkpoint-N)`` loads model and tokenizer.
     * **Export.** ``save_model`` writes Hugging Face files, or adapters for a ``PeftModel``, without gathering. Every rank must call it.
     * **Reference models** of TRL's trainers are clones of the sharded ``model``: they aren't read from disk, and no rank holds a full one.
     * **Locking.** ``train`` locks ``output_dir`` (the lock ends with the process) and deletes what killed saves left behind.
-    * **Another place for checkpoints.** ``checkpoint_root=`` is a directory or the URL of an object store that supports conditional writes;
+    * **A different place for checkpoints.** ``checkpoint_root=`` is a directory or the URL of an object store that supports conditional writes;
       ``output_dir`` stays local. In a store, checkpoints are named ``step-N.<nonce>``. ``resume_from_checkpoint`` accepts URLs.
     * **Preemption.** With ``preemption=PreemptionPolicy()``, a signal on any rank (SIGTERM, SIGUSR1) during ``train`` stops all ranks after the
       same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
-      ``sys.exit(trainer.exit_code)``: it is the policy's ``exit_status`` (75), or 0 for a run that finished. With the policy's
-      ``deadline_s``, or after a second signal, no last save is started that would take longer than saves took so far; the run then
+      ``sys.exit(trainer.exit_code)``: it is the policy's ``exit_status`` (75), or 0 for a run that finished. The last save
+      isn't started after a second signal, or if the policy's ``deadline_s`` leaves less time than previous saves took; the run then
       resumes from the previous checkpoint. ``request_stop()`` does the same without a signal.
-    * **Failed saves.** With ``failures=FailurePolicy()``, a save that fails because of storage is logged, and training continues.
+    * **Failed saves.** With ``failures=FailurePolicy()``, a save that fails because of a storage problem is logged, and training continues.
       :attr:`save_report` gives the reason, and the next save is attempted as usual. After ``max_failures`` failed saves in a row,
-      ``train`` raises. A checkpoint that can't be saved in the first place goes to the policy's ``fallback``, and
+      ``train`` raises. A checkpoint that can't be saved in its usual place goes to the policy's ``fallback``, and
       ``resume_from_checkpoint=True`` uses the newest of both.
-    * **Local disks.** With ``local=True``, each host keeps the files of its own ranks on its own disk, below ``output_dir`` or
-      ``checkpoint_root`` there. A resume uses the newest checkpoint that all hosts together have, with any number of ranks and hosts, as long
+    * **Local disks.** With ``local=True``, each host only stores its own ranks' files, on its own disk, below ``output_dir`` or
+      ``checkpoint_root`` there. A resume uses the newest checkpoint that is complete across all hosts, with any number of ranks and hosts, as long
       as every host that saved it is there. Other programs can read it once its parts are merged; see docs/howto/several-hosts.md.
       ``save_model`` needs a folder that all ranks can see.
 
@@ -165,7 +165,7 @@ class ShardwiseTrainer(Resuming):
             wrong = f"output_dir={self.args.output_dir!r}, but Trainer needs a local directory; pass checkpoint_root to the trainer"
         fallback = self._failures.fallback
         if fallback is not None and real(fallback) in map(real, (self._root, self._checkpoints)):
-            wrong = f"the fallback is the run's own directory: {fallback}; give another one"
+            wrong = f"the fallback is the run's own directory: {fallback}; use a different one"
         if self._hosts.is_local and is_url(self._checkpoints):
             wrong = f"local=True keeps checkpoints on the hosts' own disks, and checkpoint_root is a URL: {self._checkpoints}"
         for name in ("save_on_each_node", "enable_jit_checkpoint"):

@@ -91,8 +91,8 @@ class References(TorchFunctionMode):
             self._args.model_init_kwargs = self._given
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
             raise ShardError(
-                "the trainer computes with whole tensors of the model while it is made, and finds shards. A reference adapter "
-                "does that with use_dora in the LoraConfig: leave it out, or train without a reference (GRPO and RLOO: beta=0)"
+                "the trainer's constructor computes with the model's full tensors, but they are sharded. A reference adapter "
+                "with use_dora in the LoraConfig causes this: leave it out, or train without a reference (GRPO and RLOO: beta=0)"
             ) from error
 
 

@@ -77,17 +77,17 @@ def init_weights(
     only: Collection[str] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[str, ...]:
-    """Initialize parameters by the model's own rule, with the same global values for every world size and sharding.
+    """Initialize parameters with the model's own rule. The values are the same for every world size and sharding.
 
     The rule is ``_init_weights`` of a transformers model (or any model that has it), otherwise ``reset_parameters``. For PEFT's LoRA layers it is
     ``reset_lora_parameters``, and DoRA's magnitudes are the norms of the current base weights. Each module draws from generators
     seeded by ``seed`` and its name, so its values don't depend on which other modules are initialized. All other parameters,
-    the buffers and the global random state are unchanged. If any tensor is on meta, the complete model is first allocated on ``device`` (None:
+    the buffers and the global RNG state are unchanged. If any tensor is on meta, the complete model is first allocated on ``device`` (None:
     the device of its mesh, otherwise the CPU).
 
-    Every rank that holds a part must call it, with the same arguments. Ranks communicate only for magnitudes whose norms span several ranks:
-    such a weight is gathered over its mesh. Host memory in addition to the parameters: the full size of one module's own requested
-    parameters (or of such a weight) at a time.
+    Every rank that has a part of the model must call it, with the same arguments. Ranks communicate only for magnitudes whose norms span several ranks:
+    such a weight is gathered over its mesh. Host memory in addition to the parameters: the full size of one module's own parameters
+    among those requested (or of such a weight) at a time.
 
     Args:
         seed: any integer.
@@ -354,10 +354,10 @@ def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, tim
     Args:
         build: function that creates the second model, on meta (inside :func:`meta_init`) and wrapped like the first. Default: a
             transformers model of the same class and config, sharded like the first by :func:`shard`, :func:`load_pretrained` or
-            ``integrations.accelerate`` (also through ``integrations.trainer``).
+            ``integrations.accelerate`` (including through ``integrations.trainer``).
         timeout_s: as in :class:`IOOptions`; nothing is read here.
 
-    Every rank of the default process group must call it. Ranks agree through the store, without collectives. Memory: this
+    Every rank of the default process group must call it. Ranks coordinate through the group's store, without collectives. Memory: this
     rank's shards once more, with no full tensors and no staging. Raises, on every rank, :class:`StateError` if the model
     can't be built again or the second one differs, :class:`ShardError`, :class:`LayoutError` or :class:`RankError`.
     """

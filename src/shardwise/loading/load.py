@@ -215,8 +215,8 @@ def noted(model: nn.Module, report: LoadReport) -> LoadReport:
 def load_report(model: nn.Module) -> LoadReport:
     """Return the report of the last load into ``model`` in this process.
 
-    Also works for a model that was wrapped after the load: compiled, in DDP, or in a ``PeftModel``. Takes no memory beyond
-    the report and no communication; a single rank may call it. Raises :class:`ValueError` for a model that neither :func:`load` nor
+    Also works for a model that was wrapped after the load: compiled, in DDP, or in a ``PeftModel``. It needs no communication,
+    so a single rank may call it. Raises :class:`ValueError` for a model that neither :func:`load` nor
     ``load_pretrained`` filled.
     """
     for module in model.modules():
@@ -447,7 +447,7 @@ def load(
 
     Loads every parameter and persistent buffer: DTensors with any FSDP2, HSDP, TP or EP placements, plain tensors, scalars, integers and
     tied tensors. Each rank reads only the bytes of its own shards. Parameters keep their identity, dtype, wrapping, padding and
-    ``requires_grad``. The random generators and torch's settings aren't touched.
+    ``requires_grad``. The random number generators and torch's settings aren't touched.
 
     Args:
         model: any module; tensors on meta are allocated on ``device`` first.
@@ -470,10 +470,10 @@ def load(
         verify: ``"cover"`` checks the plan only. ``"digest"`` also compares the digest of every tensor for which the source records one, unless
             the load changes its dtype. None: ``"digest"`` if the source records digests (a checkpoint does), otherwise ``"cover"``.
         allow_plain: ``fnmatch`` patterns of trainable parameters that may stay plain tensors among sharded ones. FSDP2 doesn't reduce their
-            gradients, so you must. Parameters whose gradients ``shard`` reduces need no pattern.
+            gradients, so you must. Parameters whose gradients ``shard`` reduces don't need a pattern.
 
     Every rank of the default process group must call it. Memory: this rank's shards plus ``io.staging_bytes``, or ``io.ring_bytes`` for a device. Raises
-    :class:`PlanError` before payload is read (also for adapters without a sharded form: a method other than LoRA, an
+    :class:`PlanError` before any weights are read (including for adapters without a sharded form: a method other than LoRA, an
     initialization that needs weights or data, a quantized base, or settings that differ from the model's),
     :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that aren't in ``allow_plain``), or
     :class:`RankError` on every surviving rank. Raises :class:`TypeError` for a string or a mapping where a tuple of patterns is expected.
@@ -709,7 +709,7 @@ def _resolve(
         given = dict(names)
         lost = sorted(set(given) - set(catalog.tensors))
         if lost:
-            raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
+            raise PlanError(f"names= maps stored tensors that {catalog.root} doesn't contain", tuple(lost))
         return renamed(lambda stored: {n: given.get(n, n) for n in stored})
     if hub is not None:
         return wrapped(live, hub.resolve)

@@ -330,8 +330,8 @@ def load_pretrained(
     """Build the transformers model at ``path`` on meta, shard it over ``mesh``, and load its weights into the shards.
 
     Returns the model that ``from_pretrained`` would return (eval mode, generation config, ``name_or_path``, dtype), sharded with FSDP2.
-    Call :func:`load_report` for the report. No rank ever holds more than its shards and the staging buffer. The random generators and
-    torch's settings aren't touched.
+    Call :func:`load_report` for the report. No rank ever holds more than its shards and the staging buffer. The random number
+    generators and torch's settings aren't touched.
 
     Args:
         path: a local directory with ``config.json`` and safetensors files, or the id of a model on the Hugging Face hub, which is read from
@@ -366,8 +366,8 @@ def load_pretrained(
             ``local_files_only``, ``force_download``.
 
     Every rank of the default process group must call it. Raises the errors of :func:`shardwise.load`,
-    :class:`UnsupportedConversionError` that names the stored tensors or the quantization whose conversion isn't supported yet, and
-    :class:`TypeError` for any other argument of ``from_pretrained``, with its replacement.
+    :class:`UnsupportedConversionError` for stored tensors or a quantization that can't be converted yet, and
+    :class:`TypeError` for any other ``from_pretrained`` argument, with its replacement.
     """
     request = Pretrained(
         path=path,
@@ -569,13 +569,13 @@ def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
         return
     most = MAX_MODULES + MAX_MODULES_PER_TENSOR * len(catalog.tensors)
     refusal = FormatError(
-        f"asks for a model of more than {most} modules, parameters and buffers, and the source holds "
+        f"describes a model with more than {most} modules, parameters and buffers, but the source only has "
         f"{len(catalog.tensors)} tensors; check the numbers of layers",
         path=file,
     )
     most_bytes = max(MIN_TENSOR_BYTES, MAX_BYTES_PER_STORED * sum(t.nbytes for t in catalog.tensors.values()))
     too_large = FormatError(
-        f"asks for a tensor of more than {most_bytes} bytes, which is {MAX_BYTES_PER_STORED} times what the source holds; "
+        f"describes a tensor of more than {most_bytes} bytes, which is {MAX_BYTES_PER_STORED} times what the source holds; "
         f"see the sizes in it",
         path=file,
     )

@@ -475,7 +475,7 @@ def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
         at = f" at revision {revision!r}" if revision else ""
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only the cache was asked"
         raise SourceError(
-            f"no such directory here, and the cache {_cache_dir(options)} holds no such model of the hub{at} ({offline}). "
+            f"no such directory here, and the cache {_cache_dir(options)} contains no such model of the hub{at} ({offline}). "
             f"Correct the path, or download the model first: hf download {model}",
             path=model,
         ) from error
@@ -606,7 +606,7 @@ def needed_files(
             {os.path.splitext(n)[1] for n in here if n.endswith((".gguf", ".safetensors", ".bin", ".pt"))}
         )
         raise SourceError(
-            f"holds no {SINGLE_NAME}{of}, no index of several and no {TORCH_SINGLE_NAME}"
+            f"contains no {SINGLE_NAME}{of}, no index of several and no {TORCH_SINGLE_NAME}"
             + (f" in {subfolder!r}" if prefix else "")
             + (f"; it has {', '.join(other)} files under other names" if other else ""),
             path=where,

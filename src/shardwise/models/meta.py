@@ -60,7 +60,7 @@ def meta_init() -> Iterator[None]:
     """Construct modules with their parameters on meta, and with the same buffers as in ordinary construction.
 
     A context manager that works for any ``nn.Module``. Each parameter keeps its shape, strides, dtype, ``requires_grad``, class, Python
-    attributes and ties. Affects only the calling thread and can be nested. On exit, even after an error, the random generators (Python, numpy,
+    attributes and ties. Affects only the calling thread and can be nested. On exit, even after an error, the random number generators (Python, numpy,
     torch on the CPU and on an initialized accelerator) return to their state on entry. Host memory: one parameter's unwritten allocation.
 
     A buffer that is computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters

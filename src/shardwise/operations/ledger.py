@@ -349,18 +349,18 @@ def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | N
 
     Any process can open one without the others, and ranks can share ``path``. Each process writes its own JSON Lines file there, with its
     rank and host in the name; even if the process is killed, every line in it is complete. ``load``, ``save``, ``resume``, ``restore``, ``clone``,
-    ``export_hf``, ``verify``, ``diff``, ``copy_checkpoint`` and ``convert`` add their phases and reports automatically. ``phase`` of the returned
-    object adds yours, at about 0.3 ms each. ``shardwise report`` plots the result.
+    ``export_hf``, ``verify``, ``diff``, ``copy_checkpoint`` and ``convert`` add their phases and reports automatically. The returned object's ``phase``
+    adds your own, at about 0.3 ms each. ``shardwise report`` plots the result.
 
     It records, in bytes: the process's anonymous, file-backed, shared and swapped memory, and ``VmHWM``; usage and page cache of its
     cgroup (v1 or v2), which covers all processes in it; the memory that torch allocated and reserved on devices in use; and the bytes read and
     written. A thread samples every 20 ms, or less often if sampling takes more than 0.5% of a core. Peaks are the highest samples; the
-    peak of a phase that raises ``VmHWM`` is exact. Records are written every 0.1 s at first, and half as often after every 2,000 of them, which
+    peak of a phase that raises ``VmHWM`` is exact. At first, records are written every 0.1 s; the interval doubles after every 2,000 records, which
     comes to about 10 MB a week. For each phase name, the first 1,000 phases are written, then every tenth, then every hundredth.
 
     Args:
         path: a local directory, created if needed.
-        tensorboard: gets the same numbers as scalars ``ledger/…``, through its ``add_scalar(tag, value, step)``, from the thread.
+        tensorboard: a writer that receives the same numbers as scalars ``ledger/…``. The thread calls its ``add_scalar(tag, value, step)``.
 
     A forked child writes nothing until it opens its own ledger. With nested ledgers, phases go to the innermost one. Raises
     :class:`CheckpointError` if ``path`` can't be written. If the disk fails later, the ledger ends with a warning.

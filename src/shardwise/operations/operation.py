@@ -72,7 +72,7 @@ class Progress:
     """Bytes that this rank will process according to the plan; an estimate for a resume or an export until it is done. Never less than
     ``done_bytes``: it grows if more is read or written than planned."""
     seconds: float
-    """Time since ``total_bytes`` was known, so without the planning of a load."""
+    """Time since ``total_bytes`` was known. It doesn't include the planning of a load."""
     number: int
     """Number of the operation in this process. Concurrent operations have different numbers."""
     is_background: bool
@@ -304,7 +304,7 @@ def progress(hook: _Hook | None = None) -> Iterator[None]:
     for running calls of the hook; none starts later. Blocks can be nested, for bars and a hook at the same time. Any rank can use it.
 
     Outside such blocks no bar is drawn. Where there is no bar, rank 0 logs two INFO lines per operation to the logger
-    ``shardwise.progress``: first the bytes to process, then bytes, seconds and rate.
+    ``shardwise.progress``: first the number of bytes to process, then the bytes, seconds and rate.
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"hook must be callable with a Progress, got {hook!r}")

@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 class Printed:
-    """A report: ``print`` shows a table of two columns, and so does a notebook. ``repr`` has all fields as they are."""
+    """A report: ``print`` shows a table of two columns, and so does a notebook. ``repr`` shows all fields unchanged."""
 
     __slots__ = ()
 

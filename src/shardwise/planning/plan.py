@@ -87,7 +87,7 @@ class IOOptions:
     faster one is used from then on. The load report gives the choice and the reason."""
 
     read_threads: int | None = None
-    """Number of threads with which this rank reads. With ``reads="auto"``, each thread reads a tensor (at most 16 MiB; 8 MiB for a device) at a
+    """Number of threads that this rank reads with. With ``reads="auto"``, each thread reads one tensor (at most 16 MiB; 8 MiB for a device) at a
     time if its bytes are in the page cache and go to a device, or to CPU memory unchanged; any other read of 2 MiB or more is split among all
     threads. None: the host's cores divided by its ranks, at most 4, or 8 if the tensors go to a device."""
 
@@ -95,16 +95,16 @@ class IOOptions:
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per host, and the
     ranks of that host share it in memory. ``"once"``: each range is read once, and each rank receives its shards through the process
     group's backend. ``"auto"`` chooses ``"once"`` if some ranks can't see the files, or if they are on a network file system and several hosts need
-    the same bytes; ``"node"`` if shards are stored in runs shorter than 16 KiB (shards of dim 1), or if the files are on a network file
+    the same bytes; ``"node"`` if shards are stored in pieces smaller than 16 KiB (sharded along dim 1), or if the files are on a network file
     system and ranks of one host need the same bytes; otherwise ``"own"``. For object stores it chooses ``"node"`` on one host and ``"once"`` on several.
     The report gives the choice and the reason."""
 
     @property
     def ring_bytes(self) -> int:
-        """Pinned host memory per rank for copies to a device, given back at the end.
+        """Pinned host memory per rank for copies to a device, freed at the end.
 
-        Twice ``staging_bytes``: eight threads that fill parts of 4 MiB read at half the rate of those that fill 8 MiB, since each part takes
-        Python's lock a few times (``docs/notes/measurements.md``).
+        Twice ``staging_bytes``: eight threads that fill parts of 4 MiB read half as fast as threads that fill 8 MiB, because each part takes
+        the GIL a few times (``docs/notes/measurements.md``).
         """
         return 2 * self.staging_bytes
 
@@ -112,7 +112,7 @@ class IOOptions:
     def parts_bytes(self) -> int:
         """Bytes of the parts of quantized tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
 
-        At least 4 MiB: with less, transposed codes would be read in runs too short for any storage.
+        At least 4 MiB: with less, transposed codes would be read in pieces that are too small for any storage.
         """
         return min(16 * 1024**2, max(4 * 1024**2, self.staging_bytes * 3 // 16))
 

@@ -356,7 +356,7 @@ class Reader:
             status, found = _REPLY.unpack(reply)
             if status or found > (nbytes or _MAX_BYTES):
                 self.close()
-                raise CheckpointError(f"host {self._host}: does not hold {name}")
+                raise CheckpointError(f"host {self._host}: doesn't have {name}")
             self._unread = int(found)
         return self._unread
 
@@ -700,7 +700,7 @@ class RemoteFiles:
         self, name: str, number: int, nbytes: int, bring: Callable[[Reader, str], None]
     ) -> None:
         """Bring bytes of a unit from the first of its holders that sends them."""
-        problem = "no host holds all of it"
+        problem = "no host has all of it"
         for rank, slot, runs in sorted(self._holdings[name], key=lambda holder: holder[0] in self._away):
             if not any(first <= number < stop for first, stop in runs):
                 continue

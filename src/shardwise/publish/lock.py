@@ -115,8 +115,8 @@ class DirectoryLock:
             if error.errno not in _TAKEN:
                 raise CheckpointError(f"{self._path}: can't be locked: {error.strerror}") from error
             raise LockedError(
-                f"{root}: another run writes checkpoints here ({holder or 'unknown'}); stop it, or give this "
-                f"run another directory"
+                f"{root}: another run writes checkpoints here ({holder or 'unknown'}); stop it, or use a "
+                f"different directory for this run"
             ) from error
 
     def _note_holder(self) -> None:

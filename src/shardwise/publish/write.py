@@ -91,7 +91,7 @@ _MOST_CLAIM_BYTES = 4096
 #: Name of an object that is made and deleted at once, to see what the store does with conditions.
 PROBE = ".probe-"
 _NO_CONDITIONS = (
-    "the store has no conditional writes, without which two saves could mix; save to a local directory, and upload it with "
+    "the store doesn't support conditional writes, without which two saves could get mixed up; save to a local directory, and upload it with "
     "`shardwise copy`"
 )
 #: A piece of this size goes to the store's client at a time.

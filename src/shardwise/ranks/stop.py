@@ -229,7 +229,7 @@ class StopSignals:
             return
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "signals can be handled in the main thread only, and this is another one; make the Checkpointer there, or leave "
+                "signals can only be handled in the main thread, and this is a different one; create the Checkpointer there, or leave "
                 "stop_on out and call request_stop()"
             )
         before = {number: signal.getsignal(number) for number in self.numbers}
@@ -327,8 +327,7 @@ class PreemptionPolicy:
     """
 
     stop_on: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
-    """Names of the signals. Handlers that were already installed are still called, and are restored when the run is closed. ``()`` listens for no
-    signal; ``request_stop`` still works. Python handles signals in the main thread, so create the run's object there."""
+    """Names of the signals. Handlers that were already installed are still called, and are restored when the run is closed. ``()``: don't listen for any signals; ``request_stop`` still works. Python handles signals in the main thread, so create the run's object there."""
     deadline_s: float | None = None
     """Seconds between the first signal and the scheduler's SIGKILL. Used to decide whether a last save can finish in time. None: unknown. torchrun
     itself kills its ranks 30 seconds after it forwards a signal (from torch 2.12 on, ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` changes that)."""

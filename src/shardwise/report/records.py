@@ -661,7 +661,7 @@ def _log_given(file: Path) -> LossLog:
         found = LossLog(str(file), logged.points, logged.names_steps, logged.resumes, logged.digits)
     if not found.points:
         raise SourceError(
-            "holds no losses: expected a ledger, JSON lines with step and loss, a trainer_state.json, or a log whose lines have a loss",
+            "contains no losses: expected a ledger, JSON lines with step and loss, a trainer_state.json, or a log whose lines have a loss",
             path=str(file),
         )
     return found

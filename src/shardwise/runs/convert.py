@@ -70,7 +70,7 @@ class ConvertReport(Printed):
     optimizer_tensors: int
     documents: tuple[str, ...]
     skipped: tuple[str, ...]
-    """State in the source that the checkpoint doesn't contain. Also says so if the source doesn't record a step."""
+    """State in the source that the checkpoint doesn't contain. Also mentions it if the source doesn't record a step."""
     bytes_read: int
     """Bytes that this rank read."""
     bytes_written: int
@@ -98,11 +98,11 @@ def convert(
     Args:
         source: a path or a URL: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
             another ``torch.save`` file, safetensors, or a shardwise checkpoint. Stored optimizers, schedulers and scalers
-            are converted; random states and the data position aren't. An optimizer that numbers its parameters can be
-            converted if the model has a config and the numbers match the order of its parameters or the HF Trainer's groups; ``caveats``
-            says so.
-        out: a path or a URL that must not exist. Name it ``step-%08d`` with its step's number, and a Checkpointer finds it. If the source
-            doesn't record a step, the number in this name is used, or 0; ``skipped`` says so.
+            are converted; RNG states and the data position aren't. An optimizer that numbers its parameters can be
+            converted if the model has a config, and the numbers match the order of its parameters or the HF Trainer's groups; ``caveats``
+            then mentions this.
+        out: a path or a URL that must not exist. Name it ``step-%08d``, with its step's number, so that a Checkpointer finds it. If the source
+            doesn't record a step, the number in this name is used, or 0; ``skipped`` then mentions this.
         config: directory with the model's config.json (and tokenizer and custom code), if the source has none. Without a config, tensors keep
             their names, and missing tensors can't be detected.
         trust_remote_code: run the Python files in the config's directory.
@@ -111,7 +111,7 @@ def convert(
     Every rank of the default process group must call it. Each tensor is split evenly along dim 0; each rank reads and writes its own
     part. Memory: ``io.staging_bytes`` plus 8 MiB. Tensors from a shardwise checkpoint are checked against their recorded digests. Raises
     :class:`SourceError`, :class:`PlanError` or :class:`StateError` before anything is written, :class:`CheckpointError` if
-    ``out`` exists or names another step, and :class:`RankError` on every rank.
+    ``out`` exists or is named after a different step, and :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()

@@ -81,11 +81,11 @@ class DiffReport(Printed):
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
     """Compare two models or checkpoints tensor by tensor. If both are checkpoints, their optimizers are compared, too.
 
-    The report's ``not_compared`` lists optimizers that weren't compared, with the reason. Schedulers, random states and positions in the data
+    The report's ``not_compared`` lists optimizers that weren't compared, with the reason. Schedulers, RNG states and data positions
     are never compared.
 
     Call it in one process; ranks don't share the work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal
-    aren't read. Raises :class:`SourceError` (or a subclass that says more) for a source that can't be read.
+    aren't read. Raises :class:`SourceError` (or a more specific subclass) for a source that can't be read.
     """
     files: list[StoredFile] = []
     left, right = _contents(first, files), _contents(second, files)

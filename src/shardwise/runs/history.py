@@ -42,7 +42,7 @@ _MOST_FILES = 10_000
 RESUMED = {
     "optimizer": re.compile(r"optimizer([._].*)?|rank\d+-of-\d+-optimizer\.pt"),
     "scheduler": re.compile(r"scheduler\.pt"),
-    "random states": re.compile(r"rng_state.*\.pth"),
+    "RNG states": re.compile(r"rng_state.*\.pth"),
 }
 _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 #: Each rank writes its own: of the HF Trainer, and of Accelerate.
@@ -77,7 +77,7 @@ class StepSummary:
 
 @frozen(kw_only=True)
 class RootContents:
-    """The steps of a checkpoints directory, newest first, and leftovers of stopped saves."""
+    """The steps of a checkpoints directory, newest first, and leftovers from interrupted saves."""
 
     kind: str = "checkpoints"
     path: str
@@ -178,12 +178,14 @@ def newest_step(path: str) -> StepSummary | None:
     for step in found:
         if step.ok is not False:
             return step
-    raise NoCheckpointError(f"{path}: holds no valid step; shardwise inspect says what each of them lacks")
+    raise NoCheckpointError(
+        f"{path}: contains no valid step; shardwise inspect shows what's wrong with each of them"
+    )
 
 
 def _not_told(steps: Mapping[int, str]) -> str:
     """What the newest of another program's checkpoints tells of the run, and what none tells."""
-    nothing = "they don't record from which step a start resumed, so parents and resumes aren't known"
+    nothing = "they don't record which step a launch resumed from, so parents and resumes are unknown"
     file = os.path.join(next(iter(steps.values())), TRAINER_FILE)
     try:
         state = read_json(file, "state of the Trainer", MAX_VALUE_BYTES)
@@ -192,7 +194,9 @@ def _not_told(steps: Mapping[int, str]) -> str:
     known = state if isinstance(state, dict) else {}
     step, last = known.get("global_step"), known.get("max_steps")
     at = f", at step {step} of {last}" if type(step) is int and type(last) is int else ""
-    return f"Checkpoints of the HF Trainer{at}: {nothing}; a log of the run may say it: shardwise report train.log"
+    return (
+        f"Checkpoints of the HF Trainer{at}: {nothing}; a log of the run may tell: shardwise report train.log"
+    )
 
 
 def losses_of_trainer(path: str) -> tuple[str, dict[int, float]] | None:

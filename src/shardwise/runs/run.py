@@ -275,7 +275,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     if plan.initialized:
         lost = ", ".join(d.name for d in plan.initialized[:5])
         raise StateError(
-            f"{catalog.root}: holds no {lost}, which the model has; load it (load_pretrained initializes them) and save"
+            f"{catalog.root}: contains no {lost}, which the model has; load it (load_pretrained initializes them) and save"
         )
     results = {t.name: t for host in plan.conversions.values() for t in host.outputs.values()}
     origin = Origin(plan.recipes, {n: t.shape for n, t in catalog.tensors.items()})
@@ -333,7 +333,7 @@ def _of_third_party(
         raise FormatError(f"its step is {step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": step}
     caveats = [
-        f"tensors were taken from {m.prefix!r}, the part of the saved module that has all names of the model"
+        f"tensors were taken from {m.prefix!r}, the part of the saved module that contains all of the model's names"
         for m in models.values()
         if m.prefix
     ]
@@ -430,7 +430,9 @@ def _optimizer(
     if name is None or model is None:
         first = next(iter(models.values()))
         strange = sorted(owners - first.specs.keys())
-        raise StateError(f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model lacks")
+        raise StateError(
+            f"{path}: contains optimizer state for {', '.join(strange[:5])}, which the model doesn't have"
+        )
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for short, (parameter, key) in stored.keys.items():
@@ -542,7 +544,7 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor against its digest.
 
     Also reads checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, Lightning, torchtitan, transformers and
-    torch's own examples. They don't have digests, and they don't store random states and the data position in a readable form. An
+    torch's own examples. They don't have digests, and they don't store RNG states or the data position in a readable form. An
     optimizer that numbers its parameters is matched by position, as in torch's ``load_state_dict``.
 
     ``path`` can be a URL in an object store, and a directory may have any name; the report's ``step`` comes from the manifest. Works with any
@@ -598,7 +600,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
             part = trained_by(name, optimizer, lives)
             if optimizers[name].is_numbered:
                 differences.append(
-                    f"{name}: its parameters were matched by their positions, as torch's load_state_dict does"
+                    f"{name}: its parameters were matched by position, as in torch's load_state_dict"
                 )
                 optimizers[name] = optimizers[name].named_like(_members(part))
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
@@ -639,7 +641,7 @@ def _check_asked(state: TrainState, run: ThirdPartyRun) -> None:
     """Refuse a state that asks for more than such a checkpoint holds."""
     if state.dataloader is not None:
         raise StateError(
-            f"{run.path}: such a checkpoint holds no readable data position; leave dataloader out of the state"
+            f"{run.path}: such a checkpoint contains no readable data position; leave dataloader out of the state"
         )
     if len(state.models) > len(run.models):
         raise StateError(f"{run.path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}")

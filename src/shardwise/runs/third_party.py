@@ -479,7 +479,7 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
         if what is None:
             refuse_below(root)
         _listed(root)  # raises if it can't be read
-        raise SourceError(what or "holds no known training state and no model", path=root)
+        raise SourceError(what or "contains no known training state and no model", path=root)
     return ThirdPartyRun(root, models, _sources(root, _OPTIMIZER_STEM), kind_of(root))
 
 
@@ -562,8 +562,8 @@ class ThirdPartyRun:
     def _no_optimizer(self, k: int) -> str:
         others = [name for name in _listed(self.path) if _FOREIGN_OPTIMIZER.fullmatch(name)] if k == 0 else []
         if others:
-            return f"holds no optimizer that can be read ({', '.join(others[:3])} of DeepSpeed can't be)"
-        return "holds no optimizer" if k == 0 else f"holds {k} optimizer(s)"
+            return f"contains no optimizer that can be read ({', '.join(others[:3])} of DeepSpeed can't be)"
+        return "contains no optimizer" if k == 0 else f"holds {k} optimizer(s)"
 
     def document(self, name: str) -> dict[Any, Any]:
         """The stored state of ``scheduler`` or ``scaler``. From DCP, all mapping keys are text."""
@@ -584,7 +584,7 @@ class ThirdPartyRun:
             return schedulers[0]
         entries = f"no entry {' or '.join(map(repr, _DOCUMENT_KEYS[name]))} in the state dict that DCP saved"
         where = entries if _has(self.path, METADATA_NAME) else " or ".join(_DOCUMENT_FILES[name])
-        raise StateError(f"{self.path}: holds no {name} ({where}); leave it out of the state")
+        raise StateError(f"{self.path}: contains no {name} ({where}); leave it out of the state")
 
     def is_in_a_file(self, name: str) -> bool:
         """Whether the state of ``scheduler`` or ``scaler`` is stored with the types of its keys, not as items of DCP."""

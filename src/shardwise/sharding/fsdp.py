@@ -510,7 +510,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy | None = None)
       be a group (held by the root, a block, or a single expert). They are *replicated*: at the end of each backward their gradients are
       averaged over the mesh, in fp32. ``set_requires_gradient_sync`` and similar settings of the root's group apply to them, too. A
       rank that didn't use a parameter contributes zero, so unused parameters never hang. Their ``requires_grad`` must be the same on all
-      ranks. Every backward must go through the model's forward: if a backward reaches such a parameter only from outside, nothing is reduced.
+      ranks. Every backward pass must go through the model's forward: if it only reaches such a parameter from outside, nothing is reduced.
 
     ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers (the default on GPUs) accept 0-d tensors and DTensors together.
     ``clip_grad_norm_`` rejects other plain tensors, and so does a foreach optimizer that has DTensors of the same dtype: clip

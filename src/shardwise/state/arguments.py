@@ -651,7 +651,7 @@ def changed_settings(stored: Mapping[str, str], now: Mapping[str, str]) -> list[
             other += [f"{path}.", f"{path}["]
         found.append(f"{path}: {_said(was)} when saved, {_said(is_now)} now")
     more = len(found) - _MAX_LINES
-    return found if more <= 0 else [*found[:_MAX_LINES], f"settings: {more} further ones differ"]
+    return found if more <= 0 else [*found[:_MAX_LINES], f"settings: {more} more differ"]
 
 
 def _is_a_cache(was: str | None, now: str | None) -> bool:

@@ -194,7 +194,7 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
         if why:
             text = path_text(path)
             lines[path_key(path)] = (
-                f"{what}: {text}, which the object itself would save, is not stored ({why})"
+                f"{what}: {text}, which the object would save itself, is not stored ({why})"
             )
         else:
             kept.append((path, value))
@@ -281,9 +281,9 @@ def differing_leaves(
             continue
         text = path_text(path)
         if path not in wanted:
-            yield f"{what}: {text}, which the object itself would save, is not in the checkpoint"
+            yield f"{what}: {text}, which the object would save itself, is not in the checkpoint"
         elif path not in found or not same(found[path], wanted[path]):
-            yield f"{what}: {text}, which the object itself saved, was not taken back by its load_state_dict"
+            yield f"{what}: {text}, which the object saved itself, was not accepted by its load_state_dict"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def beyond_model(name: str, live: LiveModel) -> Beyond:
         leaves = _leaves(model, live.tensors)
     except Exception as error:
         why = f"{type(model).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
-        return Beyond(not_stored={"": f"{name}: its own state is not known ({why})"})
+        return Beyond(not_stored={"": f"{name}: its own state is unknown ({why})"})
     return split_storable(leaves, name)
 
 
@@ -418,7 +418,7 @@ def differences_of_model(own: StoredOwn, live: LiveModel) -> list[str]:
         now = _leaves(live.root, live.tensors)
         return list(differing_leaves(now, own.leaves, own.not_stored.keys(), own.name))
     except Exception as error:
-        return [f"{own.name}: its own state is not known ({type(error).__name__}: {error})"]
+        return [f"{own.name}: its own state is unknown ({type(error).__name__}: {error})"]
 
 
 def _load(model: nn.Module, stored: list[tuple[Path, Any]], stale: list[Path]) -> None:
@@ -502,7 +502,7 @@ def beyond_optimizer(name: str, outer: Optimizer, inner: Optimizer) -> Beyond:
         leaves = _optimizer_leaves(outer, inner)
     except Exception as error:
         why = f"{type(outer).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
-        return Beyond(not_stored={"": f"{name}: its own state is not known ({why})"})
+        return Beyond(not_stored={"": f"{name}: its own state is unknown ({why})"})
     return split_storable(leaves, name)
 
 
@@ -556,7 +556,7 @@ def differences_of_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer)
             differing_leaves(_optimizer_leaves(outer, inner), own.leaves, own.not_stored.keys(), own.name)
         )
     except Exception as error:
-        return [f"{own.name}: its own state is not known ({type(error).__name__}: {error})"]
+        return [f"{own.name}: its own state is unknown ({type(error).__name__}: {error})"]
 
 
 def _load_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:

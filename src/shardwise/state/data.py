@@ -34,7 +34,7 @@ _VERSION = 1
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Cut the same global batches for any number of ranks, so that a run can resume with a different world size.
+    """Produce the same global batches on any number of ranks, so that a run can resume with a different world size.
 
     The order of an epoch depends only on ``seed``, the epoch number and the dataset's length. Global batch *k* is the *k*-th run of
     ``global_batch_size`` samples in that order, split into ``num_replicas`` equal blocks, one per rank. Therefore
@@ -51,7 +51,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     The last global batch of an epoch is padded with the first samples of the epoch's order, as torch's ``DistributedSampler`` does, but by at
     most ``global_batch_size - 1`` samples at any world size. ``drop_last=True`` drops that batch instead. Doesn't use the global
-    random generators. Uses 8 bytes of memory per sample during an epoch.
+    random number generators. Takes 8 bytes of memory per sample during an epoch.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ElasticSampler(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the position in ``state``.
 
-        Raises :class:`StateError` if it belongs to a different order or isn't a position; nothing is changed then.
+        Raises :class:`StateError` if it belongs to a different order or isn't a position. In that case, nothing is changed.
         """
         if not isinstance(state, Mapping):
             raise StateError(f"the sampler's position is {type(state).__qualname__}, expected a dict")
@@ -226,11 +226,11 @@ class ElasticPosition:
         found = []
         if self._loader.num_workers:
             found.append(
-                f"num_workers={self._loader.num_workers}: workers start again after a resume inside an epoch, so random "
+                f"num_workers={self._loader.num_workers}: workers start over after a mid-epoch resume, so random "
                 f"draws in them (augmentation) differ"
             )
             if not self._loader.in_order:
-                found.append("in_order=False: the order of batches depends on the speed of workers")
+                found.append("in_order=False: the order of batches depends on the workers' speed")
         return tuple(found)
 
     def iterate(self) -> Iterator[Any]:
@@ -324,23 +324,23 @@ class _Position(Protocol):
 class ResumableLoader:
     """Wrap a ``DataLoader`` so that its position can be saved and restored. Iterate over this object instead of the loader.
 
-    It yields the loader's own batches in the loader's order, and uses random generators as the loader does. A batch counts once the loop
+    It yields the loader's own batches in the loader's order, and uses random number generators the way the loader does. A batch counts once the loop
     receives it; prefetched batches don't count. As with the loader itself, leaving a loop early and iterating again starts a new epoch; until
     then, the position stays in the old epoch. The iterator is created when the first batch is requested.
 
-    To resume, call :meth:`load_state_dict`, restore the global random states, and iterate. The first iteration continues after the last
+    To resume, call :meth:`load_state_dict`, restore the global RNG states, and iterate. The first iteration continues after the last
     batch that the loop received, or with the next epoch if that batch was the last of its epoch. The length of an iterable dataset isn't known in
-    advance, so in that case the first loop finishes the old epoch with zero batches. Resuming draws nothing from the global generators. Start
-    a loop over epochs at :attr:`epoch`::
+    advance, so in that case the first loop ends the old epoch without yielding a batch. Resuming doesn't use the global random number
+    generators. Start your loop over epochs at :attr:`epoch`::
 
         for epoch in range(loader.epoch, epochs):
             for batch in loader: ...
 
     With an :class:`ElasticSampler` as ``batch_sampler``, no batch is read again, and the state is the same on all ranks and fits any world
-    size. With any other sampler, the earlier batches of the epoch are read again, because nothing else restores samplers and datasets. The
-    state then belongs to one rank, and fits only the same world size.
+    size. With any other sampler, the epoch's earlier batches are read again, because there is no other way to restore samplers and datasets.
+    The state then belongs to one rank, and only fits the same world size.
 
-    The resume is exact as far as the stored random states and epoch numbers determine the batches. :attr:`caveats` lists this
+    The resume is exact as far as the stored RNG states and epoch numbers determine the batches. :attr:`caveats` lists this
     loader's exceptions. A state takes a few kilobytes and can be stored as typed JSON.
     """
 
@@ -372,7 +372,7 @@ class ResumableLoader:
 
     @property
     def sampler(self) -> Any:
-        """The loader's sampler, for ``set_epoch``. A resume inside a stored epoch overrides ``set_epoch``."""
+        """The loader's sampler, for ``set_epoch``. If you resume mid-epoch, the stored epoch overrides ``set_epoch``."""
         return self._loader.sampler
 
     @property
@@ -406,10 +406,10 @@ class ResumableLoader:
         return self._position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at the position in ``state``. Doesn't touch the global random generators.
+        """Start the next iteration at the position in ``state``. Doesn't touch the global random number generators.
 
-        Raises :class:`StateError` that lists every property of the loader that differs from the stored one, such as the dataset's length
-        (and, without an :class:`ElasticSampler`, the number of workers and the rank). Nothing is changed then.
+        If any property of the loader differs from the stored one, such as the dataset's length (or, without an :class:`ElasticSampler`, the
+        number of workers or the rank), raises a :class:`StateError` that lists them all. In that case, nothing is changed.
         """
         if ("sampler" in state) != self._is_elastic:
             was, now = ("with", "without") if "sampler" in state else ("without", "with")
@@ -444,19 +444,19 @@ def _ends_an_epoch(loader: Any) -> bool:
 def _caveats_of_torchdata(loader: Any) -> Iterator[str]:
     if _ends_an_epoch(loader):
         yield (
-            "the save came after an epoch's last batch, and torchdata's loader ends that epoch first: the next loop over it gets no "
-            "batch. Count steps, or epochs whose loop has ended: a loop that begins with epoch step // len(loader) loses one. "
+            "the save came after an epoch's last batch, and torchdata's loader first ends that epoch: the next loop over it gets no "
+            "batch. Count steps, or epochs whose loop has ended: a loop that starts at epoch step // len(loader) loses one. "
             "shardwise.ResumableLoader continues with the next epoch"
         )
     if loader.num_workers:
         yield (
-            f"num_workers={loader.num_workers}: after a resume inside an epoch torchdata's workers start with new "
+            f"num_workers={loader.num_workers}: after a mid-epoch resume, torchdata's workers start with new "
             f"generators, so random draws in them (augmentation) differ"
         )
     elif loader.generator is not None:
         yield (
             "generator=…: torchdata draws a seed from it in each epoch except the resumed one, so with shuffle=True later "
-            "epochs have another order; give no generator, or use shardwise.ResumableLoader"
+            "epochs are in a different order; leave generator out, or use shardwise.ResumableLoader"
         )
 
 

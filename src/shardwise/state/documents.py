@@ -459,7 +459,7 @@ def check_state(target: Any, stored: Any, name: str) -> None:
             raise FormatError(f"{name}: expected the states of several by name, got {brief(stored)}")
         lost = sorted(target.keys() - stored.keys())
         if lost:
-            raise StateError(f"the checkpoint holds no {name} {lost}; leave it out of the state")
+            raise StateError(f"the checkpoint contains no {name} {lost}; leave it out of the state")
         for key, one in target.items():
             check_state(one, stored[key], f"{name}.{key}")
     elif isinstance(target, LRScheduler) or name.partition(".")[0] == "scheduler":

@@ -604,15 +604,15 @@ def place_values(
 class TrainState:
     """The objects of a training run that are saved and restored together. It holds references and copies nothing.
 
-    Create it before training: it registers a hook with each optimizer (:meth:`watch`) to record which gradients each step used. At a save,
-    gradients that still wait for a step (in the middle of an accumulation) are part of the state. Gradients that existed before the first
-    ``TrainState`` and that no step has used since aren't saved; both reports say so.
+    Create it before training: it registers a hook with each optimizer (:meth:`watch`) to record which gradients each step used. A save
+    includes gradients that no step has used yet (during gradient accumulation). Gradients that existed before the first
+    ``TrainState`` and that no step has used since aren't saved; both reports mention them.
 
     Custom state that a model or an optimizer saves (through its own ``state_dict``, its modules' ``_save_to_state_dict``, or
     hooks) is stored too, and restored through its own ``load_state_dict``. The reports list the parts that can't be stored or that weren't
     accepted. See docs/state.md.
 
-    Creating it needs no other rank, but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
+    A rank can create one on its own, but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
     model wrapped by FSDP1, for an object of the wrong type, and for names with characters other than letters, digits, ``_`` and ``-``,
     because names become folder names.
     """
@@ -626,8 +626,8 @@ class TrainState:
     scheduler: Any = None
     """A learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict``, or several by name."""
     dataloader: Any = None
-    """Where the run is in its data: a :class:`ResumableLoader`, torchdata's StatefulDataLoader, or any object with ``state_dict`` and
-    ``load_state_dict``. It must count the batches that were consumed, not those that were prefetched."""
+    """Holds the run's position in its data: a :class:`ResumableLoader`, torchdata's StatefulDataLoader, or any object with ``state_dict`` and
+    ``load_state_dict``. It must count the batches that were consumed, not the ones that were prefetched."""
     scaler: Any = None
     """A ``torch.amp.GradScaler``."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -637,7 +637,7 @@ class TrainState:
     digests instead of content. Such a checkpoint needs the same base: load it first, and the restore compares each digest with the live tensor
     before it changes anything. ``load`` and ``export_hf`` can't read it. A restore follows the checkpoint, not this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files by relative path, added to the checkpoint for other programs. Rank 0's are written. A restore doesn't read them."""
+    """Small files by relative path, added to the checkpoint for other programs. Only rank 0's files are written. A restore doesn't read them."""
 
     def __post_init__(self) -> None:
         if self.frozen not in ("hold", "refer"):
@@ -658,7 +658,7 @@ class TrainState:
 
     @property
     def not_given(self) -> tuple[str, ...]:
-        """The fields that a training usually has, ``optimizer`` and ``dataloader``, and that this state lacks."""
+        """Training usually needs ``optimizer`` and ``dataloader``. This lists the ones that the state lacks."""
         return tuple(name for name in ("optimizer", "dataloader") if getattr(self, name) is None)
 
     @property

@@ -78,11 +78,11 @@ class ReplayedPosition:
         found = []
         if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
             found.append(
-                "the iterable dataset is read in the training process: if it chooses samples by global generators "
+                "the iterable dataset is read in the training process: if it chooses samples with the global generators "
                 "after the first batch, or keeps a position between epochs, its samples differ after a resume"
             )
         if loader.num_workers and not loader.in_order:
-            found.append("in_order=False: the order of batches depends on the speed of workers")
+            found.append("in_order=False: the order of batches depends on the workers' speed")
         if self._keeps_workers:
             found.append("persistent_workers=True: random draws in workers after the first epoch differ")
         for path, part in self._parts().items():

@@ -249,11 +249,11 @@ def configure_storage(url: str, **options: Any) -> None:
 
     Call it on every rank that uses the URL. Without it, a store is configured from the usual environment variables:
     ``AWS_ACCESS_KEY_ID``, ``AWS_PROFILE`` (with boto3 installed), ``AWS_ENDPOINT_URL``, ``AWS_REGION``,
-    ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. A second call for the same bucket replaces the first.
+    ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. A second call for the same bucket replaces the options of the first.
 
-    ``options`` are those of obstore's stores, with the same names: ``endpoint``, ``region``, ``access_key_id``,
+    ``options`` are the ones that obstore's stores take, with the same names: ``endpoint``, ``region``, ``access_key_id``,
     ``secret_access_key``, ``skip_signature`` (anonymous), ``credential_provider``, ``retry_config``, ``client_options``
-    (``timeout``, ``connect_timeout``, ``proxy_url``, …). For other URLs, they are those of the fsspec file system. Options are neither
+    (``timeout``, ``connect_timeout``, ``proxy_url``, …). For other URLs, they're the options of the fsspec file system. Options are neither
     written to disk nor logged, and don't appear in reports or errors.
 
     Raises :class:`ValueError` for a path that isn't a URL, and :class:`SourceError` for a URL without a bucket, or with a user, a password

@@ -182,7 +182,7 @@ def _find_place(
     check_local_shape(shape, boxes, held, name, getattr(tensor, "placements", "none"))
     if local.numel() and not _owns_elements(local):
         raise LayoutError(
-            f"{name}: local tensor with strides {strides} stores several elements in one place "
+            f"{name}: local tensor with strides {strides} stores several elements at the same address "
             f"(an expanded tensor); make it contiguous before loading into it"
         )
     return _LocalPlace(shape, boxes, held, strides)
