@@ -140,7 +140,9 @@ def first(directory: str) -> dict[str, float]:
 def child(source: str, *arguments: str) -> dict[str, float]:
     """The answer of a fresh interpreter that imports shardwise from ``source``."""
     environment = {**os.environ, "PYTHONPATH": source}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode, so this one gets it, too
+    environment.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # an installed package has its bytecode, so this one gets it, too
     command = [sys.executable, __file__, "--child", *arguments]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
