@@ -32,7 +32,7 @@ def digest_of(folder: str) -> object:
     return sw.digest(nn.Linear(4, 4))
 
 
-def _save_for_ever(folder: str) -> None:
+def _save_forever(folder: str) -> None:
     torch.manual_seed(0)
     state = sw.TrainState(nn.Linear(4, 4))
     with sw.Checkpointer(folder, keep_last=1, io=sw.IOOptions(timeout_s=5)) as checkpoints:

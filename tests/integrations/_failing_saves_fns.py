@@ -163,7 +163,7 @@ def accelerate(root: str) -> dict[str, Any]:
         found["losses"].append(script.train())
         with small_files(1):
             found["raised"] = error_of(script.save)
-        found["warned"] = [text for text in warned if "is not saved" in text]
+        found["warned"] = [text for text in warned if "was not saved" in text]
     with launched():
         script = _Script(root)
         found["resumed"] = script.resume().step

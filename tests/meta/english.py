@@ -66,11 +66,9 @@ SPELLINGS: dict[str, str] = {
     r"artefact|cheque|(?<![a-z])enrol(?!l)|fulfil(?!l)|grey|mould|plough|programmes?(?![a-z])|sceptic|skilful": "artifact, gray, …",
     r"(?<![a-z])(?:amongst|burnt|learnt|(?:mis)?spelt|towards|whilst)(?![a-z])": "among, learned, toward, while",
 }
-#: Words that others chose, in the files that need them: a state of SLURM's, a stored tag, another vocabulary.
+#: Words that others chose, in the files that need them: a state of SLURM's, another vocabulary.
 _OF_OTHERS = {
     ("tests/harness/slurm.py", "CANCELLED"),
-    ("src/shardwise/state/typed_json.py", "quantised"),
-    ("src/shardwise/state/typed_json.py", "quantised"),
     ("tests/models/_tokenizers.py", "colour"),
 }
 

@@ -36,7 +36,7 @@ def test_what_reports_print(tmp_path: Path) -> None:
     exported = sw.export_hf(tmp_path / "step", tmp_path / "out")
     assert "model.safetensors" in str(exported)
     resumed = sw.restore(state(), tmp_path / "step")
-    assert "step 7, saved on 1 rank, now 1" in str(resumed)
+    assert "step 7, saved on 1 rank, now on 1" in str(resumed)
     assert "<td" in resumed._repr_html_()
     assert "ResumeReport(" in repr(resumed), "repr has all fields"
     assert all(len(line) <= 100 for line in str(resumed).splitlines())
@@ -56,7 +56,7 @@ def test_a_resume_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture
     sw.restore(state(), tmp_path / "step")  # without "extra"
     found = [(r.levelname, r.getMessage()) for r in caplog.records if r.getMessage().startswith("restored")]
     assert [level for level, _ in found] == ["INFO", "WARNING"]
-    says = "restored step 7, saved on 1 rank, now 1; exact: yes, for the state you passed (no dataloader)"
+    says = "restored step 7, saved on 1 rank, now on 1; exact: yes, for the state you passed (no dataloader)"
     assert found[0][1] == says
     assert "exact: no: extra" in found[1][1]
 
@@ -94,5 +94,5 @@ def test_what_a_report_says_of_a_checkpoint_without_digests(tmp_path: Path) -> N
     rows = report.rows()
     assert rows["digests compared"] == "none: the checkpoint has no digests"
     assert rows["restored unchecked"] == "2 model tensors, 0 optimizer tensors"
-    assert rows["resumed from"] == "step 0, saved on an unknown number of ranks, now 1"
+    assert rows["resumed from"] == "step 0, saved on an unknown number of ranks, now on 1"
     assert report.replaced == ("optimizer.lr: this program's 0.5 was replaced by the checkpoint's 0.001",)

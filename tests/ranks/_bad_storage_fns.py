@@ -138,7 +138,7 @@ def saves(disk: str, kind: str, way: str) -> dict[str, Any]:
             found["steps"] = sorted(path.name for path in root.glob("step-*"))
             save(4)
         checkpoints.close()
-    found["warned"] = [text for text in warned if "is not saved" in text]
+    found["warned"] = [text for text in warned if "was not saved" in text]
     if kind in FOR_GOOD:
         return found
     dist.barrier()

@@ -311,7 +311,7 @@ class Stopping(ABC):
             )
             if not saves:
                 if ranks.rank == 0 and why != SAVED:
-                    _log.warning("step %d is not saved: %s", step, why)
+                    _log.warning("step %d was not saved: %s", step, why)
                 break
             self.save(state, step)
             self._settle()

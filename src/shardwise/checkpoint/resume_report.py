@@ -161,7 +161,7 @@ class ResumeReport(Printed):
         ranks = self.saved_world_size
         saved_on = f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "an unknown number of ranks"
         rows = {
-            "resumed from": f"step {self.step}, saved on {saved_on}, now {self.world_size}"
+            "resumed from": f"step {self.step}, saved on {saved_on}, now on {self.world_size}"
             + " (from memory)" * self.from_memory,
             "path": self.path,
             "exact": self._exact_in_words(),

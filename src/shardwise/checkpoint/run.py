@@ -607,7 +607,7 @@ class Failures:
             raise error
         if is_first_rank:
             _log.warning(
-                "step %d is not saved (failure %d in a row; the run ends after %d): %s",
+                "step %d was not saved (failure %d in a row; the run ends after %d): %s",
                 step,
                 self.in_a_row,
                 self.most,
@@ -656,7 +656,7 @@ class RefusalError(Exception):
 # ----------------------------------------------------------------------------------------------------
 # The last save of a run that was told to stop: which way publishes the newest step before the scheduler kills.
 
-#: Why a step is not saved that is saved already.
+#: Why a step that's already saved isn't saved again.
 SAVED = "the step is saved"
 #: A save while other ranks stop, too, takes longer than those before it.
 _MARGIN = 1.25
@@ -757,7 +757,7 @@ class LastSave:
         self._has_step = True
 
     def refusal(self, left_s: float | None, ranks: Ranks) -> str | None:
-        """Why a new step is not saved in the time that is left on this rank; None if it is. Collective."""
+        """Why a new step isn't saved in the time that is left on this rank; None if it is. Collective."""
         now = Situation(1, 0 if self._has_step else None, None, 0.0, self._times.longest_s, left_s)
         saves, why = ranks.combine("plan the last save", now.to_list, way_for_all)
         return None if saves else str(why)

@@ -178,23 +178,25 @@ def show_phases(out: Console, run: RunPlan, *, explain: bool, size: Callable[[in
 
 
 def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
-    stored, nodes = run.checkpoint, "the node" if run.nodes == 1 else f"each of {run.nodes} nodes"
+    stored, is_alone = run.checkpoint, run.nodes == 1
     lines = [
-        f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; "
+        f"per checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; "
         f"{stored.requests} requests to an object store",
         f"all checkpoints: {size(stored.run_bytes)} with keep_last={stored.kept}, including the one being written",
     ]
     lines += [
-        f"{one.phase}: each rank {one.verb} up to {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all ranks together "
-        f"{size(one.total_bytes)}; {one.seconds:.0f} s"
+        f"{one.phase}: {one.verb} up to {size(one.rank_bytes)} per rank, "
+        + ("" if is_alone else f"{size(one.node_bytes)} per node ({run.nodes} nodes), ")
+        + f"{size(one.total_bytes)} in total; {one.seconds:.0f} s"
         for one in run.files
     ]
-    between = "" if run.nodes == 1 else f", and {nodes} {size(run.node_bytes_per_step)} from other nodes"
+    between = "" if is_alone else f"; {size(run.node_bytes_per_step)} per node from other nodes"
     parts = "; ".join(f"{flow.what}: {size(flow.rank_bytes)}" for flow in run.network)
     lines += [
-        f"largest all-gather {size(run.largest_gather_bytes)}, largest reduce-scatter {size(run.largest_reduce_bytes)}",
-        f"each rank receives {size(run.network_bytes_per_step)} per step{between}"
-        + (f" ({parts})" if parts else ""),
+        f"largest all-gather: {size(run.largest_gather_bytes)}; largest reduce-scatter: {size(run.largest_reduce_bytes)}",
+        f"received per step: {size(run.network_bytes_per_step)} per rank"
+        + (f" ({parts})" if parts else "")
+        + between,
         f"assumed: {'; '.join(run.assumptions)}",
     ]
     return lines
@@ -223,5 +225,5 @@ def _show_formulas(out: Console, run: RunPlan, size: Callable[[int], str]) -> No
                 out.print(Text(line), soft_wrap=True)
     out.print(Text("network, each step", "bold"))
     for flow in run.network:
-        line = f"  {flow.what}: a rank {size(flow.rank_bytes)}, a node {size(flow.node_bytes)} from other nodes: {flow.formula}"
+        line = f"  {flow.what}: {size(flow.rank_bytes)} per rank, {size(flow.node_bytes)} per node from other nodes: {flow.formula}"
         out.print(Text(line), soft_wrap=True)

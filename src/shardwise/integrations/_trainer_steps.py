@@ -452,7 +452,7 @@ class Stopping(Trainer):
         if self.resume_report is not None:
             self._last_save.resumed()
         if stops.has_stopped and (why := self._last_save.refusal(stops.left_s(), Ranks.current())):
-            _log.warning("checkpoint %d is not saved: %s", self.state.global_step, why)
+            _log.warning("checkpoint %d was not saved: %s", self.state.global_step, why)
             return
         super()._save_checkpoint(model, trial)
         if self.state.global_step in self._run.published:

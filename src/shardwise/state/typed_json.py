@@ -160,7 +160,7 @@ class Encoder:
         if parts is None:
             raise _refusal(where, value, f"is quantized by the scheme {value.qscheme()}")
         dtype = str(value.dtype).removeprefix("torch.")
-        return {TAG: "quantised", "dtype": dtype, "parts": self.items(parts, where)}
+        return {TAG: "quantized", "dtype": dtype, "parts": self.items(parts, where)}
 
     def array(self, value: np.ndarray[Any, Any], where: str) -> Any:
         if type(value) is not np.ndarray:
@@ -678,7 +678,7 @@ _BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
     "PurePosixPath": lambda d, node: pathlib.PurePosixPath(d.decode(node["path"])),
     "PureWindowsPath": lambda d, node: pathlib.PureWindowsPath(d.decode(node["path"])),
     "tensor": Decoder.tensor,
-    "quantised": Decoder.quantized,  # the tag as it is stored
+    "quantized": Decoder.quantized,
     "torch.Size": lambda d, node: torch.Size(node["items"]),
     "torch.dtype": lambda d, node: _torch_dtype(node["name"]),
     "torch.device": lambda d, node: _stored_device(node),
