@@ -156,7 +156,7 @@ NOT_RUN = {
 }
 #: Blocks that need more than the oldest packages, by page and words in them, and the gate.
 GATED = {
-    ("docs/howto/qlora.md", "quantized=four_bits"): "integers",
+    ("docs/howto/qlora.md", "quantized=bnb_config"): "integers",
     ("docs/howto/sources.md", 'quantized="keep"'): "kept-fp8",
     ("docs/howto/does-it-fit.md", "--ep "): "plans",
     ("", "Trainer("): "trainer",

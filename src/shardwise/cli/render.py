@@ -601,7 +601,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         "ranks": shape,
         "total held": size(report.total_shard_bytes),
         "total read": total_read,
-        "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} while gathered "
+        "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} when gathered "
         f"({largest.name or 'root'}, {largest.kind})",
     }
     if report.store is not None:

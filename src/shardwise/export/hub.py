@@ -420,12 +420,12 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
     if naming == "hub":
         if has_adapters(live.root):
             raise CheckpointError(
-                "a model with PEFT adapters has no hub names: naming='adapter' gives the active adapter, "
+                "a model with PEFT adapters has no Hub names: naming='adapter' gives the active adapter, "
                 "naming='module' all tensors under the model's own names"
             )
         if has_blocks(live.root):
             raise CheckpointError(
-                "a model that holds 4-bit codes has no full weights under hub names: naming='module' gives its blocks; export_hf "
+                "a model that holds 4-bit codes has no full weights under Hub names: naming='module' gives its blocks; export_hf "
                 "dequantizes them"
             )
         return LiveJob(live).contents()

@@ -122,7 +122,7 @@ def step_of(
     )
     left = [g for g in groups if g.index not in called and g.kind == "block"]
     assumptions = [
-        f"{tokens} per rank, one forward and backward per optimizer step",
+        f"{tokens} per rank, one forward and backward pass per optimizer step",
         "no padding and one sequence per sample (otherwise, attention also needs a mask and per-head copies of keys and values)",
     ]
     if left:

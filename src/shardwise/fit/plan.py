@@ -158,7 +158,7 @@ class PlanReport(Printed):
         most, largest = max(self.per_rank, key=lambda cost: cost.shard_bytes), self.largest_group
         rows = {name: text for name, text in Printed.rows(self).items() if name not in _NOT_SHOWN}
         rows["a rank holds"] = f"at most {size(most.shard_bytes)}"
-        rows["largest group"] = f"{size(largest.gathered_bytes)} while gathered ({largest.name or 'root'})"
+        rows["largest group"] = f"{size(largest.gathered_bytes)} when gathered ({largest.name or 'root'})"
         if self.verdict is not None:
             rows["verdict"] = self.verdict.outcome
         return rows

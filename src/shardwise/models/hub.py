@@ -295,7 +295,7 @@ def _downloaders(path: str, caches: list[str | bool | None]) -> dict[str, Any]:
     if local and len(local) < len(caches):
         raise SourceError(
             f"exists on {len(local)} ranks (the first is rank {local[0]}) and not on the other {len(caches) - len(local)}; "
-            "expected a path that every host has, or a hub id that is a path on none",
+            "expected a path that every host has, or a Hub ID that is a path on none",
             path=path,
         )
     return {"downloaders": [] if local else sorted({caches.index(c) for c in caches}), "lender": None}

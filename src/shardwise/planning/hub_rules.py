@@ -310,7 +310,7 @@ def meta_instance(model: Any) -> Any:
         raise
     except Exception as error:  # the class may need more than a config
         raise UnsupportedConversionError(
-            f"the hub names of the tensors of {model_class.__name__} are not known, because "
+            f"the Hub names of the tensors of {model_class.__name__} are not known, because "
             f"{model_class.__name__}(config) fails ({type(error).__name__}: {error}); to load, give names= "
             f"(stored name → module name; {{}} if they are the same)"
         ) from error

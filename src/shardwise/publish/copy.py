@@ -87,7 +87,7 @@ def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str])
     file is then read back from ``out`` and compared. A local ``out`` must not exist; it appears complete, by a rename. In a store, the
     manifest (or the index and the config) is written last. An interrupted copy can be continued: files that are already there are
     compared, and sent again if they differ. A destination in a store that contains anything else is refused. Until it is complete, a local copy
-    is in ``out.copying-<nonce>``, with a note that names its owner. Don't run two copies to the same destination at the same time; the
+    is in ``out.copying-<nonce>``, with a marker file that names its owner. Don't run two copies to the same destination at the same time; the
     final comparison fails if they differ. Links to files are followed.
 
     Call it in one process. :func:`progress` counts each byte twice: when it is sent and when it is compared. Memory: 48 MiB for each of up to
