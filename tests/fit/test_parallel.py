@@ -43,7 +43,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(path: Path, ranks: int, tp: int, ep: int) -> Any:
     report = sw.plan(path, ranks=ranks, tp=tp, ep=ep, training=CPU)
     assert report.run is not None
-    assert not any("by a formula" in text for text in report.run.assumptions)
+    assert not any("with a formula" in text for text in report.run.assumptions)
     return report
 
 
@@ -136,7 +136,7 @@ def test_ranks_that_can_not_be_arranged_so(moe: Path, options: dict[str, int], m
 
 @pytest.mark.needs("plans")
 def test_what_the_class_can_not_do_is_named(moe: Path, tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match="does not divide the 4 key-value heads"):
+    with pytest.raises(ShardError, match="doesn't divide the 4 KV heads"):
         sw.plan(moe, ranks=8, tp=8, training=CPU)
     with pytest.raises(ShardError, match="Cannot evenly shard 8 experts"):
         sw.plan(moe, ranks=16, ep=16, training=CPU)

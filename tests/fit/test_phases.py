@@ -282,7 +282,7 @@ def test_a_model_that_looks_at_values_is_planned_by_a_formula(tmp_path: Path) ->
     config.architectures = ["SwitchTransformersForConditionalGeneration"]
     config.save_pretrained(tmp_path)
     run = run_of(tmp_path, sw.TrainingSpec(sequence_length=128))
-    assert any("by a formula" in text for text in run.assumptions)
+    assert any("with a formula" in text for text in run.assumptions)
     (activations,) = [a for a in run.phase("steady state").amounts if a.what == "activations"]
     assert activations.upper_bytes == 2 * activations.nbytes > 0
 

@@ -43,7 +43,7 @@ def test_sizes(name: str) -> None:
     assert narrow <= report.model_bytes < narrow + routers + 2**20
     assert narrow <= report.total_shard_bytes < narrow + routers + 2**23  # buffers are whole on every rank
     assert report.run.checkpoint.nbytes >= 3 * narrow
-    assert not any("by a formula" in text for text in report.run.assumptions)
+    assert not any("with a formula" in text for text in report.run.assumptions)
 
 
 @pytest.mark.needs("transformers>=5.3", "has no Qwen3.5")

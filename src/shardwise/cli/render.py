@@ -181,7 +181,7 @@ def _contents_of(path: str) -> Inspection:
     except SourceError as error:
         if below := _roots_below(path):
             raise SourceError(
-                f"contains no model and no checkpoint itself, but directories of checkpoints; give one of them: {', '.join(below)}",
+                f"contains directories of checkpoints, but isn't a model or a checkpoint itself; give one of them: {', '.join(below)}",
                 path=path,
             ) from error
         raise
@@ -517,7 +517,7 @@ def _verdict_of(report: PlanReport) -> Text:
         f"{_NAMED_AMOUNTS.get(need.largest, need.largest)}; the {need.where} has {size(need.limit_bytes)}."
     )
     if not verdict.changes:
-        text += " None of the changes that were tried makes it fit."
+        text += " None of the changes that were tried would make it fit."
     return Text(text, _RED)
 
 
@@ -563,7 +563,7 @@ def _answer(search: Search) -> Text:
         why = f"{below.ranks} would need {size(need.needed_bytes)} each in {_the(need.phase)}, mostly for {largest}"
     if search.ranks is None:
         assert below is not None
-        return Text(f"no number of GPUs of {size(below.binds[0].limit_bytes)} is enough: {why}", _RED)
+        return Text(f"no number of {size(below.binds[0].limit_bytes)} GPUs is enough: {why}", _RED)
     found = next(one for one in search.tried if one.ranks == search.ranks)
     hosts = f", {search.ranks // 8} hosts of 8" if search.ranks > 8 else ""
     changed = ""

@@ -102,7 +102,7 @@ def step_of(
         raise
     except Exception as error:  # a model's own code, which looks at values, may raise anything
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
-        _log.info("the model can't run on tensors without memory: %s: %s", type(error).__name__, reason)
+        _log.info("the model can't run with fake tensors: %s: %s", type(error).__name__, reason)
         return _by_formula(model, groups, compute, training, f"{type(error).__name__}: {reason}")
     narrow = [] if measured.widened else [p for p in measured.products if p.itemsize == 2]
     wide = [p for p in measured.products if p.itemsize == 4 or measured.widened]
@@ -134,7 +134,7 @@ def step_of(
         peak=peak(),
         first_peak=peak(compiles=products if on_cpu else None),
         error=0.15,
-        formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
+        formula=f"measured with fake tensors{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
         products=products,
         workspace_bytes=workspaces_of(wide),
         called=called,
@@ -204,8 +204,8 @@ def _by_formula(
         reached=None,
         activation_bytes=None,
         assumptions=(
-            f"activations by a formula, because the model does not run on tensors without memory ({reason})",
-            "attention keeps no matrix of tokens x tokens",
+            f"activations estimated with a formula, because the model can't run with fake tensors ({reason})",
+            "attention never builds a tokens x tokens matrix",
         ),
     )
 
@@ -259,14 +259,14 @@ class Exchange:
         """
         if self.tp == self.ep == 1:
             return step
-        more = ["no FSDP2, because tensor parallelism takes all ranks"]
+        more = ["no FSDP2, because tensor parallelism uses all ranks"]
         if is_wrapped:
             more = ["FSDP2 groups come from shardwise.shard, not from transformers' fsdp_plan"]
         if self.ep > 1:
             more.append("each expert gets the same number of tokens")
         if step.error == FORMULA_ERROR:
             self.sent.clear()
-            more.append("traffic of tensor and expert parallelism is not counted")
+            more.append("traffic from tensor and expert parallelism isn't counted")
         return replace(step, assumptions=(*step.assumptions, *more))
 
     def note(self, path: str, kind: str, axis: str, tensor: torch.Tensor) -> None:
@@ -489,7 +489,7 @@ def _weights_summed(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
 
 def _unknown(style: str) -> _Part:
     def refuse(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-        raise NotImplementedError(f"the style {style!r} of a plan, at {path}, is not known here")
+        raise NotImplementedError(f"the plan's style {style!r} at {path} isn't supported")
 
     return refuse
 
@@ -719,10 +719,10 @@ def _meshes(variant: Variant) -> tuple[DeviceMesh, DeviceMesh]:
 
 def _check_model(model: nn.Module, variant: Variant) -> None:
     if variant.adapter is not None:
-        raise ShardError("tp and ep are planned for models without adapter=; leave one of them out")
+        raise ShardError("tp and ep can't be planned together with adapter=; leave one of them out")
     if not is_transformers_model(model):
         raise ShardError(
-            f"tp and ep need a transformers model, whose class says how it is cut; got {type(model).__name__}"
+            f"tp and ep need a transformers model, because its class says how to split it; got {type(model).__name__}"
         )
 
 
@@ -736,6 +736,6 @@ def _check_plans(model: Any, variant: Variant, tp_plan: dict[str, str], ep_plan:
     cuts_heads = any(name.endswith(".k_proj") and style == "colwise" for name, style in tp_plan.items())
     if cuts_heads and isinstance(heads, int) and heads % variant.tp:
         raise ShardError(
-            f"tp={variant.tp} does not divide the {heads} key-value heads of {type(model).__name__}, and its forward needs "
-            "whole heads; choose a divisor"
+            f"tp={variant.tp} doesn't divide the {heads} KV heads of {type(model).__name__}, and a head can't be "
+            "split; choose a divisor"
         )

@@ -421,7 +421,7 @@ def plan(
     if ranks is None:
         if device_limit_bytes is None:
             raise ValueError(
-                "ranks=None asks how many ranks fit: give device_limit_bytes, or a number of ranks"
+                "ranks=None finds out how many ranks fit: pass device_limit_bytes, or pass a number of ranks"
             )
         training = training or TrainingSpec()
     else:
@@ -555,7 +555,7 @@ def _check_counts(ranks: int, nodes: int) -> None:
 def _check_limits(training: TrainingSpec | None, *limits: int | None) -> None:
     for limit in limits:
         if limit is not None and training is None:
-            raise ValueError("a limit needs training=sw.TrainingSpec(…): what is to fit")
+            raise ValueError("a limit needs training=sw.TrainingSpec(…), the run that has to fit")
         if limit is not None and limit < 1:
             raise ValueError(f"a limit must be at least 1 byte, got {limit}")
 
@@ -579,7 +579,7 @@ def _fake_ranks(ranks: int) -> Iterator[None]:
     """A process group of ``ranks`` ranks. This process is rank 0; the other ranks do not exist."""
     if dist.is_initialized():
         raise ShardError(
-            "planning makes a process group of its own, and this process is in one already; plan in a process "
+            "plan creates its own process group, but this process already has one; plan in a process "
             "without one (`shardwise plan`), or before init_process_group"
         )
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)

@@ -666,7 +666,7 @@ def with_cached_reads(
         for f in files
         if f.verb == "reads"
     }
-    text = "what the rank reads, at most; the system can reclaim it"
+    text = "at most what the rank reads; the system can reclaim it"
 
     def cached(phase: Phase) -> Phase:
         nbytes = read.get(phase.name, 0)

@@ -102,7 +102,7 @@ def _larger(ways: Sequence[Sequence[Amount]], where: Where) -> list[Amount]:
     found = list(max(ways, key=lambda amounts: sum(a.nbytes for a in amounts)))
     lacking = max(sum(a.upper_bytes for a in way) for way in ways) - sum(a.upper_bytes for a in found)
     if lacking:
-        text = "the other half of the phase is expected to take less, and its error bar ends higher"
+        text = "the other half of the phase is expected to need less, but its error bar ends higher"
         found.append(Amount("error bar", where, 0, lacking, text))
     return found
 
@@ -134,13 +134,13 @@ class _Run:
             )
         ]
         if self.training.device != "cpu":
-            text = "context of the device, workspaces of its libraries, buffers of NCCL: 0.5 to 2 GiB"
+            text = "device context, library workspaces, NCCL buffers: 0.5 to 2 GiB"
             found.append(_amount("context", "device", _CONTEXT_BYTES, _CONTEXT_ERROR, text))
         return found
 
     def model(self) -> list[Amount]:
         held = self.held
-        text = "elements of each parameter / shards, rounded up to whole rows of dim 0, x bytes of its dtype"
+        text = "elements of each parameter / shards, rounded up to full rows of dim 0, x bytes per element"
         nbytes = held.parameters
         if self.is_offloaded:
             nbytes, text = held.pinned_parameters, f"{text}; pinned: each rounded up to a power of two"
@@ -152,7 +152,7 @@ class _Run:
     def loaded(self) -> list[Amount]:
         """The model before its first step."""
         count = self.held.count
-        text = f"objects of {count} parameters: 20 KiB each, at most 60"
+        text = f"objects for {count} parameters: 20 KiB each, at most 60"
         sizes = count * _LOADED_OBJECT_BYTES, count * _LOADED_OBJECT_UPPER_BYTES
         return [*self.model(), Amount("small objects", "host", *sizes, text)]
 
@@ -170,7 +170,7 @@ class _Run:
     def gradients(self, nbytes: int | None = None) -> list[Amount]:
         # On the host, gradients that are offloaded are pinned: at most twice the size.
         error = 1.0 if self.is_offloaded else 0.01
-        text = "trained elements of the rank x bytes of their dtype, from the backward to zero_grad"
+        text = "trained elements of the rank x bytes per element, from the backward pass to zero_grad"
         if nbytes is not None:
             return [_amount("gradients", self.keeps, nbytes, error, text)]
         held = self.held
@@ -192,7 +192,7 @@ class _Run:
                 place,
                 peak.reduced_bytes,
                 error,
-                f"whole gradients and reduce-scatter's buffers {at}",
+                f"unsharded gradients and reduce-scatter buffers {at}",
             ),
             *self.gradients(peak.gradient_bytes),
             _amount(
@@ -202,15 +202,13 @@ class _Run:
 
     def small(self) -> list[Amount]:
         nbytes, upper = _SMALL_BYTES, _SMALL_UPPER_BYTES
-        text = "workspaces of kernels: 5 MiB, at most 54"
+        text = "kernel workspaces: 5 MiB, at most 54"
         if self.works != "host":
             return [Amount("small objects", self.works, nbytes, upper, text)]
         count, workspaces = self.held.count, self.step.workspace_bytes
         if workspaces is not None:
             nbytes, upper = workspaces, upper + workspaces
-            text = (
-                f"workspaces that MKL keeps after products in fp32: {workspaces} bytes, at most 54 MiB more"
-            )
+            text = f"workspaces that MKL keeps after fp32 matmuls: {workspaces} bytes, at most 54 MiB more"
         nbytes, upper = nbytes + count * _OBJECT_BYTES, upper + count * _OBJECT_UPPER_BYTES
         text += f"; objects of {count} parameters: 50 KiB each, at most 140"
         return [Amount("small objects", self.works, nbytes, upper, text)]
@@ -223,8 +221,8 @@ class _Run:
         most = products.after_many_steps()
         count = most if count is None else count
         text = (
-            f"code that oneDNN compiles for products in two bytes an element, 0.55 MiB x {count}: {products.dense} of dense layers, and "
-            f"{products.shapes} for each number of tokens that an expert gets, a third of them in the forward; at most {most} are kept"
+            f"kernels that oneDNN compiles for 16-bit matmuls, 0.55 MiB x {count}: {products.dense} for dense layers and "
+            f"{products.shapes} for each number of tokens that an expert gets, a third of them in the forward pass; at most {most} are kept"
         )
         sizes = count * COMPILED_BYTES, most * COMPILED_UPPER_BYTES
         return [Amount("compiled products", "host", *sizes, text)]
@@ -233,9 +231,9 @@ class _Run:
         on_cpu = self.keeps == "host"
         nbytes = 2 * self.held.largest_trained if on_cpu else self.held.gradients
         text = (
-            "one parameter at a time: two temporary tensors of the largest"
+            "one parameter at a time: two temporary tensors as large as the largest parameter"
             if on_cpu
-            else "foreach: one temporary tensor for each"
+            else "foreach: one temporary tensor for each parameter"
         )
         if self.training.optimizer in ("sgd", "momentum"):  # in place
             nbytes = 0
@@ -306,8 +304,8 @@ class _Run:
         if planned is None:
             return _up_to("staging", "host", most, text)
         text = (
-            f"the largest read that is cast or converted, or a module that is initialized; its two buckets, if the ranks of a host "
-            f"share what they read; {text}"
+            f"the largest read that is cast or converted, or a module that is initialized; two buckets if the ranks on a host "
+            f"share their reads; {text}"
         )
         return Amount("staging", "host", planned, max(planned, most), text)
 
