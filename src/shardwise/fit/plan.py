@@ -327,7 +327,7 @@ def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: s
     for field, value in asked.implementations.items():
         setattr(config, field, value)
     refusal = FormatError(
-        f"describes a model with more than {_MOST_PARTS} modules, parameters and buffers; check the numbers of layers",
+        f"describes a model with more than {_MOST_PARTS} modules, parameters, and buffers; check the number of layers",
         path=shown,
     )
     with at_most(_MOST_PARTS, refusal):
@@ -566,7 +566,7 @@ def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
         return dtype
     found = named_dtype(dtype)
     if found is None or not found.is_floating_point:
-        raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
+        raise ValueError(f"dtype must be 'auto', a floating-point torch dtype, or its name, got {dtype!r}")
     return found
 
 

@@ -454,7 +454,7 @@ class TrainingSpec:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         if self.device not in ("cuda", "unified", "cpu"):
-            raise ValueError(f"device must be 'cuda', 'unified' or 'cpu', got {self.device!r}")
+            raise ValueError(f"device must be 'cuda', 'unified', or 'cpu', got {self.device!r}")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -615,7 +615,7 @@ class Variant:
             )
         if self.ep < 1 or of_replica % self.ep or (self.ep > 1 and self.ep % self.tp):
             raise ValueError(
-                f"ep must be at least 1, divide the {of_replica} ranks of a replica and be a multiple of tp = {self.tp}, "
+                f"ep must be at least 1, divide the {of_replica} ranks of a replica, and be a multiple of tp = {self.tp}, "
                 f"got {self.ep}"
             )
 
