@@ -433,7 +433,7 @@ def test_an_adapter_next_to_what_fsdp_saves(model: Path, tmp_path: Path, here: s
 
 #: As the programs write them.
 LINES = {
-    "model-only": "restored step 40, saved on 1 rank, now on 1; exact: no: the checkpoint holds the model only (save_only_model): optimizer and",
+    "model-only": "restored step 40, saved on 1 rank, now on 1; exact: no: the checkpoint only contains the model (save_only_model): optimizer and",
     "device-mesh": "[rank0]: AttributeError: 'Tensor' object has no attribute 'device_mesh'",
     "nccl-timeout": "[rank3]:[E ProcessGroupNCCL.cpp:629] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12",
     "cuda-oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
