@@ -67,7 +67,7 @@ def test_it_says_what_it_refers_to(step: Path) -> None:
     for command in ("verify", "inspect"):
         found = runner().invoke(main, [command, str(step)])
         assert found.exit_code == 0, found.output
-        assert "4 frozen tensors of a base" in found.output
+        assert "4 frozen base tensors" in found.output
     assert json.loads(runner().invoke(main, ["inspect", "--json", str(step)]).output)["referred"] == 4
 
 

@@ -352,7 +352,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "model.damaged-file", "damaged or truncated", _model(damaged={"model.safetensors": "too short"})
     ),
     Pathology("model.outside", "Do not load this model", _model(outside=("../../etc/passwd",))),
-    Pathology("model.lfs-pointer", "contains no weights", _model(pointers=("model.safetensors",))),
+    Pathology("model.lfs-pointer", "no weights", _model(pointers=("model.safetensors",))),
     Pathology("model.pickle", "can run any code", _model(pickles=("pytorch_model.bin",))),
     Pathology("model.index", "tensor 'a' is stored twice", _model(problem="tensor 'a' is stored twice")),
     Pathology("model.two-formats", "lacks 2 tensors", _model(only_pickled=("a", "b"))),
