@@ -21,8 +21,9 @@ from shardwise.checkpoint.sites import OneForAll
 from shardwise.cli.commands import main
 from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
+from shardwise.integrations._folders import trainer_line_of
 from shardwise.integrations._trainer_data import DataPlace, check_place
-from shardwise.integrations._trainer_files import newest, trainer_line_of
+from shardwise.integrations._trainer_files import newest
 from shardwise.rng import capture_host_rng
 from shardwise.state.typed_json import decode, encode
 from tests.fuzz.mutate import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.gates import GATES
-from shardwise.integrations._trainer_files import LOCK_NAME
+from shardwise.integrations._folders import LOCK_NAME
 from shardwise.publish.lock import DirectoryLock
 from tests.harness.launch import Launch
 from tests.harness.models import build_reference

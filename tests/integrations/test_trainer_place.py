@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.checkpoint.sites import OneForAll
 from shardwise.errors import FormatError, LockedError
 from shardwise.format.manifest import read_manifest
+from shardwise.integrations._folders import trainer_line_of
 from shardwise.integrations._trainer_data import DataPlace, check_place
 from shardwise.integrations._trainer_files import (
     Run,
@@ -22,7 +23,6 @@ from shardwise.integrations._trainer_files import (
     contents,
     newest,
     set_newer_aside,
-    trainer_line_of,
 )
 from shardwise.publish.lock import DirectoryLock
 from shardwise.rng import capture_host_rng

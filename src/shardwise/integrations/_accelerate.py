@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import re
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,14 @@ from ..internals.trainers import keep_masters, keeps_tie, tp_by_plan
 from ..internals.transformers import blocks_not_to_split, is_transformers_model
 from ..models.meta import give_addresses
 from ..names import NamedTensor, named_tensors, unwrap
-from ..publish.lock import is_checkpoint
-from ..publish.places import delete_all
+from ..publish.places import set_aside
 from ..publish.write import make_directories, refuse_without_conditions
 from ..ranks.ranks import patiently
 from ..sharding.fsdp import remember_sharding
 from ..storage import is_directory, is_file, names_in, place_at
 from ..storage.records import is_url, join
 from ..tensors.live import reduce_after_backward
+from ._folders import ACCELERATE, CheckpointFolders, listed, rotate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,8 +71,6 @@ __all__ = [
 # Folders of an accelerator's checkpoints: the caller's, local or URLs, or Accelerate's automatic ``checkpoints/checkpoint_N``.
 
 _log = logging.getLogger(__name__)
-#: Each rank's file in Accelerate's own checkpoints: ``accelerate.utils.RNG_STATE_NAME``, which is not imported for it.
-_RANDOM_STATES = "random_states"
 
 
 def refuse_unfit(fallback: str) -> None:
@@ -92,7 +89,8 @@ def refuse_unfit(fallback: str) -> None:
 def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
     """The folder that ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        return os.path.join(_root(accelerator), f"checkpoint_{accelerator.save_iteration}")
+        line = CheckpointFolders(_root(accelerator), ACCELERATE)
+        return os.path.join(line.root, line.fresh_name(accelerator.save_iteration))
     if output_dir is None:
         raise CheckpointError(
             "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
@@ -109,7 +107,7 @@ def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
     root = os.path.dirname(folder)
     found = hosts.on_each(root, "make room for the checkpoint", lambda: _in_the_way(folder))
     if set(found) == {"", _CHECKPOINT} and not hosts.holds(folder):
-        hosts.on_own(root, "rename an incomplete checkpoint", lambda: _set_aside(folder))
+        hosts.on_own(root, "rename an incomplete checkpoint", lambda: _rename_torn(folder))
     elif any(found):
         raise CheckpointError(
             f"{folder}: already contains something, and a published checkpoint is never overwritten; "
@@ -137,16 +135,11 @@ def _in_the_way(folder: str) -> str:
     return ""
 
 
-def _set_aside(folder: str) -> None:
+def _rename_torn(folder: str) -> None:
     """Under a name that no search takes. For one rank of each host."""
-    if not os.path.lexists(folder):
-        return
-    aside = os.path.join(os.path.dirname(folder), f".torn-{os.path.basename(folder)}-{secrets.token_hex(4)}")
-    try:
-        patiently(os.rename, folder, aside)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: can't be renamed: {error.strerror}") from error
-    _log.warning("%s: only some hosts have it, because its save was killed; renamed to %s", folder, aside)
+    if os.path.lexists(folder):
+        aside = set_aside(folder, "torn", f".torn-{os.path.basename(folder)}")
+        _log.warning("%s: only some hosts have it, because its save was killed; renamed to %s", folder, aside)
 
 
 def places_of(folder: str, fallback: str | None) -> list[str]:
@@ -165,29 +158,16 @@ def newest(accelerator: Accelerator, hosts: Hosts, fallback: str | None = None) 
     root, found = _root(accelerator), None
     if accelerator.project_configuration.automatic_checkpoint_naming:
         roots = [root, *([] if fallback is None else [fallback])]
-        found = newest_of(roots, hosts, _numbered_in)
+        found = newest_of(roots, hosts, lambda root: CheckpointFolders(root, ACCELERATE).steps())
     if found is None:
         raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
     return found
 
 
-def newest_of(roots: Sequence[str], hosts: Hosts, numbered: Callable[[str], Mapping[int, str]]) -> str | None:
-    """The checkpoint with the highest number in these directories or URLs, of equal ones that of the first. Collective.
-
-    ``numbered`` returns the names of the checkpoints in a directory, by number.
-    """
+def newest_of(roots: Sequence[str], hosts: Hosts, steps_of: Callable[[str], Mapping[int, str]]) -> str | None:
+    """The newest checkpoint of :func:`.listed` that all hosts together hold. Collective."""
     hosts.settle(roots[0], is_held=False)
-
-    def look() -> list[list[Any]]:
-        return [[number, k, name] for k, root in enumerate(roots) for number, name in numbered(root).items()]
-
-    of_hosts = hosts.on_each(roots[0], "find the newest checkpoint", look)
-    found = {(number, k, name) for of_host in of_hosts for number, k, name in of_host}
-    for _, k, name in sorted(found, key=lambda one: (-one[0], one[1])):
-        path = join(roots[k], name)
-        if hosts.holds(path):
-            return path
-    return None
+    return next((path for _, path in listed(roots, hosts, steps_of) if hosts.holds(path)), None)
 
 
 def steps_in(root: str) -> dict[int, str]:
@@ -207,41 +187,14 @@ def steps_in(root: str) -> dict[int, str]:
     return found
 
 
-def _numbered_in(root: str) -> dict[int, str]:
-    return {number: os.path.basename(path) for number, path in _folders(root)}
-
-
-def delete_oldest(folder: str, limit: int) -> None:
-    """Keep the ``limit`` newest beside ``folder``; in a store all stay. Logs what fails.
-
-    A kill leaves remains under another name, which no resume takes.
-    """
-    if is_url(folder):
-        return
-    try:
-        old = [path for _, path in _folders(os.path.dirname(folder))[:-limit]]
-    except OSError as error:  # the new checkpoint is published already
-        _log.warning("no checkpoint is deleted: %s", error)
-        return
-    delete_all(old, _is_checkpoint)
-
-
-def _is_checkpoint(path: str) -> bool:
-    """Whether Accelerate's own ``total_limit`` would delete a folder, or it is a checkpoint of ours."""
-    is_accelerates = any(name.startswith(f"{_RANDOM_STATES}_") for name in os.listdir(path))
-    return (is_accelerates and not os.path.islink(path)) or is_checkpoint(path)
+def delete_oldest(root: str, limit: int) -> None:
+    """Keep the ``limit`` newest of automatic naming; in a store all stay. Logs what fails."""
+    if not is_url(root):
+        rotate(CheckpointFolders(root, ACCELERATE), limit, None)
 
 
 def _root(accelerator: Accelerator) -> str:
     return os.path.abspath(os.path.join(accelerator.project_dir or "", "checkpoints"))
-
-
-def _folders(root: str) -> list[tuple[int, str]]:
-    """Published checkpoints, oldest first."""
-    if not is_directory(root):
-        return []
-    matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in names_in(root))
-    return sorted((int(m[1]), join(root, name)) for m, name in matches if m)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The Trainer's folders: files next to the weights, the line of checkpoint folders, and classes that come before and after ours."""
+"""A Trainer's run: the files next to its weights, the checkpoint that it resumes from, its newest one, and when it stops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from safetensors import safe_open
+from transformers import TrainerCallback
 
 from ..checkpoint.sites import Hosts, Opened
 from ..checkpoint.stored import read_checked
@@ -27,33 +27,34 @@ from ..errors import (
     IntegrityError,
     NoCheckpointError,
     ShardwiseError,
-    SourceError,
     UnsupportedConversionError,
     is_damage,
 )
 from ..export.hub import export_hf
-from ..format.header import TRAINER_FILE, Fate, checked_step
+from ..format.header import TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_documents, read_manifest
 from ..internals.peft import adapter_configs, peft_model
 from ..limits import MAX_JSON_BYTES, inside, parse_json
 from ..planning.hub_rules import adapter_tensors
-from ..publish.line import DirectoryLine, Line, line_of
-from ..publish.lock import DirectoryLock, is_checkpoint, remove_ours
-from ..publish.places import delete_all, delete_sealed, make_temporary, sweep_leftovers
+from ..publish.line import Line
+from ..publish.lock import remove_ours
+from ..publish.places import make_temporary
 from ..publish.write import fsync_directory
 from ..ranks.ranks import Ranks, patiently
+from ..ranks.stop import PreemptionPolicy, Stops
 from ..storage import absolute
 from ..storage.records import is_url, join
 from ..tensors.live import describe
+from ._folders import listed
 from ._trainer_data import trainer_extra
 
 __all__ = [
     "ADAPTER",
-    "CheckpointFolders",
     "FULL",
-    "LOCK_NAME",
+    "Resumed",
     "Run",
-    "StandIns",
+    "StoppedInEvaluationError",
+    "Watch",
     "adapter_files",
     "add_beside",
     "contents",
@@ -62,16 +63,12 @@ __all__ = [
     "held",
     "into_model",
     "is_ours",
-    "keep_only",
     "move_into",
     "newest",
     "overrides",
-    "path_in",
     "read_all",
-    "rotate",
     "save_processing",
     "set_newer_aside",
-    "trainer_line_of",
     "without_fsdp",
 ]
 
@@ -226,84 +223,60 @@ def add_beside(folder: str, files: Mapping[str, bytes]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Local folders that Trainer opens in place of checkpoints in a store, or in parts on several hosts: with the small files, without
-# the state.
+# The checkpoint that a run resumes from. Trainer opens a local folder: for a checkpoint in a store, or in parts on several hosts, one
+# with the small files, without the state.
 
 
-@dataclass(slots=True)
-class _StandIn:
-    path: str
-    """The checkpoint."""
-    opened: Opened | None
-    best: str | None
-    """The best checkpoint that its ``trainer_state.json`` names: Trainer would look for a directory, on each rank."""
-    stack: ExitStack
-    """Closes the checkpoint, which is then None; it may be opened again."""
+class Resumed:
+    """A checkpoint that a call of ``train`` resumes from, on this rank."""
 
+    def __init__(self, path: str, hosts: Hosts) -> None:
+        self.path = self.folder = path
+        """The checkpoint, and the folder that Trainer opens for it."""
+        self.best: str | None = None
+        """The best checkpoint that its ``trainer_state.json`` names, where Trainer can't look for it: a URL, or a path on the host of rank 0
+        of then."""
+        self._hosts = hosts
+        self._stack, self._folders = ExitStack(), ExitStack()
+        self._opened: Opened | None = None
 
-class StandIns:
-    """The folders of one call of ``train``, on this rank."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._found: dict[str, _StandIn] = {}
-
-    def folder_for(self, path: str | os.PathLike[str], hosts: Hosts) -> str:
-        """The folder that Trainer opens for a checkpoint: one that all ranks see itself, else a new one with its small files. Collective.
+    def make_folder(self) -> None:
+        """Make the folder, unless all ranks see the checkpoint itself. Collective.
 
         Raises as :func:`.read_manifest` and :meth:`.Hosts.opened`; :class:`FormatError` for a checkpoint that no ``ShardwiseTrainer``
         has written, :class:`IntegrityError` for a damaged file.
         """
-        path = os.fspath(path)
-        if not is_url(path) and not hosts.is_local:
-            return path
-        path = absolute(path)
-        stack = self._stack.enter_context(ExitStack())
-        opened = stack.enter_context(hosts.opened(path, also=_is_small))
+        if not is_url(self.path) and not self._hosts.is_local:
+            return
+        self.path = absolute(self.path)
+        opened = self.reading()
         with Ranks.current().agree("fetch Trainer's files"):
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-resumed-"))
-            best = _fetch(opened.path, read_manifest(opened.path), folder)
-            self._found[folder] = _StandIn(path, opened, best, stack)
-        return folder
+            temporary = tempfile.TemporaryDirectory(prefix="shardwise-resumed-")
+            self.folder = self._folders.enter_context(temporary)
+            self.best = _fetch(opened.path, read_manifest(opened.path), self.folder)
+
+    def reading(self) -> Opened:
+        """The checkpoint, open until :meth:`opened` has closed it. Collective.
+
+        Trainer may train again from the same folder, as with ``auto_find_batch_size``: it is then opened again.
+        """
+        if self._opened is None:
+            self._opened = self._stack.enter_context(self._hosts.opened(self.path, also=_is_small))
+        return self._opened
 
     @contextmanager
-    def opened(self, folder: str, hosts: Hosts) -> Iterator[Opened]:
-        """The checkpoint for which a folder stands, for the block; it is closed with it. Collective."""
-        found = self._found.get(folder)
-        if found is None:
-            with hosts.opened(folder) as opened:
-                yield opened
-            return
-        with found.stack:
+    def opened(self) -> Iterator[Opened]:
+        """The checkpoint for the block; it is closed with it. Collective."""
+        with self._stack:
             try:
-                yield self._again(found, hosts)
+                yield self.reading()
             finally:
-                found.opened = None
-
-    def reading_place(self, folder: str, hosts: Hosts) -> str:
-        """Where this rank reads the checkpoint for which a folder stands, until :meth:`opened` has closed it. Collective."""
-        found = self._found.get(folder)
-        return folder if found is None else self._again(found, hosts).path
-
-    def _again(self, found: _StandIn, hosts: Hosts) -> Opened:
-        """The checkpoint. It is closed if Trainer trains again from the same folder, as with ``auto_find_batch_size``."""
-        if found.opened is None:
-            found.opened = found.stack.enter_context(hosts.opened(found.path, also=_is_small))
-        return found.opened
-
-    def path_of(self, folder: str) -> str:
-        """The checkpoint for which a folder stands; for any other folder itself."""
-        found = self._found.get(folder)
-        return folder if found is None else found.path
-
-    def best_of(self, folder: str) -> str | None:
-        """The best checkpoint that the stored state of a stand-in names: a URL, or a path on the host of rank 0 of then."""
-        found = self._found.get(folder)
-        return None if found is None else found.best
+                self._opened = None
 
     def close(self) -> None:
-        """Delete the folders."""
+        """Delete the folder."""
         self._stack.close()
+        self._folders.close()
 
 
 def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
@@ -342,7 +315,7 @@ def _without_best(content: bytes, path: str) -> tuple[str | None, bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The checkpoints of a Trainer run, and the files of its exports.
+# A Trainer run: its state, its stops, its checkpoints, and the files of its exports.
 
 #: A shardwise checkpoint, even a damaged one, has at least one of these.
 _OURS = ("state.json", "rank/[0-9]*.json", "model/shard-*-model-*.safetensors")
@@ -361,7 +334,8 @@ class Run:
     """Paths of the checkpoints that this run has published or resumed from, by step: none is saved again."""
     lines: dict[str, Line] = field(default_factory=dict)
     """Where its checkpoints lie, by directory or URL."""
-    stand_ins: StandIns = field(default_factory=StandIns)
+    resumed: list[Resumed] = field(default_factory=list)
+    """The checkpoints that it has tried to resume from."""
     rng: Any = None
     """Random states in the checkpoint."""
     loader: Any = None
@@ -374,8 +348,72 @@ class Run:
     seeds: dict[str, int] = field(default_factory=dict)
     """Seeds in the checkpoint of samplers that seed themselves for each epoch."""
 
+    def checkpoint_in(self, folder: str, hosts: Hosts) -> Resumed:
+        """The checkpoint for which Trainer opens a folder; any other folder is one itself."""
+        found = next((one for one in self.resumed if one.folder == folder), None)
+        if found is None:
+            self.resumed.append(found := Resumed(folder, hosts))
+        return found
 
-@contextlib.contextmanager
+    def close(self) -> None:
+        """Close the checkpoints, and delete the folders that were made for them."""
+        for one in self.resumed:
+            one.close()
+
+
+class StoppedInEvaluationError(Exception):
+    """Ends an evaluation on every rank, at the same batch."""
+
+
+class Watch(TrainerCallback):
+    """Looks whether to stop after each step and each batch of an evaluation, while ``train`` runs; notes the ends of epochs."""
+
+    def __init__(self) -> None:
+        self.stops: Stops | None = None
+        self.is_listening = False
+        self.epoch_has_ended = False
+        """Whether the end of the present epoch has come: its callbacks, and its evaluation."""
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stops is not None and self.stops.has_stopped
+
+    @contextmanager
+    def listening(self, policy: PreemptionPolicy | None) -> Iterator[None]:
+        """Listen for signals in the block. Collective."""
+        self.stops = None if policy is None else Stops(policy, Ranks.current())
+        self.is_listening = self.stops is not None
+        try:
+            yield
+        finally:
+            self.is_listening = False
+            if self.stops is not None:
+                self.stops.close()
+
+    def _should_stop(self, state: Any) -> bool:
+        if self.stops is None or not self.is_listening:
+            return False  # an evaluation outside of ``train``
+        return self.stops.should_stop(state.global_step, Ranks.current())
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epoch_has_ended = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # An evaluation that is due begins and ends with its first batch: its loader draws a number, on which a resume depends.
+        if self._should_stop(state):
+            control.should_training_stop = control.should_save = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epoch_has_ended = True
+        if self.has_stopped:
+            control.should_evaluate = False
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._should_stop(state):
+            raise StoppedInEvaluationError
+
+
+@contextmanager
 def held(line: Line, hosts: Hosts) -> Iterator[None]:
     """Hold a run's checkpoints: of a directory its lock, on each host that has its own; of a store the right to write to it. Collective."""
 
@@ -426,75 +464,51 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
     :class:`NoCheckpointError` if all are damaged. Raises the error of a checkpoint that can't be read for another
     reason, which is not damage.
     """
-    if hosts.is_local:
-        return _newest_of_hosts(lines[0], damaged, hosts)
-
-    def search() -> list[Any]:
-        found = [(step, join(line.root, name)) for line in lines for step, name in line.steps().items()]
-        for step, path in sorted(found, key=lambda one: -one[0]):
-            if path in damaged:
+    ranks, path = Ranks.current(), ""
+    if hosts.is_local:  # the newest of which all hosts together hold all parts
+        for step, found in listed([lines[0].root], hosts, lambda _: lines[0].steps()):
+            if found in damaged:
                 continue
             try:
-                if is_ours(path):
-                    patiently(quick_check, path, step)
-                    contents(path)
-                elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
-                    raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
-            except (FormatError, IntegrityError) as error:
-                _log.warning("skipping damaged %s: %s", path, error)
-                damaged[path] = (step, str(error))
-                continue
-            return [path, {where: list(one) for where, one in damaged.items()}]
-        if damaged:
-            raise NoCheckpointError(_none_valid(lines[0], damaged))
-        return ["", {}]
-
-    path, known = Ranks.current().on_first("find newest checkpoint", search)
-    damaged |= {where: (step, why) for where, (step, why) in known.items()}
+                with hosts.opened(found, step) as opened:
+                    ranks.on_first("look at checkpoint", partial(contents, opened.path))
+                path = found
+                break
+            except ShardwiseError as error:
+                if not is_damage(error):
+                    raise
+                if ranks.rank == 0:
+                    _log.warning("skipping damaged %s: %s", found, error)
+                damaged[found] = (step, str(error))
+    else:
+        path, known = ranks.on_first("find newest checkpoint", partial(_search, lines, damaged))
+        damaged |= {where: (step, why) for where, (step, why) in known.items()}
+    if not path and damaged:
+        why = "; ".join(why for _, why in damaged.values())
+        raise NoCheckpointError(
+            f"{lines[0].root}: no checkpoint is valid ({why}). Move them away to start again"
+        )
     return str(path)
 
 
-def _newest_of_hosts(line: Line, damaged: dict[str, tuple[int, str]], hosts: Hosts) -> str:
-    """As :func:`newest`: the newest of which all hosts together hold all parts."""
-    ranks = Ranks.current()
-
-    def look() -> list[Any]:
-        return [[step, name] for step, name in line.steps().items()]
-
-    of_hosts = hosts.on_each(line.root, "scan checkpoints", look)
-    names = {int(step): str(name) for of_host in of_hosts for step, name in of_host}
-    for step in sorted(names, reverse=True):
-        path = join(line.root, names[step])
+def _search(lines: Sequence[Line], known: Mapping[str, tuple[int, str]]) -> list[Any]:
+    """The newest intact checkpoint (empty if there is none), and the damaged ones. For rank 0."""
+    found = [(step, join(line.root, name)) for line in lines for step, name in line.steps().items()]
+    damaged = {path: list(one) for path, one in known.items()}
+    for step, path in sorted(found, key=lambda one: -one[0]):
         if path in damaged:
             continue
         try:
-            with hosts.opened(path, step) as opened:
-                ranks.on_first("look at checkpoint", partial(contents, opened.path))
-            return path
-        except ShardwiseError as error:
-            if not is_damage(error):
-                raise
-            if ranks.rank == 0:
-                _log.warning("skipping damaged %s: %s", path, error)
-            damaged[path] = (step, str(error))
-    if damaged:
-        raise NoCheckpointError(_none_valid(line, damaged))
-    return ""
-
-
-def _none_valid(line: Line, damaged: Mapping[str, tuple[int, str]]) -> str:
-    why = "; ".join(why for _, why in damaged.values())
-    return f"{line.root}: no checkpoint is valid ({why}). Move them away to start again"
-
-
-def path_in(line: Line, step: int) -> str | None:
-    """The path of a step's checkpoint, if the line has it; None also if the place can't be read now. For rank 0."""
-    try:
-        name = line.steps().get(step)
-    except (OSError, CheckpointError, SourceError) as error:
-        _log.warning("%s: can't be read: %s", line.root, error)
-        return None
-    return None if name is None else join(line.root, name)
+            if is_ours(path):
+                patiently(quick_check, path, step)
+                contents(path)
+            elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
+                raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
+            return [path, damaged]
+        except (FormatError, IntegrityError) as error:
+            _log.warning("skipping damaged %s: %s", path, error)
+            damaged[path] = [step, str(error)]
+    return ["", damaged]
 
 
 def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
@@ -503,55 +517,18 @@ def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
     Raises :class:`LockedError` if another run has taken the line: the checkpoints may belong to it.
     """
     own = max((run.resumed_step, *run.published))
+    damaged = run.damaged.keys() - run.published.values()  # this run may have saved that step anew
     for line in lines:
         paths = {step: join(line.root, name) for step, name in line.steps().items()}
-        damaged = run.damaged.keys() - run.published.values()  # this run may have saved that step anew
-        fates = {s: _fate(path, run) for s, path in paths.items() if s > own or path in damaged}
-        if fates:
-            line.take(own, {step: fate for step, fate in fates.items() if fate == "damaged"})
-            words = [f"{os.path.basename(paths[step])} ({_WORDS[fate]})" for step, fate in fates.items()]
+        bad = {step for step, path in paths.items() if path in damaged}
+        aside = [step for step in paths if step > own or step in bad]
+        if aside:
+            line.take(own, dict.fromkeys(bad, "damaged"))
+            words = [
+                f"{os.path.basename(paths[step])} ({'damaged' if step in bad else 'of another line than this run'})"
+                for step in aside
+            ]
             _log.warning("%s: renamed checkpoints: %s", line.root, ", ".join(words))
-
-
-def _fate(path: str, run: Run) -> Fate:
-    return "damaged" if path in run.damaged else "superseded"
-
-
-_WORDS: dict[Fate, str] = {"damaged": "damaged", "superseded": "of another line than this run"}
-
-
-def rotate(line: Line, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints, but neither the newest nor the best. For rank 0.
-
-    Never makes the save fail: the new checkpoint is published, and an extra old one does no harm.
-    """
-    if not limit or limit < 1:
-        return
-    steps = _steps_to_delete(line)
-    kept = {*list(steps)[:1], *_steps_at(line, steps, best)}
-    excess = len(steps) - max(limit, len(kept))
-    line.remove([step for step in sorted(steps) if step not in kept][: max(excess, 0)])
-
-
-def keep_only(lines: Sequence[Line], best: str) -> None:
-    """Delete all checkpoints but the best, if it is one of them. For rank 0, at the end. Logs what fails."""
-    found = [(line, _steps_to_delete(line)) for line in lines]
-    kept = [_steps_at(line, steps, best) for line, steps in found]
-    if any(kept):
-        for (line, steps), own in zip(found, kept, strict=True):
-            line.remove(steps.keys() - own)
-
-
-def _steps_to_delete(line: Line) -> dict[int, str]:
-    try:
-        return line.own_steps()
-    except (OSError, CheckpointError, SourceError) as error:
-        _log.warning("no checkpoint is deleted: %s", error)
-        return {}
-
-
-def _steps_at(line: Line, steps: dict[int, str], path: str | None) -> set[int]:
-    return {step for step, name in steps.items() if path and join(line.root, name) == absolute(path)}
 
 
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:
@@ -573,86 +550,3 @@ def _merge(folder: str, target: str) -> None:
             _merge(source, to)
         else:
             patiently(os.replace, source, to)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where a Trainer run's checkpoints lie: ``checkpoint-N`` in a directory, or the steps of a run in an object store. Both are lines.
-
-#: ``push_to_hub`` skips names with a leading underscore, as it skips ``checkpoint-N``.
-LOCK_NAME = "_lock"
-
-
-def trainer_line_of(root: str, *, sweeps: bool = True) -> Line:
-    """The checkpoints in a directory, under Trainer's names, or below a URL, under those of a run in a store.
-
-    Without ``sweeps`` the directory is one of several hosts': the caller settles what killed saves left there.
-    """
-    return line_of(root) if is_url(root) else CheckpointFolders(root, sweeps=sweeps)
-
-
-class CheckpointFolders(DirectoryLine):
-    """``checkpoint-N`` in a directory. Implements :class:`.Line`.
-
-    Names of other things in it begin with an underscore or a dot, so that ``push_to_hub`` skips them.
-    """
-
-    def open(self) -> None:
-        lock = DirectoryLock(self.root, name=LOCK_NAME)
-        while not lock.has_its_name():  # the run before deleted it, after this one had opened it
-            lock.release()
-            lock = DirectoryLock(self.root, name=LOCK_NAME)
-        self._lock = lock
-        if self._sweeps:
-            sweep_leftovers(self.root)
-
-    def close(self) -> None:
-        if self._lock is not None and self._lock.has_its_name():
-            with contextlib.suppress(OSError):
-                patiently(os.unlink, os.path.join(self.root, LOCK_NAME))
-        super().close()
-
-    def steps(self) -> dict[int, str]:
-        names = os.listdir(self.root) if os.path.isdir(self.root) else []
-        found = {int(m[1]): n for n in names if (m := re.fullmatch(r"checkpoint-(\d+)", n))}
-        return {s: n for s, n in sorted(found.items(), reverse=True) if os.path.isdir(self._path(n))}
-
-    def own_steps(self) -> dict[int, str]:
-        """Also those of plain Trainer, whose own rotation would delete them."""
-        return {step: name for step, name in self.steps().items() if self._is_own(self._path(name))}
-
-    def remove(self, steps: Iterable[int]) -> None:
-        own = self.own_steps()
-        delete_all([self._path(own[step]) for step in steps if step in own], self._is_own)
-
-    def _is_own(self, path: str) -> bool:
-        is_trainers = os.path.isfile(os.path.join(path, TRAINER_FILE)) and not os.path.islink(path)
-        return is_trainers or is_checkpoint(path)
-
-    def fresh_name(self, step: int) -> str:
-        return f"checkpoint-{checked_step(step)}"
-
-    def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
-        for step, name in self.held_steps().items():
-            if step <= resumed and step not in aside:
-                continue
-            path = self._path(name)
-            moved = self._path(f"_{aside.get(step, 'superseded')}-{name}-{secrets.token_hex(4)}")
-            try:
-                patiently(os.rename, path, moved)
-            except OSError as error:
-                raise CheckpointError(f"{path}: can't be renamed: {error.strerror}") from error
-            fsync_directory(self.root)
-
-    def tidy(self, newest: int) -> None:
-        """Delete sealed parts of failed saves, which are of no use now; :meth:`open` has deleted other leftovers."""
-        if not self._sweeps:
-            delete_sealed(self.root)
-
-    def was_ever_published(self) -> bool:
-        return any("checkpoint-" in name for name in os.listdir(self.root))
-
-    def strangers(self, damaged: Iterable[int] = ()) -> str | None:
-        return None
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.root, name)

@@ -118,7 +118,7 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
 
     def clear() -> None:
         if limit is not None:
-            delete_oldest(folder, limit)
+            delete_oldest(root, limit)
         if hosts.is_local:  # the directory is the accelerator's own only with automatic naming
             delete_sealed(root, None if automatic else os.path.basename(folder))
 

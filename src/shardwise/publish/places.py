@@ -258,13 +258,14 @@ def _may_be_replaced(hint: str) -> bool:
         return False
 
 
-def set_aside(path: str, why: str) -> str:
-    """Rename a step to ``step-N.<why>-<nonce>``: it stays, but resume and retention never count it.
+def set_aside(path: str, why: str, name: str | None = None) -> str:
+    """Rename a step to ``step-N.<why>-<nonce>``, or to ``<name>-<nonce>``: it stays, but resume and retention never count it.
 
     Raises :class:`CheckpointError`; :class:`LockedError` if this process held the directory's lock and has lost it.
     """
     check_held(os.path.dirname(path))
-    moved = f"{path}.{why}-{secrets.token_hex(4)}"
+    root, before = os.path.split(path)
+    moved = os.path.join(root, f"{name or f'{before}.{why}'}-{secrets.token_hex(4)}")
     try:
         patiently(os.rename, path, moved)
     except OSError as error:
