@@ -1563,13 +1563,13 @@ MUTATIONS = (
     ),
     Mutation(
         "state/typed_json.py",
-        "type(key) is str and key != TAG and _is_text(key)",
-        "type(key) is str and _is_text(key)",
+        "type(key) is str and key != TAG and is_text(key)",
+        "type(key) is str and is_text(key)",
         ("tests/state/test_typed_json.py",),
         "a dict with our tag is read as a type",
     ),
     Mutation(
-        "state/replay.py",
+        "state/data.py",
         '            restore_rng(epoch.start["rng"])\n',
         "",
         ("tests/state/test_rng_data.py::test_resumed_run_equals_uninterrupted",),

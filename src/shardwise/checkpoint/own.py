@@ -16,13 +16,12 @@ from ..limits import brief, cause
 from ..ranks.ranks import Ranks
 from ..state.beyond import (
     KeptOptimizer,
+    OwnOfModel,
+    OwnOfOptimizer,
     Path,
     StoredOwn,
-    differences_of_model,
-    differences_of_optimizer,
-    give_back_to_model,
-    give_back_to_optimizer,
-    has_own_loading,
+    differences,
+    give_back,
     path_text,
     same,
 )
@@ -99,27 +98,20 @@ class OwnState:
     def _give_to_model(self, name: str, lives: dict[str, LiveModel]) -> bool:
         """Whether its own loading changed a tensor on this rank."""
         document = document_of("model", name, "own")
-        stored = self._stored(document, name)
-
-        def asked() -> list[str]:
-            return differences_of_model(stored, lives[name])
-
-        if not stored.leaves and not has_own_loading(lives[name]):
-            self._note(document, [], asked)
-            return False
-        before = tensor_sums(lives[name])
-        failed = give_back_to_model(stored, lives[name], self._places)
-        lives[name] = describe(lives[name].root)
-        self._note(document, failed, asked)
-        return tensor_sums(lives[name]) != before
+        stored, lines, before = self._stored(document, name), [], None
+        if stored.leaves or OwnOfModel(lives[name]).loads_more:
+            before = tensor_sums(lives[name])
+            lines = give_back(stored, OwnOfModel(lives[name]), self._places)
+            lives[name] = describe(lives[name].root)
+        self._note(document, lines, lambda: differences(stored, OwnOfModel(lives[name])))
+        return before is not None and tensor_sums(lives[name]) != before
 
     def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
         """Call it after the optimizers are filled. Rank-local."""
         for name, outer in given.items():
-            document = document_of("optimizer", name, "own")
+            document, owner = document_of("optimizer", name, "own"), OwnOfOptimizer(outer, bare[name])
             stored = self._stored(document, name)
-            lines = give_back_to_optimizer(stored, outer, bare[name], self._places)
-            self._note(document, lines, partial(differences_of_optimizer, stored, outer, bare[name]))
+            self._note(document, give_back(stored, owner, self._places), partial(differences, stored, owner))
 
     def ask(self) -> None:
         """Compare each object's own state with the stored one, once every object has its state. Rank-local."""

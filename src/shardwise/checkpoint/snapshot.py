@@ -34,7 +34,7 @@ from ..planning.match import Recipe
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng
 from ..state.arguments import data_settings_of, settings_of
-from ..state.beyond import Beyond, beyond_model, beyond_optimizer, refuse_fsdp1
+from ..state.beyond import Beyond, OwnOfModel, OwnOfOptimizer, beyond, refuse_fsdp1
 from ..state.documents import class_text, functions_left_out, unwrapped
 from ..state.low_bit import Form, books_of, form_of, part_name, parts_by_rank, parts_of
 from ..state.optimizer import (
@@ -276,7 +276,7 @@ def take_snapshot(
     lives = {name: describe(model) for name, model in state.models.items()}
     models = tuple(_model_part(name, live, referred(state, live)) for name, live in lives.items())
     optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
-    beyond = _beyond(state, lives)
+    own = _beyond(state, lives)
     documents = {
         name: encode(value, where=name)
         for name, value in _documents(state, lives, models, optimizers, step).items()
@@ -285,7 +285,7 @@ def take_snapshot(
         name: _without(encoded.not_stored) for name, encoded in documents.items() if encoded.not_stored
     }
     documents |= {
-        name: encode(value, where=name) for name, value in _beyond_documents(beyond, functions).items()
+        name: encode(value, where=name) for name, value in _beyond_documents(own, functions).items()
     }
     return Snapshot(
         models=models,
@@ -301,16 +301,16 @@ def take_snapshot(
                 for o in optimizers
                 if o.drained.has_unseen_gradients
             ),
-            *(line for found in beyond.values() for line in found.not_stored.values()),
+            *(line for found in own.values() for line in found.not_stored.values()),
         ),
     )
 
 
 def _beyond(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[tuple[str, str], Beyond]:
     """By kind and name, what models and optimizers would save besides."""
-    found = {("model", name): beyond_model(name, live) for name, live in lives.items()}
+    found = {("model", name): beyond(name, OwnOfModel(live)) for name, live in lives.items()}
     for name, given in state.given_optimizers.items():
-        found["optimizer", name] = beyond_optimizer(name, given, state.optimizers[name])
+        found["optimizer", name] = beyond(name, OwnOfOptimizer(given, state.optimizers[name]))
     return found
 
 
@@ -320,16 +320,16 @@ def _without(functions: tuple[str, ...]) -> dict[str, str]:
 
 
 def _beyond_documents(
-    beyond: Mapping[tuple[str, str], Beyond], functions: dict[str, dict[str, str]]
+    own: Mapping[tuple[str, str], Beyond], functions: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
     documents: dict[str, Any] = {
         document_of(kind, name, "own"): list(found.leaves)
-        for (kind, name), found in beyond.items()
+        for (kind, name), found in own.items()
         if found.leaves
     }
     lost = {
         document_of(kind, name, "own"): dict(found.not_stored)
-        for (kind, name), found in beyond.items()
+        for (kind, name), found in own.items()
         if found.not_stored
     } | functions
     return {**documents, "not_stored": lost} if lost else documents

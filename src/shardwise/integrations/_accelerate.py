@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -43,12 +42,10 @@ __all__ = [
     "adopt",
     "check_kind",
     "check_supported",
-    "copy_of_plugin",
     "cut_by_tp_plan",
     "delete_oldest",
     "device_of",
     "explained",
-    "first_stored",
     "folder_for",
     "groups_of",
     "keep_taken_over",
@@ -56,7 +53,6 @@ __all__ = [
     "make_room",
     "newest",
     "newest_of",
-    "places_of",
     "put_back",
     "refuse_unfit",
     "shard",
@@ -140,16 +136,6 @@ def _rename_torn(folder: str) -> None:
     if os.path.lexists(folder):
         aside = set_aside(folder, "torn", f".torn-{os.path.basename(folder)}")
         _log.warning("%s: only some hosts have it, because its save was killed; renamed to %s", folder, aside)
-
-
-def places_of(folder: str, fallback: str | None) -> list[str]:
-    """Where a checkpoint may lie: at ``folder``, and under the same name in the fall-back."""
-    return [folder, *([] if fallback is None else [join(fallback, os.path.basename(folder))])]
-
-
-def first_stored(places: Sequence[str]) -> str:
-    """The first place at which there is something; the first one if there is nothing at any. For one rank."""
-    return next((path for path in places if patiently(is_directory, path)), places[0])
 
 
 def newest(accelerator: Accelerator, hosts: Hosts, fallback: str | None = None) -> str:
@@ -261,15 +247,19 @@ def keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
         reduce_after_backward([t.owners[0] for t in whole], list(model.modules()), meshes[0])
 
 
+#: Set in a plugin that was asked for activation checkpointing, before it was switched off in it.
+_TAKEN_OVER = "checkpointing_is_applied_by_shardwise"
+
+
 def takes_over_checkpointing(plugin: Any) -> bool:
     """Whether the user asked for checkpointing. Its wrappers must precede sharding; prepare() must not add them again.
 
     prepare() looks only at the plugin, not at the model, so the plugin is changed for good.
     """
     if plugin.activation_checkpointing:
-        _note_taken_over(plugin)
+        setattr(plugin, _TAKEN_OVER, True)
         plugin.activation_checkpointing = False
-    return _is_taken_over(plugin)
+    return hasattr(plugin, _TAKEN_OVER)
 
 
 def keep_taken_over(plugin: Any) -> None:
@@ -277,30 +267,8 @@ def keep_taken_over(plugin: Any) -> None:
 
     transformers before 5.10: Trainer does, when its accelerator is there.
     """
-    if _is_taken_over(plugin):
+    if hasattr(plugin, _TAKEN_OVER):
         plugin.activation_checkpointing = False
-
-
-#: Plugins that were asked for activation checkpointing, before it was switched off in them. By id: they have no hash.
-_TAKEN_OVER: dict[int, weakref.ref[Any]] = {}
-
-
-def _note_taken_over(plugin: Any) -> None:
-    key = id(plugin)
-    _TAKEN_OVER[key] = weakref.ref(plugin, lambda _: _TAKEN_OVER.pop(key, None))
-
-
-def _is_taken_over(plugin: Any) -> bool:
-    known = _TAKEN_OVER.get(id(plugin))
-    return known is not None and known() is plugin
-
-
-def copy_of_plugin(plugin: Any) -> Any:
-    """A copy with the same settings, those that were taken over from it included."""
-    copied = copy.copy(plugin)
-    if _is_taken_over(plugin):
-        _note_taken_over(copied)
-    return copied
 
 
 def check_kind(accelerator: Accelerator) -> None:
@@ -423,9 +391,7 @@ def _remember(accelerator: Any, model: nn.Module) -> None:
     names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
     settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
     settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
-    settings.state = SimpleNamespace(
-        fsdp_plugin=copy_of_plugin(getattr(accelerator.state, "fsdp_plugin", None))
-    )
+    settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
     remember_sharding(model, lambda second: shard(settings, second))
 
 

@@ -21,6 +21,7 @@ from ..internals.trainers import without_first_batches
 from ..limits import brief, inside, is_count
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
+from ..state.data import SAFE_SAMPLERS
 from ..state.documents import check_rng
 from ..state.parts import (
     all_parts,
@@ -31,7 +32,6 @@ from ..state.parts import (
     put_own_states,
     unfit_generators,
 )
-from ..state.replay import SAFE_SAMPLERS
 from ..state.typed_json import Places
 
 __all__ = [
@@ -491,11 +491,6 @@ def _check_data(value: Any, file: str) -> None:
     if value["epoch"] is None:
         return
     _check(value, _PLACE, _DATA, file)
-    _check(
-        value["loader"], {"batches": lambda n: n is None or is_count(n), "num_workers": is_count}, _DATA, file
-    )
-    for name in ("start", "now"):
-        _check(value[name], _STATES, f"{_DATA}.{name}", file)
     for where, rng in (
         ("start.rng", value["start"].get("rng")),
         *((f"asked[{k}]", r) for k, r in enumerate(value["asked"])),
@@ -506,14 +501,16 @@ def _check_data(value: Any, file: str) -> None:
             raise FormatError(str(error), path=file) from error
 
 
-def _check(value: Any, form: Mapping[str, Callable[[Any], bool]], where: str, file: str) -> None:
-    """Refuse a value that is not a mapping, or lacks a key of ``form`` with a value that its function accepts."""
+def _check(value: Any, form: Mapping[str, Any], where: str, file: str) -> None:
+    """Refuse a value that is not a mapping, or lacks a key of ``form`` with a value of that form, or that its function accepts."""
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected a mapping, got {brief(value)}", path=file)
     for key, is_right in form.items():
         if key not in value:
             raise FormatError(f"{where}: contains no {key}", path=file)
-        if not is_right(value[key]):
+        if isinstance(is_right, Mapping):
+            _check(value[key], is_right, f"{where}.{key}", file)
+        elif not is_right(value[key]):
             raise FormatError(f"{where}.{key} is malformed: {brief(value[key])}", path=file)
 
 
@@ -541,20 +538,20 @@ def _is_number(value: Any) -> bool:
 
 
 _are_seeds = _maps(_is_number)
-_STATES: Mapping[str, Callable[[Any], bool]] = {
+_STATES = {
     "generators": _maps(lambda state: isinstance(state, torch.Tensor | dict | tuple)),
     "epochs": _maps(_is_number),
     "seeds": _are_seeds,
     "attributes": _maps(_is_text),
 }
 #: The form of :meth:`DataPlace.state_dict` within an epoch.
-_PLACE: Mapping[str, Callable[[Any], bool]] = {
+_PLACE = {
     "consumed": is_count,
-    "start": _maps(lambda _: True),
+    "start": _STATES,
     "asked": lambda value: isinstance(value, list) and len(value) <= 2,
     "drew": _is_bool,
-    "now": _maps(lambda _: True),
+    "now": _STATES,
     "batch": _maps(_is_text),
-    "loader": _maps(lambda _: True),
+    "loader": {"batches": lambda count: count is None or is_count(count), "num_workers": is_count},
     "workers_kept": _is_bool,
 }

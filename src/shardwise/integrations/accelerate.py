@@ -28,24 +28,23 @@ from ..models.hub import FromPretrained, Pretrained
 from ..models.meta import meta_init
 from ..planning.plan import IOOptions
 from ..publish.places import delete_sealed, target_of
-from ..ranks.ranks import Ranks
+from ..ranks.ranks import Ranks, patiently
 from ..ranks.stop import PreemptionPolicy, Stops
 from ..runs.run import restore
 from ..runs.third_party import is_third_party
 from ..state.optimizer import TrainState, watch_steps
-from ..storage import place_at
+from ..storage import is_directory, place_at
+from ..storage.records import join
 from ._accelerate import (
     check_kind,
     delete_oldest,
     device_of,
     explained,
-    first_stored,
     folder_for,
     groups_of,
     make_room,
     newest,
     newest_of,
-    places_of,
     put_back,
     refuse_unfit,
     shard,
@@ -127,6 +126,11 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
     return report
 
 
+def _places(folder: str, fallback: str | None) -> list[str]:
+    """Where a checkpoint may be: at ``folder``, and under the same name in the fall-back."""
+    return [folder, *([] if fallback is None else [join(fallback, os.path.basename(folder))])]
+
+
 def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
     """Restore everything that was prepared and registered, from a shardwise checkpoint or one written by ``accelerator.save_state``.
 
@@ -151,7 +155,12 @@ def load_from(
     if input_dir is None:
         found = newest(accelerator, hosts, fallback)
     else:
-        found = _named(place_at(input_dir), fallback, ranks)
+        found, *others = places = _places(place_at(input_dir), fallback)
+        if others:
+            found = ranks.on_first(
+                "find checkpoint",
+                lambda: next((path for path in places if patiently(is_directory, path)), found),
+            )
         hosts.settle(os.path.dirname(found), is_held=False)
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
@@ -160,13 +169,6 @@ def load_from(
             state.dataloader = None
         checkpoint.bring(state)
         return replace(restore(state, checkpoint.path, io=checkpoint.io), path=found)
-
-
-def _named(path: str, fallback: str | None, ranks: Ranks) -> str:
-    """A named checkpoint, or the one with its name in the fallback. Collective."""
-    if fallback is None:
-        return path
-    return ranks.on_first("find checkpoint", lambda: first_stored(places_of(path, fallback)))
 
 
 def train_state(accelerator: Accelerator) -> TrainState:
@@ -475,7 +477,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Every rank must call it. Raises the errors of :func:`save_state`.
         """
-        places = places_of(folder_for(self, output_dir), self._failures.fallback)
+        places = _places(folder_for(self, output_dir), self._failures.fallback)
         number = self.save_iteration if step is None else step
         if self._stops.has_stopped:
             if self._newest is not None and self._newest[0] == places[0]:

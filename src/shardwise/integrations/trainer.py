@@ -42,7 +42,13 @@ from ..format.header import TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..gates import require
 from ..internals.peft import peft_model
-from ..internals.trainers import end_epoch, fsdp_settings, keeps_completions, leaves_out_fsdp_version
+from ..internals.trainers import (
+    counts_as_grpo,
+    end_epoch,
+    fsdp_settings,
+    keeps_completions,
+    leaves_out_fsdp_version,
+)
 from ..loading.load import load
 from ..publish.line import Line
 from ..publish.lock import remove_ours
@@ -94,7 +100,7 @@ from ._trainer_files import (
     set_newer_aside,
     without_fsdp,
 )
-from .trl import LOAD, References, gather_head, generation_state, stores_completions
+from .trl import LOAD, References, gather_head, generation_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -740,7 +746,7 @@ class ShardwiseTrainer(Trainer):
         run.rng = capture_rng()
         saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
         found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
-        if keeps_completions(self) and not stores_completions(self):
+        if keeps_completions(self) and not counts_as_grpo(self):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:
             found.append(

@@ -163,11 +163,6 @@ def _is_trained_shard(weight: torch.Tensor) -> bool:
 # State
 
 
-def stores_completions(trainer: Any) -> bool:
-    """Whether a trainer keeps its completions as GRPO's and RLOO's do. Others keep other things, and count otherwise."""
-    return trl.counts_as_grpo(trainer)
-
-
 def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
     """The state that a generating trainer must keep over a resume, as extras; empty for other trainers.
 
@@ -175,9 +170,9 @@ def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
     restores them. At another world size they are generated again, and the report says so. Collective with a
     ``source``.
     """
-    if not stores_completions(trainer):
+    if not trl.counts_as_grpo(trainer):
         return {}
-    state: dict[str, Any] = {"generation": _Counters(trainer), "completions": _Completions(trainer)}
+    state: dict[str, Any] = {"generation": trl.Counters(trainer), "completions": trl.Completions(trainer)}
     if source is not None:
         ranks = Ranks.current()
         with ranks.agree("look for completions"):
@@ -185,32 +180,3 @@ def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
         if "extra.completions" in stored.local_documents and stored.world_size != ranks.world_size:
             del state["completions"]
     return state
-
-
-class _Counters:
-    """A trainer's place in a round of generation, in steps of accumulation, and its count of tokens."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        return trl.counters(self._trainer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        trl.put_counters(self._trainer, state)
-
-
-class _Completions:
-    """Completions that were generated and scored, but not used up; empty if the next step generates."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        every = self._trainer.args.steps_per_generation * self._trainer.num_iterations
-        return {"inputs": trl.completions(self._trainer) if trl.steps(self._trainer) % every else None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        from accelerate.utils import send_to_device
-
-        trl.put_completions(self._trainer, send_to_device(state["inputs"], self._trainer.args.device))

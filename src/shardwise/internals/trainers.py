@@ -17,11 +17,11 @@ from ..objects import frozen
 from .torch import local_tensor
 
 __all__ = [
+    "Completions",
+    "Counters",
     "Prepared",
-    "completions",
     "copied_by",
     "count_own_batches",
-    "counters",
     "counts_as_grpo",
     "end_epoch",
     "ep_by_plan",
@@ -34,10 +34,7 @@ __all__ = [
     "own_parts",
     "parallel_plans",
     "prepared",
-    "put_completions",
-    "put_counters",
     "put_parameter",
-    "steps",
     "tp_by_plan",
     "without_first_batches",
 ]
@@ -348,43 +345,37 @@ def counts_as_grpo(trainer: Any) -> bool:
     return has_all and hasattr(trainer.args, "steps_per_generation")
 
 
-def steps(trainer: Any) -> int:
-    """Steps of accumulation so far: every so many of them a trainer generates.
-
-    Without it, a checkpoint would hold completions that are used up, too.
-    """
-    count: int = trainer._step
-    return count
-
-
-def counters(trainer: Any) -> dict[str, Any]:
-    """Where in a round of generation a trainer is, and how many tokens it counted; by the names of its attributes.
+class Counters:
+    """A trainer's place in a round of generation, in steps of accumulation, and its count of tokens; by the names of its attributes.
 
     Without it, a resumed trainer would begin a round of generation anew, and count tokens from zero.
     """
-    return {name: getattr(trainer, name) for name in _COUNTERS}
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._trainer, name) for name in _COUNTERS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self._trainer, name, value)
 
 
-def put_counters(trainer: Any, stored: dict[str, Any]) -> None:
-    """Give :func:`counters` back.
-
-    Without it, a resumed trainer would begin a round of generation anew, and count tokens from zero.
-    """
-    for name, value in stored.items():
-        setattr(trainer, name, value)
-
-
-def completions(trainer: Any) -> Any:
-    """What was generated and scored, and is not used up; None before the first round.
-
-    Without it, a resumed trainer would generate again, and go on with other completions.
-    """
-    return getattr(trainer, _BUFFER)
-
-
-def put_completions(trainer: Any, inputs: Any) -> None:
-    """Give :func:`completions` back, on the trainer's device.
+class Completions:
+    """What a trainer generated and scored, and has not used up; empty if the next step generates.
 
     Without it, a resumed trainer would generate again, and go on with other completions.
     """
-    setattr(trainer, _BUFFER, inputs)
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        every = self._trainer.args.steps_per_generation * self._trainer.num_iterations
+        return {"inputs": getattr(self._trainer, _BUFFER) if self._trainer._step % every else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        from accelerate.utils import send_to_device
+
+        setattr(self._trainer, _BUFFER, send_to_device(state["inputs"], self._trainer.args.device))

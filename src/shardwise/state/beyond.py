@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..digests import partial_sums
 from ..errors import ShardwiseError, StateError
 from ..internals.torch import keep_metadata, local_tensor
-from ..names import NamedTensor, canonical_name, unwrap
+from ..names import canonical_name, unwrap
 from ..objects import frozen
 from ..tensors.live import LiveModel
 from .low_bit import contents_of
@@ -28,16 +28,15 @@ __all__ = [
     "Beyond",
     "KeptOptimizer",
     "MAX_BEYOND_BYTES",
+    "OwnOfModel",
+    "OwnOfOptimizer",
+    "Owner",
     "Path",
     "StoredOwn",
-    "beyond_model",
-    "beyond_optimizer",
-    "differences_of_model",
-    "differences_of_optimizer",
+    "beyond",
+    "differences",
     "differing_leaves",
-    "give_back_to_model",
-    "give_back_to_optimizer",
-    "has_own_loading",
+    "give_back",
     "leaves_beyond",
     "make_room",
     "path_key",
@@ -314,11 +313,6 @@ def refuse_fsdp1(problem: str | None) -> None:
         raise StateError(problem)
 
 
-def has_own_loading(live: LiveModel) -> bool:
-    """Whether the model's ``load_state_dict`` does more than that of torch's base class."""
-    return _differs_from_torch(live, *_LOADING)
-
-
 def _differs_from_torch(live: LiveModel, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
     plain: set[type] = set()
     for _, module in live.modules:
@@ -336,30 +330,6 @@ def _differs_from_torch(live: LiveModel, methods: tuple[str, ...], hooks: tuple[
 
 def _is_wrappers(hook: Any) -> bool:
     return (getattr(getattr(hook, "hook", hook), "__module__", None) or "").startswith(_WRAPPERS)
-
-
-def beyond_model(name: str, live: LiveModel) -> Beyond:
-    """What a checkpoint of the model has to hold besides its tensors and extra state. Rank-local.
-
-    Calls the model's ``state_dict`` if it may hold more than torch's. Paths begin with the canonical key.
-    """
-    model = live.root
-    if not _differs_from_torch(live, *_SAVING):
-        return Beyond()
-    try:
-        leaves = _leaves(model, live.tensors)
-    except Exception as error:
-        why = f"{type(model).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
-        return Beyond(not_stored={"": f"{name}: its own state is unknown ({why})"})
-    return split_storable(leaves, name)
-
-
-def _leaves(model: nn.Module, named: Iterable[NamedTensor]) -> list[tuple[Path, Any]]:
-    plain = {alias: t.tensor for t in named if t.persistent for alias in t.names}
-    extra = {canonical_name(key) for key in _extra_state_keys(model)}
-    own = {canonical_name(k): v for k, v in _own_state(model).items() if canonical_name(k) not in extra}
-    own = {**_scales_aside(model), **own}
-    return list(leaves_beyond(own, plain, {id(t) for t in plain.values()}))
 
 
 def _scales_aside(model: nn.Module) -> dict[str, Any]:
@@ -393,53 +363,52 @@ def _own_state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def give_back_to_model(own: StoredOwn, live: LiveModel, places: Places) -> list[str]:
-    """Let the model take its stored state by its own ``load_state_dict``, beside its present tensors. Rank-local.
+class OwnOfModel:
+    """The own state of a model. Paths begin with the canonical key."""
 
-    Call it after restoring the model's tensors: it passes the live ones, so torch copies nothing. Tensors in
-    ``own`` move to the devices of the live ones. Returns reasons for a failure; raises no error of the model.
-    """
-    if not (own.leaves or has_own_loading(live)):
+    def __init__(self, live: LiveModel) -> None:
+        self._live, self._model = live, live.root
+
+    @property
+    def kind(self) -> str:
+        return type(self._model).__qualname__
+
+    @property
+    def saves_more(self) -> bool:
+        return _differs_from_torch(self._live, *_SAVING)
+
+    @property
+    def loads_more(self) -> bool:
+        return _differs_from_torch(self._live, *_LOADING)
+
+    def leaves(self) -> list[tuple[Path, Any]]:
+        plain = {alias: t.tensor for t in self._live.tensors if t.persistent for alias in t.names}
+        extra = {canonical_name(key) for key in _extra_state_keys(self._model)}
+        own = {canonical_name(k): v for k, v in _own_state(self._model).items()}
+        own = {key: value for key, value in own.items() if key not in extra}
+        own = {**_scales_aside(self._model), **own}
+        return list(leaves_beyond(own, plain, {id(t) for t in plain.values()}))
+
+    def load(self, stored: list[tuple[Path, Any]], stale: list[Path]) -> list[str]:
+        """Call it after restoring the model's tensors: it passes the live ones, so torch copies nothing."""
+        own, inner = _own_state(self._model), unwrap(self._model)
+        raw = {canonical_name(key): key for key in own}
+        prefix = next(
+            (f"{path}." for path, module in self._model.named_modules() if module is inner and path), ""
+        )
+
+        def live_path(path: Path) -> Path:
+            return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
+
+        given = with_leaves(own, [(live_path(p), value) for p, value in stored], map(live_path, stale))
+        takes = inspect.signature(self._model.load_state_dict).parameters.values()
+        can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
+        with torch.no_grad():
+            # A hook may have dropped keys from the state dict; a comparison shows afterwards what arrived.
+            self._model.load_state_dict(given, strict=False) if can_be_lax else self._model.load_state_dict(
+                given
+            )
         return []
-    try:
-        now = dict(_leaves(live.root, live.tensors))
-        own.leaves[:] = put_leaves(own.leaves, now, places)
-        _load(live.root, own.leaves, own.stale(now))
-    except Exception as error:
-        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
-    return []
-
-
-def differences_of_model(own: StoredOwn, live: LiveModel) -> list[str]:
-    """One line per value of the model's own state that differs from the stored one. Rank-local."""
-    if not (own.leaves or _differs_from_torch(live, *_SAVING)):
-        return []
-    try:
-        now = _leaves(live.root, live.tensors)
-        return list(differing_leaves(now, own.leaves, own.not_stored.keys(), own.name))
-    except Exception as error:
-        return [f"{own.name}: its own state is unknown ({type(error).__name__}: {error})"]
-
-
-def _load(model: nn.Module, stored: list[tuple[Path, Any]], stale: list[Path]) -> None:
-    own = _own_state(model)
-    raw = {canonical_name(key): key for key in own}
-    prefix = _prefix_of_root(model)
-
-    def live_path(path: Path) -> Path:
-        return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
-
-    given = with_leaves(own, [(live_path(p), value) for p, value in stored], map(live_path, stale))
-    takes = inspect.signature(model.load_state_dict).parameters.values()
-    can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
-    with torch.no_grad():
-        # A hook may have dropped keys from the state dict; differences_of_model checks afterwards what arrived.
-        model.load_state_dict(given, strict=False) if can_be_lax else model.load_state_dict(given)
-
-
-def _prefix_of_root(model: nn.Module) -> str:
-    inner = unwrap(model)
-    return next((f"{path}." for path, module in model.named_modules() if module is inner and path), "")
 
 
 def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -455,13 +424,13 @@ def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
         and any(tuple(t.tensor.shape) != shapes[n] for n in t.names if n in shapes)
     ]  # fmt: skip
-    if not other or not has_own_loading(live):
+    if not other or not OwnOfModel(live).loads_more:
         return False
     zeros: list[tuple[Path, Any]] = [
         ((n,), t.tensor.new_zeros(shapes[n])) for t in other for n in t.names if n in shapes
     ]
     with contextlib.suppress(Exception):
-        _load(live.root, zeros, [])
+        OwnOfModel(live).load(zeros, [])
     return True
 
 
@@ -486,35 +455,6 @@ def _optimizer_differs_from_torch(optimizer: Optimizer, method: str, hooks: tupl
     )
 
 
-def _has_own_saving(outer: Optimizer, inner: Optimizer) -> bool:
-    return outer is not inner or _optimizer_differs_from_torch(inner, *_OPTIMIZER_SAVING)
-
-
-def beyond_optimizer(name: str, outer: Optimizer, inner: Optimizer) -> Beyond:
-    """State that a checkpoint must hold besides ``state`` and ``param_groups`` of ``inner``. Rank-local.
-
-    ``outer`` is the optimizer that the program steps: ``inner``, or its wrapper. Calls the ``state_dict`` of ``outer``
-    if it may hold more than torch's.
-    """
-    if not _has_own_saving(outer, inner):
-        return Beyond()
-    try:
-        leaves = _optimizer_leaves(outer, inner)
-    except Exception as error:
-        why = f"{type(outer).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
-        return Beyond(not_stored={"": f"{name}: its own state is unknown ({why})"})
-    return split_storable(leaves, name)
-
-
-def _optimizer_leaves(outer: Optimizer, inner: Optimizer) -> list[tuple[Path, Any]]:
-    own = outer.state_dict()
-    if not isinstance(own, dict):
-        raise TypeError(f"it gives a {type(own).__name__}, not a dict")
-    known = {id(v) for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)}
-    known |= {id(p) for group in inner.param_groups for p in group["params"]}
-    return list(leaves_beyond(own, _plain(inner), known))
-
-
 def _plain(optimizer: Optimizer) -> dict[str, Any]:
     """The result of ``Optimizer.state_dict`` without hooks: parameters by their number."""
     numbers: dict[int, int] = {}
@@ -531,43 +471,45 @@ def _plain(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def give_back_to_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer, places: Places) -> list[str]:
-    """Let ``outer`` take its stored state by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
+class OwnOfOptimizer:
+    """The own state of ``outer``, the optimizer that the program steps: ``inner``, or its wrapper."""
 
-    Call it after restoring ``inner``. torch's own ``load_state_dict`` casts state and replaces groups, so both are put
-    back afterwards. Tensors in ``own`` move to the devices of the live ones. Returns a line for each change that
-    could not be undone, or for the failure.
-    """
-    if not (own.leaves or _optimizer_differs_from_torch(inner, *_OPTIMIZER_LOADING)):
-        return []
-    try:
-        own.leaves[:] = put_leaves(own.leaves, dict(_optimizer_leaves(outer, inner)), places)
-        return _load_optimizer(own, outer, inner)
-    except Exception as error:
-        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+    def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
+        self._outer, self._inner = outer, inner
 
+    @property
+    def kind(self) -> str:
+        return type(self._outer).__qualname__
 
-def differences_of_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:
-    """A line for each value in the optimizer's own state that differs from the stored one. Rank-local."""
-    if not (own.leaves or _has_own_saving(outer, inner)):
-        return []
-    try:
-        return list(
-            differing_leaves(_optimizer_leaves(outer, inner), own.leaves, own.not_stored.keys(), own.name)
-        )
-    except Exception as error:
-        return [f"{own.name}: its own state is unknown ({type(error).__name__}: {error})"]
+    @property
+    def saves_more(self) -> bool:
+        is_wrapped = self._outer is not self._inner
+        return is_wrapped or _optimizer_differs_from_torch(self._inner, *_OPTIMIZER_SAVING)
 
+    @property
+    def loads_more(self) -> bool:
+        return _optimizer_differs_from_torch(self._inner, *_OPTIMIZER_LOADING)
 
-def _load_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:
-    stale = own.stale(path for path, _ in _optimizer_leaves(outer, inner))
-    given = with_leaves(outer.state_dict(), own.leaves, stale)
-    kept = KeptOptimizer(outer, inner)
-    try:
-        outer.load_state_dict(given)
-    finally:
-        changed = kept.put_back()
-    return [f"{own.name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
+    def leaves(self) -> list[tuple[Path, Any]]:
+        own, inner = self._outer.state_dict(), self._inner
+        if not isinstance(own, dict):
+            raise TypeError(f"it gives a {type(own).__name__}, not a dict")
+        known = {
+            id(v) for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)
+        }
+        known |= {id(p) for group in inner.param_groups for p in group["params"]}
+        return list(leaves_beyond(own, _plain(inner), known))
+
+    def load(self, stored: list[tuple[Path, Any]], stale: list[Path]) -> list[str]:
+        """Call it after restoring ``inner``. torch's own ``load_state_dict`` casts state and replaces groups, so both are put back
+        afterwards."""
+        given = with_leaves(self._outer.state_dict(), stored, stale)
+        kept = KeptOptimizer(self._outer, self._inner)
+        try:
+            self._outer.load_state_dict(given)
+        finally:
+            changed = kept.put_back()
+        return changed
 
 
 class KeptOptimizer:
@@ -619,3 +561,54 @@ class KeptOptimizer:
             for (number, key), total in self._sums.items()
             if now[number, key] != total
         ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The own state of one object, a model or an optimizer: found, given back, and compared.
+
+
+#: An object that may save more than torch's base class does. ``saves_more``, ``loads_more``: whether its ``state_dict`` or its
+#: ``load_state_dict`` may do more; ``leaves``: its own state; ``load``: let it take that, and name what it changed for good.
+Owner = OwnOfModel | OwnOfOptimizer
+
+
+def beyond(name: str, owner: Owner) -> Beyond:
+    """What a checkpoint has to hold besides the state that torch's base class would save. Rank-local.
+
+    Calls the object's ``state_dict`` if it may hold more than torch's.
+    """
+    if not owner.saves_more:
+        return Beyond()
+    try:
+        leaves = owner.leaves()
+    except Exception as error:
+        why = f"{owner.kind}.state_dict failed: {type(error).__name__}: {error}"
+        return Beyond(not_stored={"": f"{name}: its own state is unknown ({why})"})
+    return split_storable(leaves, name)
+
+
+def give_back(own: StoredOwn, owner: Owner, places: Places) -> list[str]:
+    """Let an object take its stored own state. Rank-local.
+
+    Call it after restoring the state that torch's base class would save. Tensors in ``own`` move to the devices of the live ones. Returns
+    a line for each change that could not be undone, or for the failure; raises no error of the object.
+    """
+    if not (own.leaves or owner.loads_more):
+        return []
+    try:
+        now = dict(owner.leaves())
+        own.leaves[:] = put_leaves(own.leaves, now, places)
+        changed = owner.load(own.leaves, own.stale(now))
+    except Exception as error:
+        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+    return [f"{own.name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
+
+
+def differences(own: StoredOwn, owner: Owner) -> list[str]:
+    """One line per value of an object's own state that differs from the stored one. Rank-local."""
+    if not (own.leaves or owner.saves_more):
+        return []
+    try:
+        return list(differing_leaves(owner.leaves(), own.leaves, own.not_stored.keys(), own.name))
+    except Exception as error:
+        return [f"{own.name}: its own state is unknown ({type(error).__name__}: {error})"]

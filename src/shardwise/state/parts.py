@@ -19,6 +19,7 @@ from ..internals.torch import local_tensor, scaler_stages
 __all__ = [
     "all_parts",
     "attributes",
+    "epoch_of",
     "equal",
     "is_several",
     "item_generators",
@@ -87,7 +88,7 @@ def own_states(loader: Any) -> dict[str, Any]:
     parts = all_parts(loader)
     return {
         "generators": {path: _kinds()[type(g)][0](g) for path, g in _generators(parts)},
-        "epochs": {path: epoch for path, part in parts.items() if (epoch := _epoch_of(part)) is not None},
+        "epochs": {path: epoch for path, part in parts.items() if (epoch := epoch_of(part)) is not None},
         "seeds": {path: part.initial_seed for path, part in parts.items() if hasattr(part, "initial_seed")},
     }
 
@@ -103,7 +104,7 @@ def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
         if path in live and takes(live[path], state):
             _kinds()[type(live[path])][1](live[path], state)
     for path, epoch in states["epochs"].items():
-        if path in parts and _epoch_of(parts[path]) not in (None, epoch):
+        if path in parts and epoch_of(parts[path]) not in (None, epoch):
             parts[path].set_epoch(epoch)
 
 
@@ -220,7 +221,8 @@ def _kinds() -> dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None
     }
 
 
-def _epoch_of(part: Any) -> int | None:
+def epoch_of(part: Any) -> int | None:
+    """The epoch of a sampler or dataset that can be set to another one; None for others."""
     epoch = getattr(part, "epoch", None)
     return epoch if isinstance(epoch, int) and callable(getattr(part, "set_epoch", None)) else None
 

@@ -109,7 +109,7 @@ class Encoder:
         ]
 
     def mapping(self, mapping: dict[Any, Any], where: str) -> Any:
-        if all(type(key) is str and key != TAG and _is_text(key) for key in mapping):
+        if all(type(key) is str and key != TAG and is_text(key) for key in mapping):
             return {key: self.encode(value, _below(where, key)) for key, value in mapping.items()}
         return {TAG: "dict", "items": self.pairs(mapping, where)}
 
@@ -225,13 +225,9 @@ def _shown(key: Any) -> str:
         return f"<{type(key).__qualname__}>"
 
 
-def _is_text(value: str) -> bool:
-    return is_text(value)
-
-
 def _text(value: str) -> Any:
     # Half a surrogate pair is not Unicode, and JSON would join two halves into one character.
-    return value if _is_text(value) else {TAG: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
+    return value if is_text(value) else {TAG: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
 
 
 def _integer(value: int) -> Any:
@@ -639,10 +635,6 @@ def _special_float(text: str) -> float:
     return float(text)
 
 
-def _factory(name: str | None) -> type | None:
-    return None if name is None else FACTORIES[name]
-
-
 def _enum_member(node: dict[str, Any]) -> enum.Enum:
     cls = imported(node["class"])
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
@@ -672,7 +664,9 @@ _BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
     "dict": lambda d, node: d.pairs(node["items"]),
     "Counter": lambda d, node: collections.Counter(d.pairs(node["items"])),
     "OrderedDict": lambda d, node: collections.OrderedDict(d.pairs(node["items"])),
-    "defaultdict": lambda d, node: collections.defaultdict(_factory(node["factory"]), d.pairs(node["items"])),
+    "defaultdict": lambda d, node: collections.defaultdict(
+        None if node["factory"] is None else FACTORIES[node["factory"]], d.pairs(node["items"])
+    ),
     "enum": lambda d, node: _enum_member(node),
     "Path": lambda d, node: pathlib.Path(d.decode(node["path"])),
     "PurePosixPath": lambda d, node: pathlib.PurePosixPath(d.decode(node["path"])),
