@@ -2378,7 +2378,7 @@ MUTATIONS = (
         "a part takes the name that another step needs, whose host is away",
     ),
     Mutation(
-        "integrations/_accelerate.py",
+        "integrations/accelerate.py",
         "    hosts.settle(roots[0], is_held=False)\n",
         "",
         ("tests/integrations/test_local_hosts.py::test_accelerate_goes_on_after_a_first_save_that_was_cut",),
@@ -2448,7 +2448,7 @@ MUTATIONS = (
         "Accelerate takes a folder that one host has lost for whole",
     ),
     Mutation(
-        "integrations/_accelerate.py",
+        "integrations/accelerate.py",
         "and not hosts.holds(folder):",
         "and hosts.holds(folder):",
         ("tests/integrations/test_local_hosts.py::test_accelerate",),

@@ -1,13 +1,12 @@
-"""What the Accelerate integration builds on: settings of the FSDP plugin, sharding and preparing a model, folders of checkpoints."""
+"""What the Accelerate integration builds on: settings of the FSDP plugin, sharding and preparing a model."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import logging
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,171 +15,34 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.sites import Hosts
-from ..errors import CheckpointError, NoCheckpointError, ShardError, SourceError
-from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..errors import ShardError
 from ..internals.torch import is_checkpointed, original_class
 from ..internals.trainers import keep_masters, keeps_tie, tp_by_plan
 from ..internals.transformers import blocks_not_to_split, is_transformers_model
 from ..models.meta import give_addresses
 from ..names import NamedTensor, named_tensors, unwrap
-from ..publish.places import set_aside
-from ..publish.write import make_directories, refuse_without_conditions
-from ..ranks.ranks import patiently
 from ..sharding.fsdp import remember_sharding
-from ..storage import is_directory, is_file, names_in, place_at
-from ..storage.records import is_url, join
 from ..tensors.live import reduce_after_backward
-from ._folders import ACCELERATE, CheckpointFolders, listed, rotate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = [
     "Groups",
-    "SettingsWithoutLoading",
     "adopt",
     "check_kind",
     "check_supported",
-    "cut_by_tp_plan",
-    "delete_oldest",
     "device_of",
     "explained",
-    "folder_for",
     "groups_of",
     "keep_taken_over",
-    "keep_whole",
-    "make_room",
-    "newest",
-    "newest_of",
     "put_back",
-    "refuse_unfit",
     "shard",
-    "steps_in",
-    "takes_over_checkpointing",
     "warn_if_whole",
-    "without_rows",
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Folders of an accelerator's checkpoints: the caller's, local or URLs, or Accelerate's automatic ``checkpoints/checkpoint_N``.
-
 _log = logging.getLogger(__name__)
-
-
-def refuse_unfit(fallback: str) -> None:
-    """Raise :class:`CheckpointError` or :class:`SourceError` for a fall-back that could take no checkpoint: else the first save that
-    fails would find it out. Makes a directory; writes and deletes one small object below a URL. For one rank.
-    """
-    if is_url(fallback):
-        refuse_without_conditions(fallback)
-        return
-    try:
-        patiently(make_directories, fallback)
-    except OSError as error:
-        raise CheckpointError(f"{fallback}: this fallback can't be created: {error.strerror}") from error
-
-
-def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
-    """The folder that ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
-    if accelerator.project_configuration.automatic_checkpoint_naming:
-        line = CheckpointFolders(_root(accelerator), ACCELERATE)
-        return os.path.join(line.root, line.fresh_name(accelerator.save_iteration))
-    if output_dir is None:
-        raise CheckpointError(
-            "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
-        )
-    return place_at(output_dir)
-
-
-def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
-    """Make the parent of ``folder``, and remove ``folder`` if it is empty; a store needs neither. Collective.
-
-    A checkpoint that only some hosts hold, because a save was killed when its parts appeared, is set aside with a warning. Raises
-    :class:`CheckpointError` for any other folder that is not empty.
-    """
-    root = os.path.dirname(folder)
-    found = hosts.on_each(root, "make room for the checkpoint", lambda: _in_the_way(folder))
-    if set(found) == {"", _CHECKPOINT} and not hosts.holds(folder):
-        hosts.on_own(root, "rename an incomplete checkpoint", lambda: _rename_torn(folder))
-    elif any(found):
-        raise CheckpointError(
-            f"{folder}: already contains something, and a published checkpoint is never overwritten; "
-            + (
-                "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
-                if automatic
-                else "give each save a folder of its own (f'step-{step}'), or "
-                "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
-            )
-        )
-
-
-_CHECKPOINT = "checkpoint"
-
-
-def _in_the_way(folder: str) -> str:
-    """What is in the way of a new folder, whose parent is made; empty for nothing."""
-    if is_url(folder):
-        return "objects" if patiently(is_directory, folder) else ""
-    if os.path.isdir(folder) and not os.listdir(folder):
-        patiently(os.rmdir, folder)
-    if os.path.lexists(folder):
-        return _CHECKPOINT if os.path.isfile(os.path.join(folder, MANIFEST_NAME)) else "something else"
-    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
-    return ""
-
-
-def _rename_torn(folder: str) -> None:
-    """Under a name that no search takes. For one rank of each host."""
-    if os.path.lexists(folder):
-        aside = set_aside(folder, "torn", f".torn-{os.path.basename(folder)}")
-        _log.warning("%s: only some hosts have it, because its save was killed; renamed to %s", folder, aside)
-
-
-def newest(accelerator: Accelerator, hosts: Hosts, fallback: str | None = None) -> str:
-    """The newest checkpoint of automatic naming, there or in the fall-back. Collective. Raises :class:`NoCheckpointError` if there is
-    none."""
-    root, found = _root(accelerator), None
-    if accelerator.project_configuration.automatic_checkpoint_naming:
-        roots = [root, *([] if fallback is None else [fallback])]
-        found = newest_of(roots, hosts, lambda root: CheckpointFolders(root, ACCELERATE).steps())
-    if found is None:
-        raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
-    return found
-
-
-def newest_of(roots: Sequence[str], hosts: Hosts, steps_of: Callable[[str], Mapping[int, str]]) -> str | None:
-    """The newest checkpoint of :func:`.listed` that all hosts together hold. Collective."""
-    hosts.settle(roots[0], is_held=False)
-    return next((path for _, path in listed(roots, hosts, steps_of) if hosts.holds(path)), None)
-
-
-def steps_in(root: str) -> dict[int, str]:
-    """The checkpoints directly below a directory or URL, by step. For one rank.
-
-    A checkpoint whose manifest can't be read does not count, and is logged.
-    """
-    found: dict[int, str] = {}
-    for name in sorted(names_in(root)) if is_directory(root) else ():
-        path = join(root, name)
-        if name.startswith(".") or not is_file(join(path, MANIFEST_NAME)):
-            continue
-        try:
-            found.setdefault(patiently(read_manifest, path).step, name)
-        except SourceError as error:
-            _log.warning("skipping %s: %s", path, error)
-    return found
-
-
-def delete_oldest(root: str, limit: int) -> None:
-    """Keep the ``limit`` newest of automatic naming; in a store all stay. Logs what fails."""
-    if not is_url(root):
-        rotate(CheckpointFolders(root, ACCELERATE), limit, None)
-
-
-def _root(accelerator: Accelerator) -> str:
-    return os.path.abspath(os.path.join(accelerator.project_dir or "", "checkpoints"))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -194,7 +56,7 @@ _OTHER_WAYS = {
 }
 
 
-def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
+def _cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
     """Apply tensor parallelism by a transformers model's own plan, unless the caller has applied one."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return
@@ -206,7 +68,7 @@ def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
     tp_by_plan(model, mesh)
 
 
-class SettingsWithoutLoading:
+class _SettingsWithoutLoading:
     """Stands for an accelerator in ``fsdp2_prepare_model``, but without its loading.
 
     The plugin is a copy: the accelerator's own stays unchanged. ``ignored`` are the modules that the plugin skips. The
@@ -229,7 +91,7 @@ class SettingsWithoutLoading:
         return getattr(self._accelerator, name)
 
 
-def without_rows(model: nn.Module) -> list[NamedTensor]:
+def _without_rows(model: nn.Module) -> list[NamedTensor]:
     """The parameters without dims or elements: ``fully_shard`` takes none of them, so they stay whole on every rank."""
     return [
         t
@@ -240,7 +102,7 @@ def without_rows(model: nn.Module) -> list[NamedTensor]:
     ]
 
 
-def keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
+def _keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
     """Average the gradients of the parameters ``whole`` over the ranks that share the model, after each backward."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     if whole and meshes:
@@ -251,7 +113,7 @@ def keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
 _TAKEN_OVER = "checkpointing_is_applied_by_shardwise"
 
 
-def takes_over_checkpointing(plugin: Any) -> bool:
+def _takes_over_checkpointing(plugin: Any) -> bool:
     """Whether the user asked for checkpointing. Its wrappers must precede sharding; prepare() must not add them again.
 
     prepare() looks only at the plugin, not at the model, so the plugin is changed for good.
@@ -325,7 +187,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     check_supported(accelerator)
     parallelism = accelerator.parallelism_config
     if parallelism is not None and parallelism.tp_enabled:
-        cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
+        _cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
         _remember(accelerator, model)
     elif not accelerator.is_fsdp2:
         warn_if_whole(
@@ -344,7 +206,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
         accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
     except ValueError as error:
         raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
-    settings = SettingsWithoutLoading(accelerator, model, whole := without_rows(model))
+    settings = _SettingsWithoutLoading(accelerator, model, whole := _without_rows(model))
     ignored = _names_in(model, settings.ignored)
     for module in settings.ignored:
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
@@ -353,7 +215,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
         if not tensor.tensor.is_meta:
             tensor.tensor.data = tensor.tensor.data.to(accelerator.device)
     try:
-        if takes_over_checkpointing(accelerator.state.fsdp_plugin):
+        if _takes_over_checkpointing(accelerator.state.fsdp_plugin):
             fsdp2_apply_ac(settings, model)
         keep_masters(accelerator, model)
         with keeps_tie(model):
@@ -364,7 +226,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
             "plugin, or shard the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model "
             "as it is"
         ) from error
-    keep_whole(model, [t for t in whole if t.name not in ignored])
+    _keep_whole(model, [t for t in whole if t.name not in ignored])
     give_addresses(model.parameters())
     _remember(accelerator, model)
     return ignored

@@ -28,13 +28,8 @@ from ..state.parts import equal
 
 __all__ = [
     "LoaderPositions",
-    "Order",
     "RecordedSampler",
-    "can_draw_again",
-    "innermost",
     "record",
-    "seen_to_draw",
-    "start_that_leads_to",
 ]
 
 
@@ -50,7 +45,7 @@ _END: Any = object()
 
 
 @frozen
-class Order:
+class _Order:
     """The order of one epoch, to be drawn again."""
 
     start: dict[str, Any]
@@ -73,7 +68,7 @@ class RecordedSampler(Sampler[Any]):
         """The random states from which the order of the present epoch was drawn; None before the first one."""
         self.dataset_draws: bool | None = None
         """Whether fetching a batch drew from the global generators of this process; None: not known yet."""
-        self.again: Order | None = None
+        self.again: _Order | None = None
         """The order that the next epoch repeats."""
         self.per_batch = 1
         """Number of samples that this rank's loader requests before it fetches a batch."""
@@ -141,7 +136,7 @@ def record(loader: Any) -> RecordedSampler | None:
     loader with workers: torchdata starts them, and draws the order, at the first question for a state. So a loader is
     recorded before it is prepared, and again afterwards: Accelerate may have put another sampler in.
     """
-    batches, outer = innermost(loader), loader.batch_sampler
+    batches, outer = _innermost(loader), loader.batch_sampler
     keeps_state = type(batches).__module__.startswith("torchdata.") and batches is outer
     if isinstance(loader.dataset, IterableDataset) or not _is_plain(batches) or keeps_state:
         return None
@@ -153,7 +148,7 @@ def record(loader: Any) -> RecordedSampler | None:
     return found
 
 
-def innermost(loader: Any) -> Any:
+def _innermost(loader: Any) -> Any:
     """The object that chooses batches, under Accelerate's own wrappers."""
     found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while (inner := getattr(found, "batch_sampler", None)) is not None:
@@ -161,12 +156,12 @@ def innermost(loader: Any) -> Any:
     return found
 
 
-def can_draw_again(sampler: Any) -> bool:
+def _can_draw_again(sampler: Any) -> bool:
     """Whether a sampler is known to repeat its order: it draws only before its first sample, or has its own generator."""
     return type(sampler) in _AT_ONCE or isinstance(getattr(sampler, "generator", None), torch.Generator)
 
 
-def seen_to_draw(loader: Any) -> bool:
+def _seen_to_draw(loader: Any) -> bool:
     """Whether making a batch of the first sample draws from the global generators, or fails. Restores generators."""
     with preserve_rng():
         before = capture_host_rng()
@@ -181,7 +176,7 @@ def _is_plain(batches: Any) -> bool:
     return isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
 
 
-def start_that_leads_to(loader: Any, sampler: Any, end: Any) -> dict[str, Any] | None:
+def _start_that_leads_to(loader: Any, sampler: Any, end: Any) -> dict[str, Any] | None:
     """The present state of a sampler's generator, if drawing an order from it ends in ``end``; otherwise None.
 
     A script that seeds before it makes its loader begins with the generator of the stored run. For torch's random
@@ -312,7 +307,7 @@ def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
     """The states to draw the running epoch's order again, and to go on as if it had not been drawn again."""
     draws = recorder.dataset_draws
     if draws is None:
-        draws = bool(not loader.num_workers and seen_to_draw(loader))
+        draws = bool(not loader.num_workers and _seen_to_draw(loader))
     return {"start": recorder.start, "now": capture_host_rng(), "dataset_draws": draws}
 
 
@@ -322,7 +317,7 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
         sampler.initial_seed = position["initial_seed"]
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(position["epoch"])
-    repeats = not position["inside"] or (_repeats_order(loader, position) and _draw_again(loader, position))
+    repeats = not position["inside"] or _draw_again(loader, position)
     if "state" in position:
         loader.load_state_dict(position["state"])
         loader.dl_state_dict = position["state"]  # stored by a save before the first batch
@@ -339,14 +334,17 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
 
 
 def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Make the epoch that begins again keep its order, if the random states that it was drawn from are known."""
+    """Make the epoch that begins again keep its order, if it is known to have the same order from the same random states, and these are
+    known. Returns whether it keeps it."""
     recorder = record(loader)
     order = position.get("order")
     needs_no_start = _needs_no_start(loader, position)
+    if not needs_no_start and (recorder is None or not _can_draw_again(_sampler(loader))):
+        return False  # it may draw as it goes along
     if recorder is None or order is None or _is_dispatched_to(loader):
         return needs_no_start
     recorder.dataset_draws = order["dataset_draws"]
-    start = order["start"] or start_that_leads_to(
+    start = order["start"] or _start_that_leads_to(
         loader, _sampler(loader), position["generators"].get("sampler")
     )
     if start is None and not needs_no_start:
@@ -361,7 +359,7 @@ def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
             if live[name] is not own:
                 live[name].set_state(position["generators"][name])
 
-    recorder.again = Order(start, is_due=lambda: _iteration(loader) == epoch, finish=finish)
+    recorder.again = _Order(start, is_due=lambda: _iteration(loader) == epoch, finish=finish)
     return True
 
 
@@ -380,9 +378,9 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             )
             + _HOW
         )
-    known = record(loader) is not None and can_draw_again(_sampler(loader))
+    known = record(loader) is not None and _can_draw_again(_sampler(loader))
     if inside and not repeats:
-        unknown = _sampler(loader) if record(loader) is not None else innermost(loader)
+        unknown = _sampler(loader) if record(loader) is not None else _innermost(loader)
         yield "the rest of the epoch may be in a different order: " + (
             f"the RNG states that it was drawn from are not in the checkpoint; {_RECORD}"
             if known
@@ -416,13 +414,6 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             "the iterable dataset is read in the training process: if it chooses samples with its own generators, or "
             "keeps a position between epochs, it may continue at a different sample"
         )
-
-
-def _repeats_order(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Whether an epoch begun again from the same random states is known to have the same order."""
-    return _needs_no_start(loader, position) or (
-        record(loader) is not None and can_draw_again(_sampler(loader))  # else it may draw as it goes along
-    )
 
 
 def _needs_no_start(loader: Any, position: Mapping[str, Any]) -> bool:
@@ -464,7 +455,7 @@ def _active_of(loader: Any) -> Any:
 def _sampler(loader: Any) -> Any:
     """The sampler itself, without the recorder around it."""
     recorder = record(loader)
-    batches = innermost(loader)
+    batches = _innermost(loader)
     return recorder.sampler if recorder is not None else getattr(batches, "sampler", batches)
 
 

@@ -35,7 +35,6 @@ from ..state.parts import (
 from ..state.typed_json import Places
 
 __all__ = [
-    "Batch",
     "DataPlace",
     "check_place",
     "trainer_extra",
@@ -48,7 +47,7 @@ __all__ = [
 _MOST = 32
 
 
-class Batch:
+class _Batch:
     """A batch that the loop got, to be recognized by its content. Holds references, and copies nothing."""
 
     def __init__(self, batch: Any) -> None:
@@ -126,7 +125,7 @@ class _Epoch:
     """Random states at the requests for the last two batches. Accelerate's loaders read one batch ahead."""
     drew: bool = False
     """Whether random generators moved while a batch after the first was made."""
-    last: Batch | None = None
+    last: _Batch | None = None
 
 
 class DataPlace:
@@ -289,7 +288,7 @@ class DataPlace:
 
     def _compare(self, batch: Any, stored: dict[str, Any], loader: Any) -> None:
         """The last batch before the place must be the one that the saved run trained on."""
-        found = {} if batch is _END else Batch(batch).digests()
+        found = {} if batch is _END else _Batch(batch).digests()
         if batch is _END or any(found.get(k) != was for k, was in stored["batch"].items()):
             self._on_difference(
                 f"batch {stored['consumed']} of epoch {stored['epoch']} is not the one that the saved run had: the dataset or "
@@ -315,7 +314,7 @@ class DataPlace:
             is_first = False
             epoch.asked = [*epoch.asked[-1:], asked]
             epoch.consumed += 1
-            epoch.last = Batch(batch)
+            epoch.last = _Batch(batch)
             yield batch
 
     def _goes_by_index(self, loader: Any, stored: dict[str, Any]) -> bool:
@@ -435,11 +434,7 @@ class _StandIns(IterableDataset[Any]):
 def _after_stand_ins(loader: Any, count: int, rest: Callable[[], Iterator[Any]]) -> DataLoader[Any]:
     """A loader of ``count`` placeholder batches, which Trainer skips, followed by the batches of ``rest``."""
     stand_ins = _StandIns(count, _description(loader)["batches"], rest)
-    return DataLoader(stand_ins, batch_size=None, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+    return DataLoader(stand_ins, batch_size=None, collate_fn=lambda batch: batch)
 
 
 # ----------------------------------------------------------------------------------------------------

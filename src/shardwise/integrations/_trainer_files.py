@@ -30,7 +30,7 @@ from ..errors import (
     UnsupportedConversionError,
     is_damage,
 )
-from ..export.hub import export_hf
+from ..export.hub import ExportReport, export_hf
 from ..format.header import TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_documents, read_manifest
 from ..internals.peft import adapter_configs, peft_model
@@ -59,17 +59,16 @@ __all__ = [
     "add_beside",
     "contents",
     "drop_empty_weights",
+    "exported",
     "gathered",
     "held",
     "into_model",
     "is_ours",
     "move_into",
     "newest",
-    "overrides",
     "read_all",
     "save_processing",
     "set_newer_aside",
-    "without_fsdp",
 ]
 
 
@@ -83,25 +82,6 @@ ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 #: Small files are held in memory on their way into a checkpoint.
 MAX_FILES_BYTES = 2 * 1024**3
-
-
-def overrides(cls: type, base: type, name: str) -> bool:
-    """Whether a class after the mixin ``base`` in the method resolution order overrides a method of ``base``'s base."""
-    order = cls.__mro__
-    behind = order[order.index(base) + 1 :]
-    return next(k for k in behind if name in vars(k)) is not next(
-        k for k in base.__mro__[1:] if name in vars(k)
-    )
-
-
-@contextmanager
-def without_fsdp(trainer: Any) -> Iterator[None]:
-    """Hide FSDP from Trainer, which would gather the model for its ``_save``, or not call it. We write the weights."""
-    was, trainer.is_fsdp_enabled = trainer.is_fsdp_enabled, False
-    try:
-        yield
-    finally:
-        trainer.is_fsdp_enabled = was
 
 
 def drop_empty_weights(folder: str) -> None:
@@ -142,6 +122,21 @@ def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
     return found
 
 
+@contextmanager
+def exported(model: Any, parent: str, what: str) -> Iterator[tuple[str, ExportReport]]:
+    """An export of the model in a temporary folder below ``parent``, for the block, and its report. Collective."""
+    ranks = Ranks.current()
+    unfinished = ranks.on_first(
+        f"make room for the {what}", lambda: make_temporary(os.path.join(parent, what), ())
+    )
+    folder = os.path.join(unfinished, "files")
+    try:
+        yield folder, export_hf(model, folder)
+    finally:
+        if ranks.rank == 0:
+            remove_ours(unfinished)
+
+
 def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, bytes]:
     """The files of a ``PeftModel``'s adapters, as PEFT reads them, on rank 0; none for other models. Collective.
 
@@ -160,22 +155,11 @@ def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, by
             _log.warning("the checkpoint has no copy of the adapters for PEFT: %s", refused)
         return {}
 
-    unfinished = ranks.on_first(
-        "make room for the adapter", lambda: make_temporary(os.path.join(run_dir, "adapter"), ())
-    )
-    folder = os.path.join(unfinished, "files")
-    try:
-        report = export_hf(model, folder)
-        with ranks.agree("read adapter"):
-            if ranks.rank == 0 and report.total_bytes > MAX_FILES_BYTES:
-                _log.warning(
-                    "adapters have %d bytes: the checkpoint has no copy for PEFT", report.total_bytes
-                )
-            elif ranks.rank == 0:
-                return read_all(folder)
-    finally:
-        if ranks.rank == 0:
-            remove_ours(unfinished)
+    with exported(model, run_dir, "adapter") as (folder, report), ranks.agree("read adapter"):
+        if ranks.rank == 0 and report.total_bytes > MAX_FILES_BYTES:
+            _log.warning("adapters have %d bytes: the checkpoint has no copy for PEFT", report.total_bytes)
+        elif ranks.rank == 0:
+            return read_all(folder)
     return {}
 
 

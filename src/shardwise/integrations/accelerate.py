@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,8 @@ from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.run import FailurePolicy, Failures, LastSave, RefusalError
 from ..checkpoint.save import SaveReport
 from ..checkpoint.sites import Hosts, OneForAll, hosts_of
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError, NoCheckpointError, SourceError, StateError
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.trainers import count_own_batches, has_state_hooks, prepared, without_first_batches
 from ..loading.load import FillOptions, LoadReport, Names
 from ..loading.load import load as _load
@@ -27,29 +29,24 @@ from ..loading.pretrained import load_wrapped
 from ..models.hub import FromPretrained, Pretrained
 from ..models.meta import meta_init
 from ..planning.plan import IOOptions
-from ..publish.places import delete_sealed, target_of
+from ..publish.places import delete_sealed, set_aside, target_of
+from ..publish.write import make_directories, refuse_without_conditions
 from ..ranks.ranks import Ranks, patiently
 from ..ranks.stop import PreemptionPolicy, Stops
 from ..runs.run import restore
 from ..runs.third_party import is_third_party
 from ..state.optimizer import TrainState, watch_steps
-from ..storage import is_directory, place_at
-from ..storage.records import join
+from ..storage import is_directory, is_file, names_in, place_at
+from ..storage.records import is_url, join
 from ._accelerate import (
     check_kind,
-    delete_oldest,
     device_of,
     explained,
-    folder_for,
     groups_of,
-    make_room,
-    newest,
-    newest_of,
     put_back,
-    refuse_unfit,
     shard,
-    steps_in,
 )
+from ._folders import ACCELERATE, CheckpointFolders, listed, rotate
 from ._loaders import LoaderPositions, record
 
 __all__ = [
@@ -62,6 +59,111 @@ __all__ = [
     "shard",
     "train_state",
 ]
+
+
+_log = logging.getLogger(__name__)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Folders of an accelerator's checkpoints: the caller's, local or URLs, or Accelerate's automatic ``checkpoints/checkpoint_N``.
+
+
+def _refuse_unfit(fallback: str) -> None:
+    """Raise :class:`CheckpointError` or :class:`SourceError` for a fall-back that could take no checkpoint: else the first save that
+    fails would find it out. Makes a directory; writes and deletes one small object below a URL. For one rank.
+    """
+    if is_url(fallback):
+        refuse_without_conditions(fallback)
+        return
+    try:
+        patiently(make_directories, fallback)
+    except OSError as error:
+        raise CheckpointError(f"{fallback}: this fallback can't be created: {error.strerror}") from error
+
+
+def _folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
+    """The folder that ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        line = CheckpointFolders(_root(accelerator), ACCELERATE)
+        return os.path.join(line.root, line.fresh_name(accelerator.save_iteration))
+    if output_dir is None:
+        raise CheckpointError(
+            "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
+        )
+    return place_at(output_dir)
+
+
+def _make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
+    """Make the parent of ``folder``, and remove ``folder`` if it is empty; a store needs neither. Collective.
+
+    A checkpoint that only some hosts hold, because a save was killed when its parts appeared, is set aside with a warning. Raises
+    :class:`CheckpointError` for any other folder that is not empty.
+    """
+    root = os.path.dirname(folder)
+    found = hosts.on_each(root, "make room for the checkpoint", lambda: _in_the_way(folder))
+    if set(found) == {"", _CHECKPOINT} and not hosts.holds(folder):
+        hosts.on_own(root, "rename an incomplete checkpoint", lambda: _rename_torn(folder))
+    elif any(found):
+        raise CheckpointError(
+            f"{folder}: already contains something, and a published checkpoint is never overwritten; "
+            + (
+                "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
+                if automatic
+                else "give each save a folder of its own (f'step-{step}'), or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
+            )
+        )
+
+
+_CHECKPOINT = "checkpoint"
+
+
+def _in_the_way(folder: str) -> str:
+    """What is in the way of a new folder, whose parent is made; empty for nothing."""
+    if is_url(folder):
+        return "objects" if patiently(is_directory, folder) else ""
+    if os.path.isdir(folder) and not os.listdir(folder):
+        patiently(os.rmdir, folder)
+    if os.path.lexists(folder):
+        return _CHECKPOINT if os.path.isfile(os.path.join(folder, MANIFEST_NAME)) else "something else"
+    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
+    return ""
+
+
+def _rename_torn(folder: str) -> None:
+    """Under a name that no search takes. For one rank of each host."""
+    if os.path.lexists(folder):
+        aside = set_aside(folder, "torn", f".torn-{os.path.basename(folder)}")
+        _log.warning("%s: only some hosts have it, because its save was killed; renamed to %s", folder, aside)
+
+
+def _newest_of(
+    roots: Sequence[str], hosts: Hosts, steps_of: Callable[[str], Mapping[int, str]]
+) -> str | None:
+    """The newest checkpoint of :func:`.listed` that all hosts together hold. Collective."""
+    hosts.settle(roots[0], is_held=False)
+    return next((path for _, path in listed(roots, hosts, steps_of) if hosts.holds(path)), None)
+
+
+def _steps_in(root: str) -> dict[int, str]:
+    """The checkpoints directly below a directory or URL, by step. For one rank.
+
+    A checkpoint whose manifest can't be read does not count, and is logged.
+    """
+    found: dict[int, str] = {}
+    for name in sorted(names_in(root)) if is_directory(root) else ():
+        path = join(root, name)
+        if name.startswith(".") or not is_file(join(path, MANIFEST_NAME)):
+            continue
+        try:
+            found.setdefault(patiently(read_manifest, path).step, name)
+        except SourceError as error:
+            _log.warning("skipping %s: %s", path, error)
+    return found
+
+
+def _root(accelerator: Accelerator) -> str:
+    return os.path.abspath(os.path.join(accelerator.project_dir or "", "checkpoints"))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -87,7 +189,7 @@ def save_state(
     :class:`StateError` for registered save hooks, which would add files that the checkpoint doesn't list.
     """
     number = accelerator.save_iteration if step is None else step
-    places = [folder_for(accelerator, output_dir)]
+    places = [_folder_for(accelerator, output_dir)]
     return save_to(accelerator, places, number, Failures(), OneForAll())
 
 
@@ -107,7 +209,7 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
     ranks, project = Ranks.current(), accelerator.project_configuration
     automatic = project.automatic_checkpoint_naming
     try:
-        make_room(folder, hosts, automatic=automatic)
+        _make_room(folder, hosts, automatic=automatic)
     except CheckpointError as error:
         raise RefusalError(error) from error
     with ranks.agree("collect the accelerator's state"):
@@ -116,8 +218,8 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
     root, limit = os.path.dirname(folder), project.total_limit if automatic else None
 
     def clear() -> None:
-        if limit is not None:
-            delete_oldest(root, limit)
+        if limit is not None and not is_url(root):  # in a store all stay
+            rotate(CheckpointFolders(root, ACCELERATE), limit, None)
         if hosts.is_local:  # the directory is the accelerator's own only with automatic naming
             delete_sealed(root, None if automatic else os.path.basename(folder))
 
@@ -153,7 +255,13 @@ def load_from(
     _refuse_hooks(accelerator, "load")
     ranks = Ranks.current()
     if input_dir is None:
-        found = newest(accelerator, hosts, fallback)
+        root, newest = _root(accelerator), None
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            roots = [root, *([] if fallback is None else [fallback])]
+            newest = _newest_of(roots, hosts, lambda root: CheckpointFolders(root, ACCELERATE).steps())
+        if newest is None:
+            raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
+        found = newest
     else:
         found, *others = places = _places(place_at(input_dir), fallback)
         if others:
@@ -405,7 +513,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._hosts = hosts_of(local=local, fallback=self._failures.fallback)
         super().__init__(*args, **kwargs)
         if (fallback := self._failures.fallback) is not None:
-            Ranks.current().on_first("checking the fallback", lambda: refuse_unfit(fallback))
+            Ranks.current().on_first("checking the fallback", lambda: _refuse_unfit(fallback))
         self._stops, self._last_save = Stops(preemption, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 
@@ -477,7 +585,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Every rank must call it. Raises the errors of :func:`save_state`.
         """
-        places = _places(folder_for(self, output_dir), self._failures.fallback)
+        places = _places(_folder_for(self, output_dir), self._failures.fallback)
         number = self.save_iteration if step is None else step
         if self._stops.has_stopped:
             if self._newest is not None and self._newest[0] == places[0]:
@@ -507,4 +615,4 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         the newest step that is complete across all hosts. Every rank must call it.
         """
         roots = self._failures.roots(place_at(root))
-        return newest_of(roots, self._hosts, steps_in)
+        return _newest_of(roots, self._hosts, _steps_in)

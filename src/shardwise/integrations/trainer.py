@@ -37,7 +37,6 @@ from ..checkpoint.save import SaveReport, write_checkpoint
 from ..checkpoint.sites import OneForAll, Opened, hosts_of
 from ..checkpoint.take import Lineage
 from ..errors import CheckpointError, NoCheckpointError, ShardError, ShardwiseError, is_damage
-from ..export.hub import export_hf
 from ..format.header import TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..gates import require
@@ -51,8 +50,6 @@ from ..internals.trainers import (
 )
 from ..loading.load import load
 from ..publish.line import Line
-from ..publish.lock import remove_ours
-from ..publish.places import make_temporary
 from ..ranks.ranks import Ranks, patiently
 from ..ranks.stop import PreemptionPolicy
 from ..rng import capture_rng, restore_rng
@@ -88,17 +85,16 @@ from ._trainer_files import (
     add_beside,
     contents,
     drop_empty_weights,
+    exported,
     gathered,
     held,
     into_model,
     is_ours,
     move_into,
     newest,
-    overrides,
     read_all,
     save_processing,
     set_newer_aside,
-    without_fsdp,
 )
 from .trl import LOAD, References, gather_head, generation_state
 
@@ -526,14 +522,8 @@ class ShardwiseTrainer(Trainer):
                 self._failed_beside = error
             return
         ranks = Ranks.current()
-
-        unfinished = ranks.on_first(
-            "make room for the export", lambda: make_temporary(os.path.join(target, "export"), ())
-        )
-        folder = os.path.join(unfinished, "files")
-        try:
-            with_adapters = peft_model(self.model) is not None
-            export_hf(self.model, folder)
+        with_adapters = peft_model(self.model) is not None
+        with exported(self.model, target, "export") as (folder, _):
             with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
                 with ranks.agree("write Trainer's files"):
                     self._write_beside(staging)
@@ -543,9 +533,6 @@ class ShardwiseTrainer(Trainer):
                 if ranks.rank == 0:
                     add_beside(folder, files)
                     move_into(target, folder, ADAPTER if with_adapters else FULL)
-        finally:
-            if ranks.rank == 0:
-                remove_ours(unfinished)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -554,20 +541,22 @@ class ShardwiseTrainer(Trainer):
         tokenizer or processor save."""
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         self._processing_files = save_processing(processing if self.args.should_save else None)
-        self._writes_beside = True
+        # Under FSDP Trainer would gather the model for its ``_save``, or not call it. We write the weights.
+        was, self.is_fsdp_enabled, self._writes_beside = self.is_fsdp_enabled, False, True
         try:
-            with without_fsdp(self):
-                super().save_model(folder, _internal_call=True)
+            super().save_model(folder, _internal_call=True)
         finally:
-            self._writes_beside = False
+            self.is_fsdp_enabled, self._writes_beside = was, False
         drop_empty_weights(folder)
         return self._processing_files
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write tokenizer and arguments, and the files of the next class's ``_save``, called without tensors."""
+        order = type(self).__mro__
+        following = next(k for k in order[order.index(ShardwiseTrainer) + 1 :] if "_save" in vars(k))
         if not self._writes_beside:
             super()._save(output_dir, state_dict)
-        elif overrides(type(self), ShardwiseTrainer, "_save"):
+        elif following is not Trainer:
             super()._save(output_dir, {})
         elif self.args.should_save:
             folder = output_dir or self._root

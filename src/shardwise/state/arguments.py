@@ -11,10 +11,11 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -37,14 +38,10 @@ from .parts import is_several
 
 __all__ = [
     "Described",
-    "argument_names",
     "changed_settings",
-    "content_text",
     "data_settings_of",
     "given_settings_of",
     "is_plain",
-    "path_text",
-    "plain_text",
     "replaced_settings",
     "settings_of",
 ]
@@ -106,9 +103,9 @@ class Described:
         if len(self.lines) >= MAX_LINES or depth > _MAX_DEPTH:
             return
         if is_plain(value):
-            self.lines[path] = path_text(value)
+            self.lines[path] = _path_text(value)
         elif isinstance(value, torch.Tensor | np.ndarray):
-            self.lines[path] = content_text(value)
+            self.lines[path] = _content_text(value)
         elif isinstance(value, _CONTAINERS):
             self._add_container(path, value, depth)
         elif id(value) in self._met:
@@ -154,7 +151,7 @@ class Described:
                 if text := _as_process(name, argument):
                     self.lines[f"{path}.{name}"] = text
                 elif name == "fingerprint" and _is_table(value):
-                    self.lines[f"{path}.{name}"] = f"{plain_text(argument)} (rows #{_digest_of_rows(value)})"
+                    self.lines[f"{path}.{name}"] = f"{_plain_text(argument)} (rows #{_digest_of_rows(value)})"
                 elif _is_settings(argument):
                     self._add_used(f"{path}.{name}", argument, _names_of(kind), depth + 1)
                 else:
@@ -226,7 +223,7 @@ def _arguments(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
     skipped = {*_OF_STATE, *(_OF_SPEED if isinstance(value, torch.utils.data.DataLoader) else ())}
     if isinstance(value, torch.optim.Optimizer):  # options of its groups are stored
         skipped |= {"params", "defaults", *(key for group in value.param_groups for key in group)}
-    for name in argument_names(kind):
+    for name in _argument_names(kind):
         if name in skipped:
             continue
         for attribute in (name, f"_{name}"):
@@ -252,7 +249,7 @@ def _as_process(name: str, value: Any) -> str:
 
 
 @cache
-def argument_names(kind: Any) -> tuple[str, ...]:
+def _argument_names(kind: Any) -> tuple[str, ...]:
     """The arguments of a class's constructor, and of those of its bases."""
     found: dict[str, None] = {}
     for base in kind.__mro__:
@@ -272,7 +269,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def plain_text(value: Any) -> str:
+def _plain_text(value: Any) -> str:
     """A plain value as text: short, and different for different values."""
     if isinstance(value, Enum):
         return str(value)
@@ -286,9 +283,9 @@ def plain_text(value: Any) -> str:
     return f"{brief(value)} (#{xxhash.xxh3_64_hexdigest(text.encode(errors='surrogatepass'))})"
 
 
-def path_text(value: Any) -> str:
+def _path_text(value: Any) -> str:
     """A plain value as text; an absolute path to files here with a digest of their names, sizes and beginnings."""
-    text = plain_text(value)
+    text = _plain_text(value)
     if not isinstance(value, str | PurePath):
         return text
     name = str(value)
@@ -340,7 +337,7 @@ def _files_under(folder: str) -> Iterator[tuple[str, str]]:
                 yield file, os.path.relpath(file, folder)
 
 
-def content_text(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
+def _content_text(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
     """A tensor or an array as text: dtype, shape, and a digest of some elements, if they are in memory here."""
     if isinstance(value, np.ndarray):
         text = f"array {value.dtype} {list(value.shape)}"
@@ -380,9 +377,9 @@ def _digest(value: Any) -> str:
 
 def _item_text(item: Any, depth: int) -> str:
     if is_plain(item):
-        return plain_text(item)
+        return _plain_text(item)
     if isinstance(item, torch.Tensor | np.ndarray):
-        return content_text(item)
+        return _content_text(item)
     if isinstance(item, list | tuple | dict) and depth < 2:
         items = list(item.items() if isinstance(item, dict) else item)[:_SAMPLES]
         return f"{len(item)}({','.join(_item_text(one, depth + 1) for one in items)})"
@@ -527,7 +524,7 @@ def _digest_of_code(code: types.CodeType) -> str:
 # are equal by then. The others are differences: this run goes on with its own.
 
 _PACKAGE = __name__.partition(".")[0]
-#: How a buffer and a path are described: :func:`_of_buffers`, :func:`~shardwise.state.arguments.path_text`.
+#: How a buffer and a path are described: :func:`_of_buffers`, :func:`_path_text`.
 _BUFFER = re.compile(r"\[([\d, ]*)\](?:: tensor (\w+) .*)?")
 _FILES = re.compile(r"(.*) \(((?:files|rows) #\w+)\)", re.DOTALL)
 #: A report has at most so many lines of changed settings.
@@ -541,35 +538,27 @@ _ENVIRONMENT = (
 )
 
 
-def _chosen(precision: str) -> str:
-    """``none`` leaves the choice to a more general setting, and in the end to ``ieee``."""
-    return "ieee" if precision == "none" else precision
-
-
-_FLAGS: dict[str, Callable[[], Any]] = {
-    "default dtype": torch.get_default_dtype,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "float32 matmul precision": torch.get_float32_matmul_precision,
-    "opt_einsum": lambda: torch.backends.opt_einsum.enabled,
-    "opt_einsum strategy": lambda: torch.backends.opt_einsum.strategy,
-    "mkldnn": lambda: torch.backends.mkldnn.enabled,
-    "fp32_precision": lambda: _chosen(torch.backends.fp32_precision),  # type: ignore[attr-defined]
-    "mkldnn matmul fp32_precision": lambda: _chosen(torch.backends.mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
-    "cudnn": lambda: torch.backends.cudnn.enabled,
-    "cudnn benchmark": lambda: torch.backends.cudnn.benchmark,
-    "cudnn deterministic": lambda: torch.backends.cudnn.deterministic,
-    "cudnn conv fp32_precision": lambda: _chosen(torch.backends.cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
-    "cuda matmul fp32_precision": lambda: _chosen(torch.backends.cuda.matmul.fp32_precision),
-    "cuda matmul allow_fp16_reduced_precision_reduction": lambda: (
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    ),
-    "cuda matmul allow_bf16_reduced_precision_reduction": lambda: (
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    ),
-    "flash attention": torch.backends.cuda.flash_sdp_enabled,
-    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "cudnn attention": torch.backends.cuda.cudnn_sdp_enabled,
-    "math attention": torch.backends.cuda.math_sdp_enabled,
+#: Settings of torch that choose kernels or their precision, by the attribute or function of torch that says each.
+_FLAGS = {
+    "default dtype": "get_default_dtype",
+    "deterministic algorithms": "are_deterministic_algorithms_enabled",
+    "float32 matmul precision": "get_float32_matmul_precision",
+    "opt_einsum": "backends.opt_einsum.enabled",
+    "opt_einsum strategy": "backends.opt_einsum.strategy",
+    "mkldnn": "backends.mkldnn.enabled",
+    "fp32_precision": "backends.fp32_precision",
+    "mkldnn matmul fp32_precision": "backends.mkldnn.matmul.fp32_precision",
+    "cudnn": "backends.cudnn.enabled",
+    "cudnn benchmark": "backends.cudnn.benchmark",
+    "cudnn deterministic": "backends.cudnn.deterministic",
+    "cudnn conv fp32_precision": "backends.cudnn.conv.fp32_precision",
+    "cuda matmul fp32_precision": "backends.cuda.matmul.fp32_precision",
+    "cuda matmul allow_fp16_reduced_precision_reduction": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda matmul allow_bf16_reduced_precision_reduction": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "flash attention": "backends.cuda.flash_sdp_enabled",
+    "memory-efficient attention": "backends.cuda.mem_efficient_sdp_enabled",
+    "cudnn attention": "backends.cuda.cudnn_sdp_enabled",
+    "math attention": "backends.cuda.math_sdp_enabled",
 }
 
 
@@ -682,16 +671,20 @@ def _said(text: str | None) -> str:
 
 
 def _of_torch(lives: Mapping[str, LiveModel]) -> Iterator[tuple[str, str]]:
-    for name, get in _FLAGS.items():
+    for name, of_torch in _FLAGS.items():
         try:
-            yield f"torch: {name}", plain_text(get())
+            value = attrgetter(of_torch)(torch)
+            value = value() if callable(value) else value
         except (AttributeError, RuntimeError):  # not in this release; old and new flags for TF32 were mixed
             continue
+        # "none" leaves the choice to a more general setting, and in the end to "ieee".
+        is_left = name.endswith("fp32_precision") and value == "none"
+        yield f"torch: {name}", _plain_text("ieee" if is_left else value)
     if all(t.tensor.device.type == "cpu" for live in lives.values() for t in live.tensors[:1]):
         yield "torch: instructions of the CPU", torch.backends.cpu.get_cpu_capability()
     for name in _ENVIRONMENT:
         if (value := os.environ.get(name)) is not None:
-            yield f"environment: {name}", plain_text(value)
+            yield f"environment: {name}", _plain_text(value)
 
 
 def _of_model(at: str, live: LiveModel) -> dict[str, str]:
@@ -708,10 +701,10 @@ def _of_model(at: str, live: LiveModel) -> dict[str, str]:
         kind: Any = original_class(module)
         found[name] = kind.__qualname__
         held = vars(module)
-        for argument in argument_names(kind):
+        for argument in _argument_names(kind):
             value = held.get(argument)
             if argument in held and is_plain(value):
-                found[f"{name}.{argument}"] = path_text(value)
+                found[f"{name}.{argument}"] = _path_text(value)
             elif isinstance(value, list | tuple | dict) or (
                 callable(value) and not isinstance(value, nn.Module)
             ):
@@ -728,7 +721,7 @@ def _of_buffers(at: str, live: LiveModel) -> dict[str, str]:
     """Some elements of each buffer that construction makes again."""
     made = [t for t in live.tensors if not t.persistent and t.tensor.device.type != "meta"]
     parts = to_host([_part(t) for t in made if _is_dense(t)])
-    texts = iter([content_text(part) for part in parts])
+    texts = iter([_content_text(part) for part in parts])
     return {
         f"{at}.{t.name}": f"{list(t.tensor.shape)}: {next(texts)}"
         if _is_dense(t)
@@ -805,7 +798,7 @@ def _path(kind: str, name: str) -> str:
 
 def _lines(path: str, value: Any) -> dict[str, str]:
     if isinstance(value, torch.Tensor):
-        return {path: plain_text(value.item() if value.numel() == 1 else value.tolist())}
+        return {path: _plain_text(value.item() if value.numel() == 1 else value.tolist())}
     if isinstance(value, list | tuple) and all(map(is_plain, value)):
         return {path: repr(value)}
-    return {path: plain_text(value)} if is_plain(value) else {}
+    return {path: _plain_text(value)} if is_plain(value) else {}

@@ -39,9 +39,7 @@ __all__ = [
     "give_back",
     "leaves_beyond",
     "make_room",
-    "path_key",
     "path_text",
-    "put_leaves",
     "refuse_fsdp1",
     "same",
     "split_storable",
@@ -72,7 +70,7 @@ class Beyond:
     leaves: tuple[tuple[Path, Any], ...] = ()
     """Values that can be stored, by path."""
     not_stored: Mapping[str, str] = field(default_factory=dict)
-    """Values that can't be stored: one line each, by :func:`path_key`."""
+    """Values that can't be stored: one line each, by :func:`_path_key`."""
 
 
 @frozen
@@ -90,7 +88,7 @@ class StoredOwn:
         """Live paths to delete before inserting stored values: those under a stored top-level key, except parts that were
         not stored."""
         heads = {path[0] for path, _ in self.leaves}
-        return [path for path in live if path[0] in heads and path_key(path) not in self.not_stored]
+        return [path for path in live if path[0] in heads and _path_key(path) not in self.not_stored]
 
 
 def leaves_beyond(
@@ -192,7 +190,7 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
                 nbytes += size
         if why:
             text = path_text(path)
-            lines[path_key(path)] = (
+            lines[_path_key(path)] = (
                 f"{what}: {text}, which the object would save itself, is not stored ({why})"
             )
         else:
@@ -217,7 +215,7 @@ def path_text(path: Path) -> str:
     return text or "all of it"
 
 
-def path_key(path: Path) -> str:
+def _path_key(path: Path) -> str:
     """A path as Python writes it: unlike ``a.b``, it tells ``('a.b',)`` from ``('a', 'b')``."""
     try:
         return repr(path)
@@ -225,7 +223,7 @@ def path_key(path: Path) -> str:
         return path_text(tuple(part if isinstance(part, str) else type(part).__qualname__ for part in path))
 
 
-def put_leaves(
+def _put_leaves(
     stored: Iterable[tuple[Path, Any]], live: Mapping[Path, Any], places: Places
 ) -> list[tuple[Path, Any]]:
     """``stored`` with its tensors moved to the devices of the ``live`` ones at their paths (see :meth:`Places.put`)."""
@@ -276,7 +274,7 @@ def differing_leaves(
     """One line for each leaf that differs from the stored one. ``not_stored``: keys of paths already reported."""
     found, wanted = dict(now), dict(stored)
     for path in sorted(found.keys() | wanted.keys(), key=path_text):
-        if path_key(path) in not_stored:
+        if _path_key(path) in not_stored:
             continue
         text = path_text(path)
         if path not in wanted:
@@ -597,7 +595,7 @@ def give_back(own: StoredOwn, owner: Owner, places: Places) -> list[str]:
         return []
     try:
         now = dict(owner.leaves())
-        own.leaves[:] = put_leaves(own.leaves, now, places)
+        own.leaves[:] = _put_leaves(own.leaves, now, places)
         changed = owner.load(own.leaves, own.stale(now))
     except Exception as error:
         return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]

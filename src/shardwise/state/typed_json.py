@@ -26,13 +26,8 @@ from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause, is_text
 from ..objects import frozen
 
 __all__ = [
-    "Decoder",
     "Encoded",
-    "Encoder",
-    "FACTORIES",
     "FUNCTIONS",
-    "LEFT_OUT",
-    "MAX_DEPTH",
     "Places",
     "TAG",
     "decode",
@@ -47,20 +42,20 @@ __all__ = [
 
 TAG = "$type"
 #: Far above any real state, and far below the limits of Python's JSON reader and recursion.
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodType,
     functools.partial,
 )
-FACTORIES: dict[str, type] = {
+_FACTORIES: dict[str, type] = {
     t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 }
 _NEXT_STEP = "give an object with state_dict/load_state_dict, or convert it to plain values"
 
 
-class Encoder:
+class _Encoder:
     """Builds one document, and collects the tensors that it refers to."""
 
     def __init__(self) -> None:
@@ -89,8 +84,8 @@ class Encoder:
                 f"{where}: this {type(value).__name__} contains itself, but a cycle can't be stored; "
                 "drop the reference back"
             )
-        if len(self._open) >= MAX_DEPTH:
-            raise StateError(f"{where}: nested deeper than {MAX_DEPTH} levels; flatten it")
+        if len(self._open) >= _MAX_DEPTH:
+            raise StateError(f"{where}: nested deeper than {_MAX_DEPTH} levels; flatten it")
         self._open.append(id(value))
         yield
         self._open.pop()
@@ -116,7 +111,7 @@ class Encoder:
     def default_mapping(self, mapping: collections.defaultdict[Any, Any], where: str) -> Any:
         factory: Any = mapping.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and FACTORIES.get(name) is not factory:
+        if name is not None and _FACTORIES.get(name) is not factory:
             raise _refusal(
                 where, mapping, f"is a defaultdict whose factory {factory!r} is not a builtin type"
             )
@@ -317,9 +312,9 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
     pathlib.PurePosixPath: _tagged("PurePosixPath", "path", lambda value: _text(str(value))),
     pathlib.PureWindowsPath: _tagged("PureWindowsPath", "path", lambda value: _text(str(value))),
 }
-_CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
-    list: Encoder.items,
-    dict: Encoder.mapping,
+_CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
+    list: _Encoder.items,
+    dict: _Encoder.mapping,
     tuple: lambda e, v, where: {TAG: "tuple", "items": e.items(v, where)},
     set: lambda e, v, where: {TAG: "set", "items": e.unordered(v, where)},
     frozenset: lambda e, v, where: {TAG: "frozenset", "items": e.unordered(v, where)},
@@ -327,15 +322,15 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
     collections.deque: lambda e, v, where: {TAG: "deque", "maxlen": v.maxlen, "items": e.items(v, where)},
     collections.Counter: lambda e, v, where: {TAG: "Counter", "items": e.pairs(v, where)},
     collections.OrderedDict: lambda e, v, where: {TAG: "OrderedDict", "items": e.pairs(v, where)},
-    collections.defaultdict: Encoder.default_mapping,
+    collections.defaultdict: _Encoder.default_mapping,
 }
-_INSTANCES: tuple[tuple[Any, Callable[[Encoder, Any, str], Any]], ...] = (
-    (enum.Enum, Encoder.enum_member),  # before numpy and functions: an enum may have any mixin
-    (torch.Tensor, Encoder.tensor),
-    (np.ndarray, Encoder.array),
-    (np.generic, Encoder.array_scalar),
-    (np.dtype, Encoder.array_dtype),
-    (FUNCTIONS, Encoder.function),
+_INSTANCES: tuple[tuple[Any, Callable[[_Encoder, Any, str], Any]], ...] = (
+    (enum.Enum, _Encoder.enum_member),  # before numpy and functions: an enum may have any mixin
+    (torch.Tensor, _Encoder.tensor),
+    (np.ndarray, _Encoder.array),
+    (np.generic, _Encoder.array_scalar),
+    (np.dtype, _Encoder.array_dtype),
+    (FUNCTIONS, _Encoder.function),
 )
 
 
@@ -440,10 +435,10 @@ class _LeftOut:
     """Stands for a function that was not stored, until its container is built."""
 
 
-LEFT_OUT = _LeftOut()
+_LEFT_OUT = _LeftOut()
 
 
-class Decoder:
+class _Decoder:
     """One document that is being read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], places: Places | None = None) -> None:
@@ -456,7 +451,7 @@ class Decoder:
     def decode(self, node: Any) -> Any:
         if node is None or isinstance(node, (bool, int, float, str)):
             return node
-        if self._depth > MAX_DEPTH + 10:  # parts of a complex number and similar count as levels here
+        if self._depth > _MAX_DEPTH + 10:  # parts of a complex number and similar count as levels here
             raise FormatError("typed JSON is nested too deeply")
         self._depth += 1
         try:
@@ -471,7 +466,7 @@ class Decoder:
             raise FormatError(f"typed JSON holds a {type(node).__name__}, which JSON does not have")
         if TAG not in node:
             decoded = ((key, self.decode(value)) for key, value in node.items())
-            return {key: value for key, value in decoded if value is not LEFT_OUT}
+            return {key: value for key, value in decoded if value is not _LEFT_OUT}
         tag = node[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
         if build is None:
@@ -487,16 +482,16 @@ class Decoder:
 
     def items(self, node: Any) -> list[Any]:
         decoded = [self.decode(item) for item in _listed(node)]
-        return [None if value is LEFT_OUT else value for value in decoded]
+        return [None if value is _LEFT_OUT else value for value in decoded]
 
     def members(self, node: Any) -> list[Any]:
         decoded = [self.decode(item) for item in _listed(node)]
-        return _hashable([value for value in decoded if value is not LEFT_OUT])
+        return _hashable([value for value in decoded if value is not _LEFT_OUT])
 
     def pairs(self, node: Any) -> dict[Any, Any]:
         decoded = [(self.decode(key), self.decode(value)) for key, value in _listed(node)]
         _hashable(key for key, _ in decoded)
-        return {key: value for key, value in decoded if key is not LEFT_OUT and value is not LEFT_OUT}
+        return {key: value for key, value in decoded if key is not _LEFT_OUT and value is not _LEFT_OUT}
 
     def stored(self, key: Any) -> torch.Tensor:
         if not isinstance(key, str) or key not in self._tensors:
@@ -647,8 +642,8 @@ def _enum_member(node: dict[str, Any]) -> enum.Enum:
     return member
 
 
-_BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
-    "not_stored": lambda d, node: LEFT_OUT,
+_BUILDERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
+    "not_stored": lambda d, node: _LEFT_OUT,
     "int": lambda d, node: int(node["hex"], 16),
     "float": lambda d, node: _special_float(node["value"]),
     "complex": lambda d, node: complex(d.decode(node["real"]), d.decode(node["imag"])),
@@ -665,20 +660,20 @@ _BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
     "Counter": lambda d, node: collections.Counter(d.pairs(node["items"])),
     "OrderedDict": lambda d, node: collections.OrderedDict(d.pairs(node["items"])),
     "defaultdict": lambda d, node: collections.defaultdict(
-        None if node["factory"] is None else FACTORIES[node["factory"]], d.pairs(node["items"])
+        None if node["factory"] is None else _FACTORIES[node["factory"]], d.pairs(node["items"])
     ),
     "enum": lambda d, node: _enum_member(node),
     "Path": lambda d, node: pathlib.Path(d.decode(node["path"])),
     "PurePosixPath": lambda d, node: pathlib.PurePosixPath(d.decode(node["path"])),
     "PureWindowsPath": lambda d, node: pathlib.PureWindowsPath(d.decode(node["path"])),
-    "tensor": Decoder.tensor,
-    "quantized": Decoder.quantized,
+    "tensor": _Decoder.tensor,
+    "quantized": _Decoder.quantized,
     "torch.Size": lambda d, node: torch.Size(node["items"]),
     "torch.dtype": lambda d, node: _torch_dtype(node["name"]),
     "torch.device": lambda d, node: _stored_device(node),
-    "numpy.array": Decoder.array,
+    "numpy.array": _Decoder.array,
     "numpy.dtype": lambda d, node: d.array_dtype(node["dtype"]),
-    "numpy.scalar": Decoder.array_scalar,
+    "numpy.scalar": _Decoder.array_scalar,
     "numpy.str": lambda d, node: np.str_(d.decode(node["value"])),
     "numpy.bytes": lambda d, node: np.bytes_(_unbase64(node["base64"])),
 }
@@ -723,7 +718,7 @@ def encode(value: Any, *, where: str = "state") -> Encoded:
     Raises :class:`StateError` naming the path of a value that can't be expressed, of a cycle, or of
     nesting deeper than 100.
     """
-    encoder = Encoder()
+    encoder = _Encoder()
     document = encoder.encode(value, where)
     return Encoded(document, encoder.tensors, tuple(encoder.not_stored))
 
@@ -735,5 +730,5 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor], places: Places | 
     Raises :class:`FormatError` if the document is not one of :func:`encode`'s or a tensor is missing or has
     another dtype or shape, and :class:`StateError` for an enum whose module is not imported.
     """
-    value = Decoder(tensors, places).decode(document)
-    return None if value is LEFT_OUT else value
+    value = _Decoder(tensors, places).decode(document)
+    return None if value is _LEFT_OUT else value
