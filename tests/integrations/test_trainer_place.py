@@ -16,11 +16,10 @@ from shardwise.checkpoint.sites import OneForAll
 from shardwise.errors import FormatError, LockedError
 from shardwise.format.manifest import read_manifest
 from shardwise.integrations._folders import trainer_line_of
-from shardwise.integrations._trainer_data import DataPlace, check_place
+from shardwise.integrations._trainer_data import DataPlace, check_place, contents
 from shardwise.integrations._trainer_files import (
     Run,
     _without_best,
-    contents,
     newest,
     set_newer_aside,
 )

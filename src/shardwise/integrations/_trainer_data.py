@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ..checkpoint.stored import decode_documents, read_documents
 from ..errors import FormatError
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, read_manifest
 from ..internals.torch import version_of
 from ..internals.trainers import without_first_batches
 from ..limits import brief, inside, is_count
@@ -32,12 +32,12 @@ from ..state.parts import (
     put_own_states,
     unfit_generators,
 )
-from ..state.typed_json import Places
+from ..state.typed_json import Encoded, Places
 
 __all__ = [
     "DataPlace",
     "check_place",
-    "trainer_extra",
+    "contents",
 ]
 
 
@@ -450,8 +450,10 @@ def check_place(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
     Raises :class:`FormatError` naming the file if no :class:`ShardwiseTrainer` can have written it; otherwise as
     :func:`read_documents`. Rank-local; reads that file and the tensors beside it.
     """
-    stored = read_documents(path, manifest, stem)
-    file = inside(path, f"{stem}.json")
+    return _decoded(read_documents(path, manifest, stem), inside(path, f"{stem}.json"))
+
+
+def _decoded(stored: Mapping[str, Encoded], file: str) -> dict[str, Any]:
     ours = {name: stored[name] for name in (_TRAINER, _DATA) if name in stored}
     found = decode_documents(ours, file, Places())
     if _TRAINER in found:
@@ -461,15 +463,23 @@ def check_place(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
     return found
 
 
-def trainer_extra(path: str, manifest: Manifest) -> dict[str, Any]:
-    """The Trainer's state that all ranks share: batch size, epoch, batches, seeds. Raises as :func:`check_place`."""
-    found = check_place(path, manifest, "state")
+def contents(path: str) -> dict[str, Any]:
+    """The contents of a Trainer's shardwise checkpoint: ``world_size``, its ``documents``, and of the ``trainer`` the state that all ranks
+    share (batch size, epoch, batches, seeds). Raises as :func:`check_place`. Rank-local.
+    """
+    manifest, file = read_manifest(path), inside(path, "state.json")
+    stored = read_documents(path, manifest, "state")
+    found = _decoded(stored, file)
     if _TRAINER not in found:
         raise FormatError(
             f"contains no {_TRAINER}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
-            path=inside(path, "state.json"),
+            path=file,
         )
-    return {key: found[_TRAINER][key] for key in _SHARED if key in found[_TRAINER]}
+    return {
+        "world_size": manifest.world_size,
+        "documents": sorted({*stored, *manifest.local_documents}),
+        "trainer": {key: found[_TRAINER][key] for key in _SHARED if key in found[_TRAINER]},
+    }
 
 
 def _check_trainer(value: Any, file: str) -> None:

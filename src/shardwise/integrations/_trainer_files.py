@@ -32,9 +32,9 @@ from ..errors import (
 )
 from ..export.hub import ExportReport, export_hf
 from ..format.header import TRAINER_FILE
-from ..format.manifest import MANIFEST_NAME, Manifest, parse_documents, read_manifest
+from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..internals.peft import adapter_configs, peft_model
-from ..limits import MAX_JSON_BYTES, inside, parse_json
+from ..limits import inside, parse_json
 from ..planning.hub_rules import adapter_tensors
 from ..publish.line import Line
 from ..publish.lock import remove_ours
@@ -46,7 +46,7 @@ from ..storage import absolute
 from ..storage.records import is_url, join
 from ..tensors.live import describe
 from ._folders import listed
-from ._trainer_data import trainer_extra
+from ._trainer_data import contents
 
 __all__ = [
     "ADAPTER",
@@ -57,7 +57,6 @@ __all__ = [
     "Watch",
     "adapter_files",
     "add_beside",
-    "contents",
     "drop_empty_weights",
     "exported",
     "gathered",
@@ -424,21 +423,6 @@ def is_ours(path: str) -> bool:
     if any(glob.glob(pattern, root_dir=path) for pattern in _OURS):
         raise IntegrityError(f"lost: no {MANIFEST_NAME}", path=path)
     return False
-
-
-def contents(path: str) -> dict[str, Any]:
-    """The contents of a Trainer's shardwise checkpoint: ``world_size``, its ``documents``, the ``trainer``'s extras.
-
-    Raises :class:`FormatError` if the place in the data has a wrong form.
-    """
-    manifest = read_manifest(path)
-    documents = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
-    names = sorted({*documents, *manifest.local_documents})
-    return {
-        "world_size": manifest.world_size,
-        "documents": names,
-        "trainer": trainer_extra(path, manifest),
-    }
 
 
 def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Hosts) -> str:

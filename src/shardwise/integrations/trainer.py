@@ -74,7 +74,7 @@ from ._accelerate import (
     warn_if_whole,
 )
 from ._folders import keep_only, path_in, rotate, trainer_line_of
-from ._trainer_data import DataPlace, check_place
+from ._trainer_data import DataPlace, check_place, contents
 from ._trainer_files import (
     ADAPTER,
     FULL,
@@ -83,7 +83,6 @@ from ._trainer_files import (
     Watch,
     adapter_files,
     add_beside,
-    contents,
     drop_empty_weights,
     exported,
     gathered,
