@@ -27,21 +27,6 @@ from ..tensors.live import reduce_after_backward
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = [
-    "Groups",
-    "adopt",
-    "check_kind",
-    "check_supported",
-    "device_of",
-    "explained",
-    "groups_of",
-    "keep_taken_over",
-    "put_back",
-    "shard",
-    "warn_if_whole",
-]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -20,19 +20,6 @@ from ..ranks.ranks import patiently
 from ..storage import absolute, is_directory, names_in
 from ..storage.records import is_url, join
 
-__all__ = [
-    "ACCELERATE",
-    "CheckpointFolders",
-    "LOCK_NAME",
-    "Naming",
-    "TRAINER",
-    "keep_only",
-    "listed",
-    "path_in",
-    "rotate",
-    "trainer_line_of",
-]
-
 _log = logging.getLogger(__name__)
 #: ``push_to_hub`` skips names with a leading underscore, as it skips ``checkpoint-N``.
 LOCK_NAME = "_lock"
@@ -44,7 +31,7 @@ class Naming:
 
     prefix: str
     is_programs: Callable[[str], bool]
-    """Whether the program's own rotation would delete this directory, which is no link: shardwise wrote it, or the program."""
+    """Whether a directory is one of the program's own checkpoints, which its own rotation would delete."""
 
 
 TRAINER = Naming("checkpoint-", lambda path: os.path.isfile(os.path.join(path, TRAINER_FILE)))
@@ -124,7 +111,8 @@ def trainer_line_of(root: str, *, sweeps: bool = True) -> Line:
 def listed(
     roots: Sequence[str], hosts: Hosts, steps_of: Callable[[str], Mapping[int, str]]
 ) -> list[tuple[int, str]]:
-    """The checkpoints in these directories or URLs with their steps, newest first; of one step, that of the first root first. Collective.
+    """The checkpoints in these directories or URLs with their steps, newest first. If two have the same step, that of the earlier root comes
+    first. Collective.
 
     ``steps_of`` returns the names of the checkpoints in one of them, by step.
     """

@@ -26,13 +26,6 @@ from ..state.beyond import same
 from ..state.data import make_iterator
 from ..state.parts import equal
 
-__all__ = [
-    "LoaderPositions",
-    "RecordedSampler",
-    "record",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Samplers that can draw the order of an epoch again, which a position inside an epoch needs.
 #
@@ -334,8 +327,8 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
 
 
 def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Make the epoch that begins again keep its order, if it is known to have the same order from the same random states, and these are
-    known. Returns whether it keeps it."""
+    """Make the epoch that begins again keep its order. Returns False if the sampler may draw as it goes along, or if the random states that
+    the order was drawn from are unknown."""
     recorder = record(loader)
     order = position.get("order")
     needs_no_start = _needs_no_start(loader, position)

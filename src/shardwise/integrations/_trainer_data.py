@@ -34,13 +34,6 @@ from ..state.parts import (
 )
 from ..state.typed_json import Encoded, Places
 
-__all__ = [
-    "DataPlace",
-    "check_place",
-    "contents",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Recognizes a batch by the digests of its content.
 

@@ -48,29 +48,6 @@ from ..tensors.live import describe
 from ._folders import listed
 from ._trainer_data import contents
 
-__all__ = [
-    "ADAPTER",
-    "FULL",
-    "Resumed",
-    "Run",
-    "StoppedInEvaluationError",
-    "Watch",
-    "adapter_files",
-    "add_beside",
-    "drop_empty_weights",
-    "exported",
-    "gathered",
-    "held",
-    "into_model",
-    "is_ours",
-    "move_into",
-    "newest",
-    "read_all",
-    "save_processing",
-    "set_newer_aside",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Files that Trainer and its subclasses write beside the weights, for checkpoints and exports.
 
@@ -123,7 +100,8 @@ def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 @contextmanager
 def exported(model: Any, parent: str, what: str) -> Iterator[tuple[str, ExportReport]]:
-    """An export of the model in a temporary folder below ``parent``, for the block, and its report. Collective."""
+    """Export the model into a temporary folder below ``parent``, which is deleted after the block. Yields the folder and the report.
+    Collective."""
     ranks = Ranks.current()
     unfinished = ranks.on_first(
         f"make room for the {what}", lambda: make_temporary(os.path.join(parent, what), ())
@@ -217,8 +195,8 @@ class Resumed:
         self.path = self.folder = path
         """The checkpoint, and the folder that Trainer opens for it."""
         self.best: str | None = None
-        """The best checkpoint that its ``trainer_state.json`` names, where Trainer can't look for it: a URL, or a path on the host of rank 0
-        of then."""
+        """The best checkpoint that its ``trainer_state.json`` names, if Trainer can't look for it: a URL, or a path on the host of the saved
+        run's rank 0."""
         self._hosts = hosts
         self._stack, self._folders = ExitStack(), ExitStack()
         self._opened: Opened | None = None
@@ -349,7 +327,7 @@ class StoppedInEvaluationError(Exception):
 
 
 class Watch(TrainerCallback):
-    """Looks whether to stop after each step and each batch of an evaluation, while ``train`` runs; notes the ends of epochs."""
+    """While ``train`` runs, checks after each step and each batch of an evaluation whether to stop. Also notes when an epoch has ended."""
 
     def __init__(self) -> None:
         self.stops: Stops | None = None

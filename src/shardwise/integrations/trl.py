@@ -27,8 +27,6 @@ from ..ranks.ranks import Ranks
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["LOAD", "References", "gather_head", "generation_state"]
-
 LOAD = "shardwise.integrations.trainer.load_pretrained(args, path)"
 
 _AT_ITS_OWN_PACE = (

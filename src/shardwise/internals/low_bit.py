@@ -14,29 +14,6 @@ from torch.optim import Optimizer
 
 from ..objects import frozen
 
-__all__ = [
-    "KINDS",
-    "LowBit",
-    "SKIPPED_FORM",
-    "decompress",
-    "dequantize_4bit",
-    "eager_experts",
-    "fp8_modules",
-    "fresh_book",
-    "linears_4bit",
-    "low_bit",
-    "low_bit_state",
-    "matmul_4bit",
-    "may_keep_low_bits",
-    "quantize_4bit",
-    "quantize_activations",
-    "quantizer_of",
-    "with_4bit_modules",
-    "with_compressed_modules",
-    "with_modules_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What shardwise uses of transformers' quantizers for FP8 and compressed-tensors. transformers 5.20-5.23, compressed-tensors 0.20.
 #

@@ -20,24 +20,6 @@ from ..names import canonical_name, unwrap
 from ..objects import frozen
 from .torch import original_class
 
-__all__ = [
-    "BaseSlot",
-    "adapted_modules",
-    "add_adapter",
-    "adapter_configs",
-    "base_of",
-    "convert_adapter",
-    "embeddings_to_save",
-    "expressions_in",
-    "has_adapters",
-    "is_adapted",
-    "lora_layers",
-    "peft_model",
-    "places",
-    "select_adapter",
-    "stored_config",
-]
-
 
 def _class(module: str, name: str) -> Any:
     """A class of PEFT, or an empty tuple (of which nothing is an instance) if PEFT is not imported."""

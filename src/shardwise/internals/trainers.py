@@ -16,30 +16,6 @@ from ..gates import require
 from ..objects import frozen
 from .torch import local_tensor
 
-__all__ = [
-    "Completions",
-    "Counters",
-    "Prepared",
-    "copied_by",
-    "count_own_batches",
-    "counts_as_grpo",
-    "end_epoch",
-    "ep_by_plan",
-    "fsdp_settings",
-    "has_state_hooks",
-    "keep_masters",
-    "keeps_completions",
-    "keeps_tie",
-    "leaves_out_fsdp_version",
-    "own_parts",
-    "parallel_plans",
-    "prepared",
-    "put_parameter",
-    "tp_by_plan",
-    "without_first_batches",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What shardwise uses of an ``Accelerator`` that Accelerate keeps private. accelerate 1.11-1.15.
 #

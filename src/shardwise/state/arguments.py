@@ -36,17 +36,6 @@ from .documents import callables_in, inner_schedulers, unwrapped
 from .optimizer import TrainState
 from .parts import is_several
 
-__all__ = [
-    "Described",
-    "changed_settings",
-    "data_settings_of",
-    "given_settings_of",
-    "is_plain",
-    "replaced_settings",
-    "settings_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Describes how an object was made: the arguments of its constructor, as far as it keeps them, in a few lines of text.
 #

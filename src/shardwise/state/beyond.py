@@ -24,29 +24,6 @@ from ..tensors.live import LiveModel
 from .low_bit import contents_of
 from .typed_json import Places, encode, quantized_parts
 
-__all__ = [
-    "Beyond",
-    "KeptOptimizer",
-    "MAX_BEYOND_BYTES",
-    "OwnOfModel",
-    "OwnOfOptimizer",
-    "Owner",
-    "Path",
-    "StoredOwn",
-    "beyond",
-    "differences",
-    "differing_leaves",
-    "give_back",
-    "leaves_beyond",
-    "make_room",
-    "path_text",
-    "refuse_fsdp1",
-    "same",
-    "split_storable",
-    "with_leaves",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Finds state beyond parameters, buffers, ``state`` and ``param_groups`` in an object's own state dict.
 #

@@ -26,9 +26,6 @@ from ..internals.torch import is_stateful_loader
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from .parts import epoch_of, equal, is_several, keeps_workers, parts_of
 
-__all__ = ["SAFE_SAMPLERS", "ElasticSampler", "ResumableLoader", "data_caveats", "make_iterator"]
-
-
 # ----------------------------------------------------------------------------------------------------
 # A distributed sampler whose order does not depend on the number of ranks, and its position in a loader.
 

@@ -25,18 +25,6 @@ from ..internals.torch import quantized
 from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause, is_text
 from ..objects import frozen
 
-__all__ = [
-    "Encoded",
-    "FUNCTIONS",
-    "Places",
-    "TAG",
-    "decode",
-    "encode",
-    "imported",
-    "quantized_parts",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The encoding half of :mod:`.typed_json`: values to documents.
 
