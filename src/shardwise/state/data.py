@@ -173,14 +173,9 @@ class ElasticSampler(Sampler[list[int]]):
             raise StateError(
                 f"the sampler's position has version {state.get('version')!r}, expected {_VERSION}"
             )
-        wrong = [
-            f"{name} was {state.get(name)!r} and is {value!r}"
-            for name, value in self._description().items()
-            if not equal(state.get(name), value)
-        ]
-        if wrong:
+        if wrong := _differing(state, self._description()):
             raise StateError(
-                f"the position belongs to another order of samples: {'; '.join(wrong)}. Make the ElasticSampler as in "
+                f"the position belongs to another order of samples: {wrong}. Make the ElasticSampler as in "
                 f"the stored run, or resume without its position"
             )
         for name in ("epoch", "consumed"):
@@ -269,6 +264,15 @@ def _elastic_sampler_of(loader: DataLoader[Any]) -> ElasticSampler | None:
     if loader.batch_sampler is not None:
         raise StateError("an ElasticSampler makes batches: give it as batch_sampler, not as sampler")
     return loader.sampler  # batch_size=None: the dataset itself takes a list of indices
+
+
+def _differing(stored: Mapping[str, Any], live: Mapping[str, Any]) -> str:
+    """The live properties that differ from the stored ones, in words; empty if none does."""
+    return "; ".join(
+        f"{name} was {stored.get(name)!r} and is {value!r}"
+        for name, value in live.items()
+        if not equal(stored.get(name), value)
+    )
 
 
 def _whole(name: str, value: Any) -> int:
@@ -506,14 +510,9 @@ class _ReplayedPosition:
         for kind in ("generators", "epochs"):
             stored = {**stored, f"parts with {kind}": sorted(states[kind])}
             live[f"parts with {kind}"] = sorted(live_states[kind])
-        wrong = [
-            f"{name} was {stored.get(name)!r} and is {value!r}"
-            for name, value in live.items()
-            if not equal(stored.get(name), value)
-        ]
-        if wrong:
+        if wrong := _differing(stored, live):
             raise StateError(
-                f"the data position belongs to another loader: {'; '.join(wrong)}. "
+                f"the data position belongs to another loader: {wrong}. "
                 "Make the loader as in the stored run, or resume without its position"
             )
 
