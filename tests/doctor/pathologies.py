@@ -127,10 +127,12 @@ MODEL_ONLY = tuple(
 PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("machine.memory", "8 ranks will be killed", _machine(memory=_memory(free_bytes=4 * GIB))),
     Pathology(
-        "machine.shm", "bus error: /dev/shm has 64.0 MiB", _machine(memory=_memory(shm_bytes=64 * 1024**2))
+        "machine.shm",
+        "bus error: /dev/shm has only 64.0 MiB",
+        _machine(memory=_memory(shm_bytes=64 * 1024**2)),
     ),
-    Pathology("machine.open-files", "its limit is 256", _machine(limits=_limits(open_files=256))),
-    Pathology("machine.file-size", "more than 2.0 GiB", _machine(limits=_limits(file_bytes=2 * GIB))),
+    Pathology("machine.open-files", "it's only 256", _machine(limits=_limits(open_files=256))),
+    Pathology("machine.file-size", "larger than 2.0 GiB", _machine(limits=_limits(file_bytes=2 * GIB))),
     Pathology(
         "machine.locked-memory",
         "can't register its buffers",
@@ -143,7 +145,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "8 ranks share 2 cores",
         _machine(cores=Cores(usable=2.0, machine=128, quota_from="/sys/fs/cgroup/cpu.max")),
     ),
-    Pathology("machine.clock", "clock is before 2024", _machine(clock_s=1000.0)),
+    Pathology("machine.clock", "a date before 2024", _machine(clock_s=1000.0)),
     Pathology("machine.gpus-unseen", "torch sees none of 8 GPUs", _machine(gpus=0)),
     Pathology(
         "network.loopback",
@@ -168,14 +170,14 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "storage.not-writable", "Read-only file system", _place(failures={"write": "Read-only file system"})
     ),
     Pathology("storage.fsync", "Input/output error", _place(failures={"fsync": "Input/output error"})),
-    Pathology("storage.space", "100.0 MiB are free", _place(free_bytes=100 * 1024**2)),
+    Pathology("storage.space", "100.0 MiB is free", _place(free_bytes=100 * 1024**2)),
     Pathology(
         "storage.space",
-        "96.0 GiB are needed",
+        "96.0 GiB is needed",
         replace(_place(free_bytes=20 * GIB), models=(MODEL,)),
     ),
     Pathology("storage.inodes", "12 inodes are left", _place(free_inodes=12)),
-    Pathology("storage.memory", "lost in a restart", _mount("tmpfs", "rw")),
+    Pathology("storage.memory", "lost on a restart", _mount("tmpfs", "rw")),
     Pathology("storage.overlay", "lost with the container", _mount("overlay", "rw")),
     Pathology("storage.slow-write", "wrote 5 MiB/s", _speeds(write_bytes_s=5 * 1024**2)),
     Pathology("storage.slow-read", "read 4 MiB/s", _speeds(random_bytes_s=4 * 1024**2)),
@@ -195,12 +197,16 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("storage.over-object-store", "half a checkpoint", _mount("fuse.gcsfuse", "rw")),
     Pathology("storage.nfs-locks", "mounted with nolock", _mount("nfs", "rw", "nolock")),
     Pathology("storage.nfs-soft", "slow server makes a save fail", _mount("nfs4", "rw", "soft")),
-    Pathology("storage.nfs-late", "up to 600 s late", _mount("nfs4", "rw", "acdirmax=600")),
+    Pathology("storage.nfs-stale", "up to 600 s late", _mount("nfs4", "rw", "acdirmax=600")),
     Pathology("storage.clock", "120 s ahead of", _place(clock_ahead_s=120.0)),
     Pathology(
         "storage.clock", "900 s behind", replace(HEALTHY, buckets=(replace(BUCKET, clock_ahead_s=-900.0),))
     ),
-    Pathology("bucket.refused", "can't list this prefix: no such bucket", _bucket(list="no such bucket")),
+    Pathology(
+        "bucket.refused",
+        "can't list objects under this prefix: no such bucket",
+        _bucket(list="no such bucket"),
+    ),
     Pathology(
         "bucket.no-conditions",
         "may overwrite each other's steps",
@@ -220,23 +226,23 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "starts torchrun 8 times",
         _told(TORCHRUN, SLURM_NTASKS_PER_NODE="8", SLURM_PROCID="0"),
     ),
-    Pathology("launch.slurm-world", "WORLD_SIZE=4, and srun started 8", _told(SRUN, WORLD_SIZE="4")),
+    Pathology("launch.slurm-world", "WORLD_SIZE=4, but srun started 8", _told(SRUN, WORLD_SIZE="4")),
     Pathology("launch.slurm-world", "RANK=0 in task 3", _told(SRUN, SLURM_PROCID="3")),
     Pathology(
         "launch.mpi-world",
-        "WORLD_SIZE=1, and mpirun started 8",
+        "WORLD_SIZE=1, but mpirun started 8",
         _told(
             {}, OMPI_COMM_WORLD_SIZE="8", WORLD_SIZE="1", RANK="0", MASTER_ADDR="node3", MASTER_PORT="29500"
         ),
     ),
     Pathology("launch.devices", "2 are visible for 8 ranks", _told(TORCHRUN, CUDA_VISIBLE_DEVICES="0,1")),
-    Pathology("launch.devices", "names one twice", _told(TORCHRUN, CUDA_VISIBLE_DEVICES="0,0,1")),
+    Pathology("launch.devices", "lists one twice", _told(TORCHRUN, CUDA_VISIBLE_DEVICES="0,0,1")),
     Pathology(
         "launch.ram-efficient-off",
-        "Every rank loads the whole model",
+        "Every rank loads the full model",
         _told(TORCHRUN, FSDP_CPU_RAM_EFFICIENT_LOADING="True"),
     ),
-    Pathology("launch.fsdp1", "asks for FSDP1", _told(LAUNCH, FSDP_VERSION="1")),
+    Pathology("launch.fsdp1", "uses FSDP1", _told(LAUNCH, FSDP_VERSION="1")),
     Pathology("launch.no-watchdog", "wait forever", _told(TORCHRUN, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")),
     Pathology(
         "software.requires", "transformers is 4.57.6", _software(transformers="4.57.6"), ("software.gates",)
@@ -262,18 +268,18 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "accelerate.whole-model",
-        "whole model into host memory on every rank",
+        "full model into host memory on every rank",
         _arguments(fsdp_config={"version": 2, "cpu_ram_efficient_loading": "true"}),
         ("accelerate.device-mesh",),
     ),
     Pathology(
         "accelerate.not-ram-efficient",
-        "8 ranks hold 8 whole models",
+        "each of the 8 ranks loads the full model",
         replace(_yaml(), models=(replace(MODEL, nbytes=70 * GIB),)),
     ),
-    Pathology("accelerate.fsdp1", "asks for FSDP1", _yaml(fsdp_version=1)),
-    Pathology("accelerate.fsdp1", "asks for FSDP1", _yaml(fsdp_version=None)),
-    Pathology("accelerate.fsdp1", "asks for FSDP1", _arguments(fsdp_config={"version": 1})),
+    Pathology("accelerate.fsdp1", "uses FSDP1", _yaml(fsdp_version=1)),
+    Pathology("accelerate.fsdp1", "uses FSDP1", _yaml(fsdp_version=None)),
+    Pathology("accelerate.fsdp1", "uses FSDP1", _arguments(fsdp_config={"version": 1})),
     Pathology(
         "accelerate.fsdp1",
         "TrainingArguments before transformers 5.10",
@@ -301,10 +307,10 @@ PATHOLOGIES: tuple[Pathology, ...] = (
             _yaml(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1_000_000), models=(_TIED,)
         ),
     ),
-    Pathology("accelerate.one-group", "gathers the whole model", _yaml(fsdp_auto_wrap_policy="NO_WRAP")),
+    Pathology("accelerate.one-group", "gathers the full model", _yaml(fsdp_auto_wrap_policy="NO_WRAP")),
     Pathology(
         "accelerate.one-group",
-        "only where it says auto_wrap",
+        "only if it includes auto_wrap",
         replace(_arguments(fsdp=True), software={**SOFTWARE, "transformers": "5.9.0"}),
         ("software.gates",),
     ),
@@ -313,13 +319,13 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "accelerate.parallelism",
-        "tp_size is 2 together with FSDP",
+        "tp_size is 2, and FSDP is on",
         _yaml({"parallelism_config": {"parallelism_config_tp_size": 2}}),
     ),
     Pathology(
-        "accelerate.processes", "no multiple", _yaml({"num_machines": 3, "main_process_ip": "10.0.0.1"})
+        "accelerate.processes", "isn't a multiple", _yaml({"num_machines": 3, "main_process_ip": "10.0.0.1"})
     ),
-    Pathology("accelerate.processes", "WORLD_SIZE says 8", _yaml({"num_processes": 4})),
+    Pathology("accelerate.processes", "WORLD_SIZE is 8", _yaml({"num_processes": 4})),
     Pathology(
         "accelerate.main-process",
         "main_process_ip is not set",
@@ -347,16 +353,20 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("trainer.checkpointing", "once more than necessary", _arguments(gradient_checkpointing=True)),
     Pathology("trainer.low-bit-optimizer", "optim is adamw_bnb_8bit", _arguments(optim="adamw_bnb_8bit")),
     # ------------------------------------------------------------------------------------- files
-    Pathology("model.lost-file", "model-00002-of-00002", _model(lost=("model-00002-of-00002.safetensors",))),
     Pathology(
-        "model.damaged-file", "damaged or truncated", _model(damaged={"model.safetensors": "too short"})
+        "model.missing-file", "model-00002-of-00002", _model(lost=("model-00002-of-00002.safetensors",))
     ),
-    Pathology("model.outside", "Do not load this model", _model(outside=("../../etc/passwd",))),
-    Pathology("model.lfs-pointer", "no weights", _model(pointers=("model.safetensors",))),
+    Pathology(
+        "model.damaged-file", "corrupted or truncated", _model(damaged={"model.safetensors": "too short"})
+    ),
+    Pathology("model.outside", "Don't load this model", _model(outside=("../../etc/passwd",))),
+    Pathology("model.lfs-pointer", "contains no weights", _model(pointers=("model.safetensors",))),
     Pathology("model.pickle", "can run any code", _model(pickles=("pytorch_model.bin",))),
     Pathology("model.index", "tensor 'a' is stored twice", _model(problem="tensor 'a' is stored twice")),
-    Pathology("model.two-formats", "lacks 2 tensors", _model(only_pickled=("a", "b"))),
-    Pathology("model.lost-base", "its base /models/llama is not there", _model(base="/models/llama")),
+    Pathology("model.two-formats", "will miss 2 tensors", _model(only_pickled=("a", "b"))),
+    Pathology(
+        "model.missing-base", "its base model /models/llama doesn't exist", _model(base="/models/llama")
+    ),
     Pathology(
         "model.internal-names", "_orig_mod.lm_head.weight", _model(wrapped=("_orig_mod.lm_head.weight",))
     ),
@@ -365,12 +375,12 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "model.conversion", "without an error: olmo_hybrid", _model(config={"model_type": "olmo_hybrid"})
     ),
     Pathology(
-        "model.few-experts", "4 experts over 8 ranks", _model(config={"text_config": {"num_experts": 4}})
+        "model.few-experts", "4 experts across 8 ranks", _model(config={"text_config": {"num_experts": 4}})
     ),
     Pathology("model.quant-storage", "stored as uint8", _model(config=_BNB)),
     Pathology(
         "model.unified-memory",
-        "freezes the machine",
+        "will freeze the machine",
         replace(
             _machine(memory=_memory(is_unified=True, limit_bytes=128 * GIB, free_bytes=110 * GIB)),
             models=(replace(MODEL, nbytes=62 * GIB),),
@@ -378,19 +388,19 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "model.too-large",
-        "does not fit on this host",
+        "doesn't fit on this host",
         replace(_machine(gpus=0, gpu_files=0), models=(replace(MODEL, nbytes=600 * GIB),)),
     ),
-    Pathology("checkpoint.damaged", "passes this step by", _checkpoint(damaged={"step-00000300": "lost"})),
+    Pathology("checkpoint.damaged", "will skip this step", _checkpoint(damaged={"step-00000300": "lost"})),
     Pathology(
         "checkpoint.set-aside",
-        "no longer counts 1 step (",
+        "ignores 1 step (",
         _checkpoint(set_aside=("step-00000400.damaged-ab",)),
     ),
     Pathology("checkpoint.leftovers", "A save was killed", _checkpoint(leftovers=(".tmp-step-00000400-ab",))),
     Pathology(
         "checkpoint.per-rank",
-        "same number of ranks only",
+        "only be resumed on the same number of ranks",
         replace(
             HEALTHY,
             checkpoints=(Checkpoint(path="/x", kind="per-rank", per_rank=("pytorch_model_fsdp_rank0.bin",)),),
@@ -409,17 +419,17 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "checkpoint.incomplete",
-        "checkpoint-150 lacks scaler.pt, which the checkpoints next to it have.",
+        "checkpoint-150 is missing scaler.pt, which the checkpoints next to it have.",
         _checkpoint(path="/x/checkpoint-150", kind="full", lost_files=("scaler.pt",)),
     ),
     Pathology(
         "checkpoint.model-only",
-        "checkpoint-150 holds the model only",
+        "checkpoint-150 contains only the model",
         _checkpoint(path="/x/checkpoint-150", kind="full", lost=("optimizer",), is_model_only=True),
     ),
     Pathology(
         "checkpoint.model-only",
-        "2 checkpoints hold the model only",
+        "2 checkpoints contain only the model",
         replace(HEALTHY, checkpoints=MODEL_ONLY),
     ),
     Pathology(
@@ -443,7 +453,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "log.random-loss",
-        "its first loss was 11.9, and guessing among 151936 tokens costs 11.9",
+        "the first loss was 11.9, and guessing among 151936 tokens gives 11.9",
         replace(
             HEALTHY,
             logs=(replace(LOG, first_loss=11.9),),
@@ -479,7 +489,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     # ------------------------------------------------------------------------------------- ranks
     Pathology(
         "ranks.missing",
-        "rank 2 of 4 did not come",
+        "rank 2 of 4 didn't show up",
         replace(
             HEALTHY, meeting=replace(MEETING, ranks=(*MEETING.ranks[:2], MEETING.ranks[3]), missing=(2,))
         ),
@@ -499,16 +509,16 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "cores is 8 on rank 1 (node1)",
         _rank(1, limits={"cores": 8.0, "memory (bytes)": 512.0 * GIB}),
     ),
-    Pathology("ranks.clocks", "clock of rank 2 (node2) is 60 s ahead", _rank(2, clock_s=1_795_000_060.0)),
+    Pathology("ranks.clocks", "clock on rank 2 (node2) is 60 s ahead", _rank(2, clock_s=1_795_000_060.0)),
     Pathology(
         "ranks.files",
         "has 7 bytes on rank 1 (node1)",
         _rank(1, files={"/models/qwen/model.safetensors": 7}),
     ),
-    Pathology("ranks.not-shared", "rank 3 (node3) did not see", _rank(3, unseen={"/data/run": (0, 1, 2)})),
+    Pathology("ranks.not-shared", "rank 3 (node3) didn't see", _rank(3, unseen={"/data/run": (0, 1, 2)})),
     Pathology(
         "path.foreign",
-        "No command of shardwise reads it: it is a GGUF model",
+        "shardwise can't read it: it's a GGUF model",
         replace(HEALTHY, foreign=(Foreign(path="/x/a.gguf", name="a GGUF model", instead="Take another."),)),
     ),
     Pathology("path.absent", "there is no such file or directory", replace(HEALTHY, absent=("/nope",))),

@@ -391,7 +391,7 @@ def other_clock(folder: Path, ahead_s: int) -> dict[str, str]:
 
 CLOCKS: dict[tuple[str, ...], tuple[int, str]] = {
     ("storage.clock",): (3600, "3600 s behind"),
-    ("storage.clock", "machine.clock"): (-1_700_000_000, "clock is before 2024"),
+    ("storage.clock", "machine.clock"): (-1_700_000_000, "clock is set to a date before 2024"),
 }
 
 

@@ -166,16 +166,16 @@ def lose_base(folder: Path) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "model.lost-file": (
+    "model.missing-file": (
         lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
         "model-00002-of",
     ),
-    "model.damaged-file": (truncate, "model-00001-of-00002.safetensors is damaged"),
+    "model.damaged-file": (truncate, "model-00001-of-00002.safetensors is corrupted"),
     "model.outside": (lead_outside, "../../etc/passwd"),
     "model.lfs-pointer": (leave_pointer, "Git LFS pointer"),
     "model.pickle": (pickle_it, "pytorch_model.bin"),
-    "model.two-formats": (pickle_half, "which are in pickles alone"),
-    "model.lost-base": (lose_base, "its base /home/me/models/llama is not there"),
+    "model.two-formats": (pickle_half, "which are only in pickles"),
+    "model.missing-base": (lose_base, "its base model /home/me/models/llama doesn't exist"),
     "model.index": (store_twice, "can't be loaded"),
     "model.few-experts": (few_experts, "2 experts over 4 ranks"),
     "model.quant-storage": (four_bits, "uint8"),
@@ -312,7 +312,7 @@ LOST = {
     "optimizer.pt": "checkpoint-4 has no optimizer: a resume from it starts with fresh moments, and the loss jumps.",
     "scheduler.pt": "checkpoint-4 has no scheduler: the HF Trainer then restores neither scheduler nor optimizer",
     "rng_state.pth": "checkpoint-4 has no RNG states: dropout",
-    "model.safetensors": "checkpoint-4 lacks model.safetensors, which the checkpoints next to it have.",
+    "model.safetensors": "checkpoint-4 is missing model.safetensors, which the checkpoints next to it have.",
 }
 
 
@@ -374,7 +374,9 @@ def test_checkpoints_of_a_shardwise_trainer_that_saves_the_model_only(tmp_path: 
     """Its steps have manifests. Found once for all of them, also for those that are only listed."""
     plain = trainer(tmp_path / "out", qwen(), max_steps=5, save_steps=1, save_only_model=True)
     ShardwiseTrainer(plain.model, plain.args, train_dataset=plain.train_dataset).train()
-    check(found(tmp_path / "out"), here, "checkpoint.model-only", words="5 checkpoints hold the model only")
+    check(
+        found(tmp_path / "out"), here, "checkpoint.model-only", words="5 checkpoints contain only the model"
+    )
 
 
 def test_pickles_of_several_checkpoints_are_noted_once(trained: Path) -> None:
@@ -388,7 +390,7 @@ def test_files_of_a_trainers_run_stand_for_themselves(trained: Path, tmp_path: P
     state, pickled = (trained / "checkpoint-4" / name for name in ("trainer_state.json", "training_args.bin"))
     facts = collect([str(state), str(pickled)])
     assert facts.taken_for == {
-        str(state): "the state of the HF Trainer, 4 losses",
+        str(state): "the HF Trainer's state, 4 losses",
         str(pickled): "TrainingArguments, read from a pickle without running it",
     }
     check(found(state, pickled), here)
@@ -545,7 +547,7 @@ def test_an_installed_version(
 
 MOUNTS = {
     "storage.nfs-soft": "36 35 0:50 / {} rw,relatime shared:7 - nfs4 srv:/x rw,vers=4.2,soft,acdirmax=60",
-    "storage.nfs-late": "36 35 0:50 / {} rw,relatime - nfs4 srv:/x rw,vers=4.2,hard,actimeo=600",
+    "storage.nfs-stale": "36 35 0:50 / {} rw,relatime - nfs4 srv:/x rw,vers=4.2,hard,actimeo=600",
     "storage.nfs-locks": "36 35 0:50 /sub {} rw - nfs srv:/x rw,vers=3,hard,nolock",
     "storage.over-object-store": "36 35 0:50 / {} rw,nosuid - fuse.gcsfuse bucket rw,user_id=0",
 }
@@ -588,13 +590,16 @@ def test_a_model_larger_than_the_host(tmp_path: Path, here: set[str]) -> None:
     assert budget is not None
     if torch.accelerator.current_accelerator(check_available=True) is None:
         model = huge(tmp_path / "huge", budget.limit_bytes + 1024**3)
-        check(found(model), here, "model.too-large", words="does not fit on this host")
+        check(found(model), here, "model.too-large", words="doesn't fit on this host")
     path = tmp_path / "config.yaml"
     base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
     path.write_text(yaml.safe_dump({**base, "fsdp_config": FSDP2}))
     model = huge(tmp_path / "half", int(0.7 * budget.free_bytes))
     check(
-        found(model, path, ranks=2), here, "accelerate.not-ram-efficient", words="2 ranks hold 2 whole models"
+        found(model, path, ranks=2),
+        here,
+        "accelerate.not-ram-efficient",
+        words="each of the 2 ranks loads the full model",
     )
 
 

@@ -96,8 +96,8 @@ def test_the_command_says_what_it_took_each_path_for(
         steps / "step-00000001": "a checkpoint",
         log: "a log, 4 losses, 0 known lines",
         trainer: "a run of the HF Trainer or Accelerate, steps 2, 4; 4 losses in checkpoint-4/trainer_state.json",
-        lost: "nothing: it does not exist",
-        tmp_path: "a directory to write to; wrote test files to it, and deleted them",
+        lost: "nothing: it doesn't exist",
+        tmp_path: "a directory to write to; wrote test files to it and deleted them",
         new: f"a directory that the run will create; wrote test files to {tmp_path}",
     }
     given = [str(path) for path in words if path != new]

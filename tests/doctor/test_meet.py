@@ -80,7 +80,7 @@ def check_missing(document: Any, rank: int) -> None:
     meeting = document["facts"]["meeting"]
     assert meeting["missing"] == [rank]
     assert meeting["waited_s"] < 27
-    assert f"rank {rank} of {meeting['world_size']} did not come" in of_ranks(document)["ranks.missing"]
+    assert f"rank {rank} of {meeting['world_size']} didn't show up" in of_ranks(document)["ranks.missing"]
 
 
 def other_accelerate(folder: Path) -> Path:
@@ -145,7 +145,7 @@ def test_the_odd_one_out_and_the_missing_one_are_named(tmp_path: Path) -> None:
             "ranks.not-shared",
         }
         assert f"config.json has 2 bytes on rank 2 ({host})" in said["ranks.files"]
-        assert "did not see the file that rank" in said["ranks.not-shared"]
+        assert "didn't see the file that rank" in said["ranks.not-shared"]
         places = [f["where"] for f in document["findings"] if f["rule"] == "storage.memory"]
         assert any(where.startswith(f"rank 2 ({host}): ") for where in places), "what only rank 2 has found"
     assert list(run.iterdir()) == []

@@ -63,7 +63,7 @@ def forked(
 
 
 LIMITS = {
-    "machine.open-files": ({resource.RLIMIT_NOFILE: 200}, "its limit is 200"),
+    "machine.open-files": ({resource.RLIMIT_NOFILE: 200}, "it's only 200"),
     "machine.file-size": ({resource.RLIMIT_FSIZE: 1024**3}, "more than 1.0 GiB"),
 }
 
@@ -101,7 +101,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "launch.mpi-world": ({"OMPI_COMM_WORLD_SIZE": "8", "WORLD_SIZE": "1"}, "mpirun started 8"),
     "launch.devices": ({"CUDA_VISIBLE_DEVICES": "0", "LOCAL_WORLD_SIZE": "2"}, "1 are visible for 2 ranks"),
-    "launch.ram-efficient-off": ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "True"}, "Every rank loads the whole"),
+    "launch.ram-efficient-off": ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "True"}, "Every rank loads the full"),
     "launch.fsdp1": ({"ACCELERATE_USE_FSDP": "true"}, "FSDP1"),
     "launch.no-watchdog": ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "wait forever"),
     "machine.threads": ({"OMP_NUM_THREADS": "4096"}, "4096 threads"),
@@ -132,7 +132,7 @@ def _in_tmpfs(folder: Path, options: str, fill: int = 0) -> list[dict[str, str]]
 
 
 FILE_SYSTEMS = {
-    "size=16m": ({"storage.memory", "storage.space"}, "are free"),
+    "size=16m": ({"storage.memory", "storage.space"}, "is free"),
     "size=2g,nr_inodes=60": ({"storage.memory", "storage.inodes"}, "inodes are left"),
     "size=2g,ro": ({"storage.memory", "storage.not-writable"}, "Read-only file system"),
 }

@@ -49,8 +49,8 @@ def _no_deletion(asked: Asked) -> Do | None:
 
 
 SPOILT: dict[str, tuple[str, Callable[[Asked], Do | None], str]] = {
-    "refused": ("bucket.refused", _refused, "can't list this prefix"),
-    "not written": ("bucket.refused", _not_written, "can't write this prefix"),
+    "refused": ("bucket.refused", _refused, "can't list objects under this prefix"),
+    "not written": ("bucket.refused", _not_written, "can't write objects under this prefix"),
     "no If-None-Match": (
         "bucket.no-conditions",
         lambda asked: Do(without=("if-none-match",)),
@@ -78,7 +78,7 @@ def test_a_bucket(what: str, proxy: Proxy, server: S3Server) -> None:
 @pytest.mark.parametrize(
     ("action", "rule", "words"),
     [
-        ("s3:PutObject", "bucket.refused", "can't write this prefix"),
+        ("s3:PutObject", "bucket.refused", "can't write objects under this prefix"),
         ("s3:DeleteObject", "bucket.no-delete", "nothing can be deleted"),
     ],
 )

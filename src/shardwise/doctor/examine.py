@@ -218,7 +218,7 @@ def _look_at(path: str, found: _Found) -> str:
     if os.path.lexists(path):
         return _look_at_file(path, found)
     found.absent.append(path)
-    return "nothing: it does not exist"
+    return "nothing: it doesn't exist"
 
 
 def _look_at_output(path: str, found: _Found) -> str:
@@ -254,7 +254,7 @@ def _look_in(path: str, found: _Found) -> str:
         return "a model directory" + _and_its_run(path, found)
     if not foreign:
         found.places.append(look_at_place(path))
-    return foreign or "a directory to write to; wrote test files to it, and deleted them"
+    return foreign or "a directory to write to; wrote test files to it and deleted them"
 
 
 def _and_its_run(path: str, found: _Found) -> str:
@@ -313,7 +313,7 @@ def _look_at_url(url: str, found: _Found) -> str:
         return "a URL to write to, which can't be listed"
     if foreign := _note_foreign(url, found):
         return foreign
-    words = "a URL to write to; wrote test objects to it, and deleted them"
+    words = "a URL to write to; wrote test objects to it and deleted them"
     if names and holds_checkpoint(url, names):
         checkpoint = look_at_checkpoint(url, names)
         found.checkpoints.append(checkpoint)
@@ -350,13 +350,13 @@ def _look_at_file(path: str, found: _Found) -> str:
             return "TrainingArguments"
         if is_accelerate(settings):
             found.accelerate.append(settings)
-            return "a configuration of Accelerate"
+            return "an Accelerate configuration"
     elif os.path.isfile(path) and not path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")):
         log = read_log(path)
         found.logs.append(log)
         return f"a log, {count(log.losses, 'loss', 'losses')}, {count(len(log.lines), 'known line')}"
     found.unknown.append(path)
-    return "nothing that doctor knows"
+    return "nothing that doctor recognizes"
 
 
 def _look_at_state(path: str, found: _Found) -> str:
@@ -365,7 +365,7 @@ def _look_at_state(path: str, found: _Found) -> str:
     root = os.path.dirname(folder) if OTHERS_NAME.fullmatch(os.path.basename(folder)) else folder
     points = losses_in(path)
     found.logs.append(log_of_losses(path, points, numbered_steps(root), rates_in(path)))
-    return f"the state of the HF Trainer, {count(len(points), 'loss', 'losses')}"
+    return f"the HF Trainer's state, {count(len(points), 'loss', 'losses')}"
 
 
 def _words_of(checkpoint: Checkpoint) -> str:
@@ -674,8 +674,8 @@ def _unknown(facts: Facts) -> Iterator[Bite]:
     for path in facts.unknown:
         yield Bite(
             path,
-            "Nothing was checked here: doctor doesn't recognize it as a configuration, model, checkpoint, log or directory.",
-            "A YAML needs the names of accelerate config, a JSON those of TrainingArguments.",
+            "Nothing was checked here: doctor doesn't recognize it as a configuration, model, checkpoint, log, or directory.",
+            "A YAML file needs the keys that accelerate config writes, and a JSON file those of TrainingArguments.",
             "Pass the directory that contains the weights, or the file that the launcher reads.",
         )
 
@@ -685,7 +685,7 @@ def _absent(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             path,
             "Nothing was checked here: there is no such file or directory.",
-            "The path is misspelled, or its storage is not mounted on this host.",
+            "The path is misspelled, or its storage isn't mounted on this host.",
             "Correct it, or use --run for a directory that the run will create.",
         )
 
@@ -694,8 +694,8 @@ def _foreign(facts: Facts) -> Iterator[Bite]:
     for one in facts.foreign:
         yield Bite(
             one.path,
-            f"No command of shardwise reads it: it is {one.name}.",
-            "Its names or first bytes say so; its contents can't be sharded from there.",
+            f"shardwise can't read it: it's {one.name}.",
+            "Its file names or first bytes show this; shardwise can't shard what it contains.",
             one.instead,
         )
 

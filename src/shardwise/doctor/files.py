@@ -171,7 +171,7 @@ def _slices(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         matrix = _LORA.search(name)
         has = None if matrix is None or len(shape) != 2 else shape[0 if matrix[1] == "A" else 1]
         if has is not None and has != rank:
-            found.append(f"{name} has rank {has}, and {_ADAPTER} says {rank}")
+            found.append(f"{name} has rank {has}, but {_ADAPTER} says {rank}")
     return tuple(found)
 
 
@@ -206,7 +206,7 @@ def _index(path: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
         return _without(str(error), path), (), ()
     found = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found:
-        return f"{INDEX_NAME}: its weight_map is lost, empty or not an object", (), ()
+        return f"{INDEX_NAME}: its weight_map is missing, empty, or not an object", (), ()
     files = list(dict.fromkeys(brief(f) if not isinstance(f, str) else f for f in found.values()))
     outside = tuple(f for f in files if not is_inside(f) or "/" in f)
     return None, outside, tuple(f for f in files if f not in outside)
@@ -222,7 +222,7 @@ def _problem(path: str) -> str | None:
         return None
     more = f" and {len(unheld) - 5} more" if len(unheld) > 5 else ""
     lost = ", ".join(f"{name} (in {file})" for name, file in list(unheld.items())[:5])
-    return f"{INDEX_NAME}: lists tensors that their files do not hold: {lost}{more}"
+    return f"{INDEX_NAME}: lists tensors that their files don't contain: {lost}{more}"
 
 
 def _config(path: str) -> dict[str, Any]:

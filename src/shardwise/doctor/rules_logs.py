@@ -35,9 +35,9 @@ def _random_loss(facts: Facts) -> Iterator[Bite]:
             if log.first_loss is not None and words and log.first_loss > 0.95 * math.log(words):
                 yield Bite(
                     f"{log.path}: loss {log.first_loss:g}",
-                    f"The model trained from random weights, or from damaged ones: its first loss was {log.first_loss:g}, and "
-                    f"guessing among {words} tokens costs {math.log(words):.1f}.",
-                    "Weights were not loaded, or buffers that are not stored (RoPE's inv_freq) were emptied with to_empty.",
+                    f"Training started from random or corrupted weights: the first loss was {log.first_loss:g}, and "
+                    f"guessing among {words} tokens gives {math.log(words):.1f}.",
+                    "Weights weren't loaded, or to_empty left buffers uninitialized that aren't stored, such as RoPE's inv_freq.",
                     f"Load {model.path} with sw.load_pretrained, and build with sw.meta_init, which keeps such buffers.",
                 )
 
@@ -76,9 +76,9 @@ def _not_a_number(facts: Facts) -> Iterator[Bite]:
         if log.not_a_number is not None:
             yield Bite(
                 f"{log.path}: {log.not_a_number}",
-                "The loss is NaN or infinite.",
-                "A step overflowed, or weights are damaged. Every checkpoint saved since then contains such values.",
-                "Resume from a step before it: checkpoints.resume(state, step=N). shardwise verify shows whether files are damaged "
+                "The loss became NaN or infinite.",
+                "A step overflowed, or weights are corrupted. Every checkpoint saved since then contains such values.",
+                "Resume from a step before it: checkpoints.resume(state, step=N). shardwise verify shows whether files are corrupted "
                 "or training diverged.",
             )
 
@@ -104,11 +104,11 @@ LOGS = (
         _jump,
     ),
     Rule("log.lr-jump", "The learning rate jumped back after a resume", "case 5", _rate_jump),
-    Rule("log.nan-loss", "The loss is NaN or infinite", "case 5", _not_a_number),
-    Rule("log.rising-loss", "The loss rises throughout the log", "case 5", _rise, kind="note"),
+    Rule("log.nan-loss", "The loss became NaN or infinite", "case 5", _not_a_number),
+    Rule("log.rising-loss", "The loss rose throughout the log", "case 5", _rise, kind="note"),
     Rule(
         "log.random-loss",
-        "The initial loss is as high as with random weights",
+        "The initial loss was as high as with random weights",
         "case 9; case 10",
         _random_loss,
     ),
@@ -144,7 +144,7 @@ def _missing(facts: Facts) -> Iterator[Bite]:
         names = ", ".join(map(str, facts.meeting.missing[:16]))
         yield Bite(
             f"rank {names}",
-            f"A run would hang at its start: rank {names} of {facts.meeting.world_size} did not come in "
+            f"A run would hang at startup: rank {names} of {facts.meeting.world_size} didn't show up within "
             f"{facts.meeting.waited_s:.0f} s.",
             "Its process didn't start, died, is waiting for storage, or can't reach MASTER_ADDR.",
             "Check that rank's log and host, or leave the host out.",
@@ -155,8 +155,8 @@ def _no_store(facts: Facts) -> Iterator[Bite]:
     if facts.meeting is not None and facts.meeting.problem is not None:
         yield Bite(
             "MASTER_ADDR, MASTER_PORT",
-            f"A run would not start: rank 0 can't listen for the other ranks ({facts.meeting.problem}).",
-            "Another program, often an earlier launch, has the port, or the address is not one of this host's.",
+            f"A run wouldn't start: rank 0 can't listen for the other ranks ({facts.meeting.problem}).",
+            "Another program, often an earlier launch, is using the port, or the address isn't one of this host's.",
             "Stop it, or choose a free MASTER_PORT.",
         )
 
@@ -185,7 +185,7 @@ def _limits(facts: Facts) -> Iterator[Bite]:
                 yield Bite(
                     _named(odd),
                     f"The run fails where the limit is lowest: {name} is {odd[0].limits.get(name, 0.0):g} on {_named(odd)}, and "
-                    f"{usual:g} on most.",
+                    f"{usual:g} on most others.",
                     "Another job shares that host, or its container was started with different limits.",
                     "Give all hosts the same limits, or leave that host out.",
                 )
@@ -199,7 +199,7 @@ def _clocks(facts: Facts) -> Iterator[Bite]:
             apart_s = odd[0].clock_s - middle
             yield Bite(
                 _named(odd),
-                f"Times of logs and files can't be compared: the clock of {_named(odd)} is {abs(apart_s):.0f} s "
+                f"Timestamps in logs and files can't be compared: the clock on {_named(odd)} is {abs(apart_s):.0f} s "
                 f"{'ahead' if apart_s > 0 else 'behind'}.",
                 "Stores reject signed requests if the clocks are more than 15 minutes apart.",
                 "Start the time service on that host (chronyd).",
@@ -217,13 +217,13 @@ def _files(facts: Facts) -> Iterator[Bite]:
         if found:
             name, usual, odd = found[0]
             size = (odd[0].files or {}).get(name)
-            what = "is not there" if size is None else f"has {size} bytes"
-            most = "it is not there" if usual is None else f"it has {usual}"
+            what = "is missing" if size is None else f"has {size} bytes"
+            most = "it's missing" if usual is None else f"it has {usual} bytes"
             more = f" ({len(found) - 1} more files differ)" if len(found) > 1 else ""
             yield Bite(
                 _named(odd),
                 f"Ranks would load different files: {name} {what} on {_named(odd)}, and on the other hosts {most}{more}.",
-                "The directory isn't shared, a copy was interrupted, or the file system shows it late.",
+                "The directory isn't shared, a copy was interrupted, or the file system doesn't show it yet.",
                 "Copy it again on that host (shardwise copy), or use a directory that all hosts share.",
             )
 
@@ -235,22 +235,20 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
             hidden = blind[0].unseen[path]
             yield Bite(
                 path,
-                f"A save fails or is split up: {_named(blind)} did not see the file that rank {hidden[0]} wrote there.",
+                f"A save will fail or be split up: {_named(blind)} didn't see the file that rank {hidden[0]} wrote there.",
                 "The directory is local to each host, or the file system shows other hosts' files late.",
                 "Use a directory that all hosts share, or the URL of an object store.",
             )
 
 
 RANKS = (
-    Rule("ranks.missing", "a rank that didn't arrive in time", "case 19", _missing),
-    Rule(
-        "ranks.no-store", "rank 0 can't listen at MASTER_ADDR and MASTER_PORT", "torch.distributed", _no_store
-    ),
+    Rule("ranks.missing", "a rank that didn't show up in time", "case 19", _missing),
+    Rule("ranks.no-store", "rank 0 can't listen on MASTER_ADDR:MASTER_PORT", "torch.distributed", _no_store),
     Rule("ranks.versions", "package versions that differ across ranks", "case 4", _versions),
-    Rule("ranks.limits", "less memory, fewer cores or lower limits on some ranks", "case 2", _limits),
+    Rule("ranks.limits", "less memory, fewer cores, or lower limits on some ranks", "case 2", _limits),
     Rule(
         "ranks.clocks",
-        "a clock that is more than 5 s off from the other ranks'",
+        "a clock that differs from the other ranks' by more than 5 s",
         "S3's RequestTimeTooSkewed",
         _clocks,
     ),
@@ -335,8 +333,8 @@ def _space(facts: Facts) -> Iterator[Bite]:
             what = "A checkpoint of this model with AdamW" if facts.models else "A checkpoint"
             yield Bite(
                 place.path,
-                f"{what} does not fit: {gib(place.free_bytes)} are free, and {gib(needed)} are needed.",
-                "fp32 masters and two moments take 12 bytes for each trained parameter, and the old step stays until the "
+                f"{what} won't fit: {gib(place.free_bytes)} is free, but {gib(needed)} is needed.",
+                "fp32 master weights and two moments take 12 bytes per trained parameter, and the old step stays until the "
                 "new one is published.",
                 "Free up space, keep fewer steps (keep_last), or use a different directory.",
             )
@@ -385,9 +383,9 @@ def _clocks_of_storage(facts: Facts) -> Iterator[Bite]:
         if abs(ahead_s) > _MOST_AHEAD_S:
             yield Bite(
                 where,
-                f"Times of files are wrong: the storage's clock is {abs(ahead_s):.0f} s "
+                f"File timestamps will be wrong: the storage's clock is {abs(ahead_s):.0f} s "
                 f"{'ahead of' if ahead_s > 0 else 'behind'} this machine's.",
-                "Request signatures expire after 15 minutes of difference, and tools that compare file times mistake old "
+                "Stores reject requests if the clocks are more than 15 minutes apart, and tools that compare file times mistake old "
                 "files for new ones.",
                 "Synchronize both clocks with the same time service (chronyd).",
             )
@@ -415,8 +413,8 @@ STORAGE = (
     _failed(
         ("storage.not-writable", "files can't be written", "errno(3)"),
         "write",
-        bites="A save fails: nothing can be written here ({why}).",
-        why="The system refused a file of a few MiB, because of the mount, permissions, a quota or a limit of the process.",
+        bites="A save will fail: nothing can be written here ({why}).",
+        why="The system rejected a file of a few MiB because of the mount, permissions, a quota, or a process limit.",
         do="Give the run a directory that it can write to, or mount this one with the right user and rw.",
     ),
     each(
@@ -424,10 +422,10 @@ STORAGE = (
         ("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20"),
         when=lambda p: p.failures.keys() & {"fsync", "read"},
         bites=lambda p: (
-            f"A save fails or is lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
+            f"A save will fail or be lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
         ),
-        why="After a failed fsync the pages count as clean, so a second try reports success although the bytes are lost.",
-        do="Check dmesg for disk errors, and write elsewhere.",
+        why="After a failed fsync, the kernel marks the pages as clean, so a second try reports success although the data is lost.",
+        do="Check dmesg for disk errors, and save to a different disk.",
     ),
     Rule(
         "storage.space", "less than 1 GiB of free space, or less than 6× the model's size", "case 15", _space
@@ -437,7 +435,7 @@ STORAGE = (
         ("storage.inodes", "fewer than 10,000 free inodes", "statvfs(3)"),
         when=lambda p: p.free_inodes is not None and p.free_inodes < _LEAST_INODES,
         bites=lambda p: (
-            f"Saves end in 'No space left on device' although bytes are free: {p.free_inodes} inodes are left."
+            f"Saves will fail with 'No space left on device' although there's free space: only {p.free_inodes} inodes are left."
         ),
         why="Each file and directory takes one, and each rank writes its own files at each step.",
         do="Delete small files (caches, old logs), or ask for a larger file quota.",
@@ -446,7 +444,7 @@ STORAGE = (
         _mounted(*_IN_MEMORY),
         ("storage.memory", "tmpfs or ramfs", "tmpfs(5)"),
         when=lambda p: True,
-        bites="Checkpoints here are lost in a restart, and take up memory that training needs.",
+        bites="Checkpoints here are lost on a restart and take up memory that training needs.",
         why=lambda p: f"{_point(p)}: its files are pages of the host's memory, charged to the cgroup.",
         do="Use a directory on a disk or a shared file system, or the URL of an object store.",
     ),
@@ -464,7 +462,7 @@ STORAGE = (
         when=lambda p: _write_speed(p) < _LEAST_BYTES_S,
         bites=lambda p: f"Saves are slow: one process wrote {_write_speed(p) / _MIB:.0f} MiB/s with fsync.",
         why=lambda p: (
-            f"At that rate 10 GiB a rank take {10 * 1024 * _MIB / _write_speed(p) / 60:.0f} minutes, and collectives time "
+            f"At that rate, 10 GiB per rank takes {10 * 1024 * _MIB / _write_speed(p) / 60:.0f} minutes, but collectives time "
             "out after 10."
         ),
         do="Save in the background (Checkpointer(mode='async')) to a local disk with a mirror, or use faster storage.",
@@ -474,9 +472,9 @@ STORAGE = (
         ("storage.slow-read", "reads slower than 30 MiB/s", "transformers#48239"),
         when=lambda p: _read_speed(p) < _LEAST_BYTES_S,
         bites=lambda p: (
-            f"Loads are slow: one process read {_read_speed(p) / _MIB:.0f} MiB/s in pieces of 8 MiB."
+            f"Loads are slow: one process read {_read_speed(p) / _MIB:.0f} MiB/s in 8 MiB chunks."
         ),
-        why="1.4 TB took 31 minutes that way on 8 nodes, long enough for NCCL's timeout to kill the job.",
+        why="In one report, 1.4 TB took 31 minutes on 8 nodes, long enough for NCCL's timeout to kill the job.",
         do="Copy the files to a local disk once, or let ranks read each byte once (IOOptions, docs/concepts/strategies.md).",
     ),
     each(
@@ -497,15 +495,15 @@ STORAGE = (
     _failed(
         ("storage.no-exclusion", "the same lock is granted twice", _LOCKS),
         "exclude",
-        bites="Two runs may write to one directory: the file system grants the same lock twice.",
-        why="Locks are accepted and do nothing, as with local_lock or some FUSE file systems.",
+        bites="Two runs may write to the same directory: the file system grants the same lock twice.",
+        why="Locking succeeds but has no effect, as with local_lock or some FUSE file systems.",
         do="Give each run its own directory, or mount the file system with working locks.",
     ),
     _failed(
         ("storage.no-rename", "files can't be renamed", _LOCKS),
         "rename",
         bites="No step can be published: renaming failed ({why}).",
-        why="A checkpoint is published by one rename; file systems over object stores can't rename directories.",
+        why="A single rename publishes a checkpoint; file systems over object stores can't rename directories.",
         do="Use the URL of the store (s3://…, gs://…) instead of its mount.",
     ),
     each(
@@ -514,10 +512,10 @@ STORAGE = (
         kind="note",
         when=lambda p: "direct" in p.failures and p.mount is not None and p.mount.kind not in _IN_MEMORY,
         bites=lambda p: (
-            "Saves go through the page cache, which took three times as long: O_DIRECT fails "
+            "Saves go through the page cache, which took three times as long in our tests: O_DIRECT fails "
             f"({p.failures['direct']})."
         ),
-        why="This file system doesn't support direct writes, and cached bytes count against the cgroup.",
+        why="This file system doesn't support direct writes, and cached bytes count toward the cgroup's limit.",
         do="The data is fine; for speed, use ext4, xfs or a parallel file system.",
     ),
     each(
@@ -525,7 +523,7 @@ STORAGE = (
         ("storage.over-object-store", "a mounted object store (s3fs, gcsfuse, rclone, …)", _LOCKS),
         when=lambda p: True,
         bites="A reader may see half a checkpoint, and other hosts don't see locks.",
-        why=lambda p: f"{_point(p)}, files over an object store, where a rename copies object by object.",
+        why=lambda p: f"{_point(p)}: a file system over an object store, where a rename copies every object.",
         do="Use the URL of the store (s3://…, gs://…), where a single conditional write publishes a step.",
     ),
     each(
@@ -533,7 +531,7 @@ STORAGE = (
         ("storage.nfs-locks", "NFS mounted with nolock or local_lock", _NFS),
         when=_no_locks,
         bites=lambda p: (
-            f"Runs on two hosts may write into one directory: NFS is mounted with {_no_locks(p)[0]}."
+            f"Runs on two hosts may write to the same directory: NFS is mounted with {_no_locks(p)[0]}."
         ),
         why="Locks then stay on this host, and other hosts don't see them.",
         do=lambda p: f"Mount it without {_no_locks(p)[0]}.",
@@ -543,12 +541,12 @@ STORAGE = (
         ("storage.nfs-soft", "NFS mounted with soft", _NFS),
         when=lambda p: _options(p, "soft", "softerr"),
         bites="A slow server makes a save fail, or loses bytes without an error.",
-        why="NFS is mounted soft: after a few timeouts the client gives up on a write that was accepted.",
+        why="NFS is mounted soft: after a few timeouts, the client gives up on a write that was accepted.",
         do="Mount it hard, which is the default.",
     ),
     each(
         _mounted("nfs"),
-        ("storage.nfs-late", "NFS that caches attributes for more than 60 s", _NFS),
+        ("storage.nfs-stale", "NFS mounted with an attribute cache timeout above 60 s", _NFS),
         when=lambda p: _late_s(p)[0],
         bites=lambda p: (
             f"Other hosts see a new step up to {_late_s(p)[0]} s late: NFS is mounted with {_late_s(p)[1]}."
@@ -560,7 +558,7 @@ STORAGE = (
     ),
     Rule(
         "storage.clock",
-        "a storage clock more than 5 s off from this machine's",
+        "a storage clock that differs from this machine's by more than 5 s",
         "S3's RequestTimeTooSkewed",
         _clocks_of_storage,
     ),
@@ -568,17 +566,17 @@ STORAGE = (
         ("bucket.refused", "listing or writing is refused", "docs/howto/object-stores.md"),
         "list",
         "write",
-        bites="A run can't {step} this prefix: {why}.",
-        why="A checkpoint needs to list, write, read, replace conditionally, and delete.",
-        do="Check the endpoint, the region, the credentials and their permissions for this prefix.",
+        bites="A run can't {step} objects under this prefix: {why}.",
+        why="Checkpoints need permission to list, write, read, conditionally replace, and delete objects.",
+        do="Check the endpoint, the region, the credentials, and their permissions for this prefix.",
     ),
     _bucket(
         ("bucket.no-conditions", "conditional writes are ignored", "verl#7641"),
         "create",
         "replace",
         bites="Two runs may overwrite each other's steps: {why}.",
-        why="A step is published by one conditional write (If-None-Match, If-Match), which this store ignores or "
-        "rejects.",
+        why="A single conditional write (If-None-Match, If-Match) publishes a step, and this store ignores or rejects "
+        "it.",
         do="Use a store or a release with conditional writes, or give each run its own prefix.",
     ),
     _bucket(

@@ -53,8 +53,8 @@ def _processes_fit(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             memory.limit_from,
             f"{facts.ranks} ranks will be killed before they load anything: "
-            f"{gib(memory.free_bytes)} of {gib(memory.limit_bytes)} are free.",
-            "Each process takes 0.5 to 1 GiB for torch and transformers, and the limit is that of the cgroup or the machine.",
+            f"only {gib(memory.free_bytes)} of {gib(memory.limit_bytes)} is free.",
+            "Each process takes 0.5 to 1 GiB for torch and transformers, and all ranks share the limit of the cgroup or the machine.",
             "Raise the limit of the container or job, stop other processes, or start fewer ranks on this host.",
         )
 
@@ -64,9 +64,9 @@ def _shm(facts: Facts) -> Iterator[Bite]:
     if memory is not None and memory.shm_bytes is not None and memory.shm_bytes < _SHM_BYTES:
         yield Bite(
             "/dev/shm",
-            f"Data loaders with workers will end in a bus error: /dev/shm has {gib(memory.shm_bytes)}.",
+            f"Data loader workers will crash with a bus error: /dev/shm has only {gib(memory.shm_bytes)}.",
             "Workers pass batches through shared memory, and NCCL uses it between GPUs; containers get 64 MiB by default.",
-            "Start the container with --ipc=host or --shm-size=16g, or mount an emptyDir with medium Memory there.",
+            "Start the container with --ipc=host or --shm-size=16g, or mount an emptyDir with medium: Memory there.",
         )
 
 
@@ -75,9 +75,9 @@ def _open_files(facts: Facts) -> Iterator[Bite]:
     if limit is not None and limit < _OPEN_FILES:
         yield Bite(
             "RLIMIT_NOFILE",
-            f"A rank will run out of open files: its limit is {limit}.",
-            "Each file of weights, socket and shared tensor takes one.",
-            "Raise it before the start: ulimit -n 65536 (or LimitNOFILE= of the service).",
+            f"A rank will reach its open-file limit: it's only {limit}.",
+            "Each weight file, socket, and shared tensor counts as one.",
+            "Raise it before you launch: ulimit -n 65536 (or LimitNOFILE= in a systemd service).",
         )
 
 
@@ -86,9 +86,9 @@ def _file_size(facts: Facts) -> Iterator[Bite]:
     if limit is not None and limit < _FILE_BYTES:
         yield Bite(
             "RLIMIT_FSIZE",
-            f"A save or an export fails as soon as one file has more than {gib(limit)}.",
-            "The process may not write larger files, no matter how much space the disk has.",
-            "Raise it before the start: ulimit -f unlimited.",
+            f"A save or an export will fail as soon as a file grows larger than {gib(limit)}.",
+            "The process isn't allowed to write larger files, no matter how much space the disk has.",
+            "Raise it before you launch: ulimit -f unlimited.",
         )
 
 
@@ -97,9 +97,9 @@ def _locked(facts: Facts) -> Iterator[Bite]:
     if limit is not None and limit < _LOCKED_BYTES and facts.machine.has_rdma and nodes_of(facts) > 1:
         yield Bite(
             "RLIMIT_MEMLOCK",
-            f"NCCL can't register its buffers with the InfiniBand or RoCE adapter: {gib(limit)} may be locked.",
-            "RDMA needs pinned pages, and these count against the limit of locked memory.",
-            "Start with ulimit -l unlimited (docker run --ulimit memlock=-1).",
+            f"NCCL can't register its buffers with the InfiniBand or RoCE adapter: only {gib(limit)} may be locked.",
+            "RDMA needs pinned pages, which count toward the locked-memory limit.",
+            "Launch with ulimit -l unlimited (docker run --ulimit memlock=-1).",
         )
 
 
@@ -110,14 +110,14 @@ def _threads(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "OMP_NUM_THREADS",
             f"{facts.ranks} ranks × {threads} threads share {cores.usable:g} cores and slow each other down.",
-            "torch starts so many threads in every rank for each operator on the CPU.",
+            "In every rank, torch uses this many threads for each CPU operator.",
             f"Set OMP_NUM_THREADS={max(1, int(cores.usable) // facts.ranks)}.",
         )
     elif told is None and facts.ranks > 1 and "SLURM_PROCID" in facts.environment:
         yield Bite(
             "OMP_NUM_THREADS",
-            f"Each of {facts.ranks} ranks will start a thread for every one of {cores.usable:g} cores.",
-            "srun sets no OMP_NUM_THREADS; torchrun sets it to 1, and torch alone takes all cores.",
+            f"Each of the {facts.ranks} ranks will start a thread for every one of the {cores.usable:g} cores.",
+            "srun doesn't set OMP_NUM_THREADS. torchrun sets it to 1; without it, torch uses all cores.",
             f"Set OMP_NUM_THREADS={max(1, int(cores.usable) // facts.ranks)}.",
         )
 
@@ -128,12 +128,12 @@ def _cores(facts: Facts) -> Iterator[Bite]:
         what = (
             f"the quota in {cores.quota_from}"
             if cores.quota_from
-            else "the process's affinity or the machine"
+            else "the process's CPU affinity or the machine"
         )
         yield Bite(
             cores.quota_from or "cores",
-            f"{facts.ranks} ranks share {cores.usable:g} cores: each load, save and step waits for the CPU.",
-            f"This is what {what} allows; the machine has {cores.machine}.",
+            f"{facts.ranks} ranks share {cores.usable:g} cores: each load, save, and step waits for the CPU.",
+            f"That's what {what} allows; the machine has {cores.machine}.",
             "Give the container or job at least one core per rank (cpus, --cpus-per-task), or start fewer ranks.",
         )
 
@@ -155,7 +155,7 @@ def _unresolved(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             network.host,
             "Ranks on other hosts can't reach this one: its name can't be resolved.",
-            "gloo then takes the loopback address, with a warning that is easily missed.",
+            "gloo then uses the loopback address, and its warning is easy to miss.",
             "Add the name with its address to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface between the hosts.",
         )
 
@@ -174,7 +174,7 @@ def _no_interface(facts: Facts) -> Iterator[Bite]:
                 name,
                 f"The process group won't start: this host has no interface {', '.join(lost)}.",
                 f"Its interfaces are {', '.join(known)}; names differ between hosts and containers.",
-                f"Set {name} to one of them, on each host separately.",
+                f"On each host, set {name} to one of that host's interfaces.",
             )
 
 
@@ -200,7 +200,7 @@ def _slow_interface(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             network.host,
             f"Traffic between ranks goes through {network.interface}, not through {fast[0]}.",
-            "The host's name resolves to the slower interface; recovery from a peer took 800 s instead of 20 s that way.",
+            "The host's name resolves to the slower interface. In one report, recovery from a peer took 800 s instead of 20 s.",
             f"Set GLOO_SOCKET_IFNAME={fast[0]} and NCCL_SOCKET_IFNAME={fast[0]}, or make the name resolve to its address.",
         )
 
@@ -209,8 +209,8 @@ def _clock(facts: Facts) -> Iterator[Bite]:
     if facts.machine.clock_s < _EARLIEST_S:
         yield Bite(
             "clock",
-            "Requests to the hub and to object stores will be refused: this machine's clock is before 2024.",
-            "Certificates aren't valid yet at that time, and request signatures have expired.",
+            "Requests to the Hub and to object stores will be rejected: this machine's clock is set to a date before 2024.",
+            "Certificates aren't valid yet on that date, and stores treat the requests' signatures as expired.",
             "Set the clock, or start its time service (chronyd, systemd-timesyncd).",
         )
 
@@ -223,8 +223,8 @@ def _gpus_unseen(facts: Facts) -> Iterator[Bite]:
     ):
         yield Bite(
             "/dev/nvidia0",
-            f"Training runs on the CPU, or not at all: torch sees none of {facts.machine.gpu_files} GPUs.",
-            f"torch {facts.software.get('torch', '')} is built without CUDA, or needs a newer driver.",
+            f"Training will run on the CPU, or not at all: torch sees none of {facts.machine.gpu_files} GPUs.",
+            f"torch {facts.software.get('torch', '')} was built without CUDA, or needs a newer driver.",
             "Run python -c 'import torch; torch.cuda.init()' to see the error, and install the torch build that matches the driver.",
         )
 
@@ -248,7 +248,7 @@ MACHINE = (
     Rule(
         "machine.threads",
         "ranks × OMP_NUM_THREADS above twice the cores, or the variable unset under srun",
-        "torch.distributed.run, which sets it to 1",
+        "torch.distributed.run (sets it to 1)",
         _threads,
     ),
     Rule(
@@ -304,9 +304,9 @@ def _incomplete(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             ", ".join(lost),
             f"init_process_group fails: {', '.join(given)} {'is' if len(given) == 1 else 'are'} set, "
-            f"and {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not.",
-            "env:// needs all four; one left over from another launch is enough for libraries to treat this process as a rank.",
-            f"Start with torchrun, or unset {', '.join(given)}.",
+            f"but {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not.",
+            "env:// needs all four. If even one is left over from another launch, libraries treat this process as a rank.",
+            f"Launch with torchrun, or unset {', '.join(given)}.",
         )
 
 
@@ -324,9 +324,9 @@ def _numbers(facts: Facts) -> Iterator[Bite]:
         if low is None or high is None or low > high or (is_rank and low == high):
             yield Bite(
                 f"{inner}, {outer}",
-                f"The ranks wait for one that can't come: {inner}={told[inner]} and {outer}={told[outer]}.",
-                "Ranks count from 0, and a host can't have more than all of them; two launchers have set these variables.",
-                "Use one launcher, in a shell where neither is set.",
+                f"The ranks will wait for one that can't exist: {inner}={told[inner]} and {outer}={told[outer]}.",
+                "Ranks are numbered from 0, and a host can't have more ranks than there are. Most likely, two launchers set these variables.",
+                "Use only one launcher, in a shell where neither variable is set.",
             )
 
 
@@ -347,7 +347,7 @@ def _master(facts: Facts) -> Iterator[Bite]:
     if (address.startswith("127.") or address in ("localhost", "::1")) and nodes_of(facts) > 1:
         yield Bite(
             "MASTER_ADDR",
-            f"Ranks of every host but the first wait until the timeout: MASTER_ADDR={address}.",
+            f"Ranks on every host except the first will wait until the timeout: MASTER_ADDR={address}.",
             "On each host, that address means the host itself.",
             "Set it to a name for the first host that the other hosts can resolve.",
         )
@@ -362,8 +362,8 @@ def _many_torchruns(facts: Facts) -> Iterator[Bite]:
         yield Bite(
             "SLURM_NTASKS_PER_NODE",
             f"Several ranks share each GPU: srun starts torchrun {tasks} times on every host.",
-            "torchrun starts the ranks of a host itself; NCCL then ends with 'Duplicate GPU detected', or the group waits.",
-            "Ask for --ntasks-per-node=1 with torchrun, or let srun start the ranks without it.",
+            "Each torchrun starts all of a host's ranks. NCCL then fails with 'Duplicate GPU detected', or the process group hangs.",
+            "Use --ntasks-per-node=1 with torchrun, or let srun start the ranks without torchrun.",
         )
 
 
@@ -374,17 +374,17 @@ def _slurm_size(facts: Facts) -> Iterator[Bite]:
     if tasks and world and not elastic and "SLURM_PROCID" in told and tasks not in (1, world):
         yield Bite(
             "WORLD_SIZE, SLURM_NTASKS",
-            f"The group waits for ranks that do not exist, or leaves some out: WORLD_SIZE={world}, and srun started {tasks}.",
-            "The script sets WORLD_SIZE by hand, and the job was changed.",
+            f"The process group will wait for ranks that don't exist, or leave some out: WORLD_SIZE={world}, but srun started {tasks}.",
+            "The script sets a fixed WORLD_SIZE, and the size of the job has changed.",
             "Set WORLD_SIZE=$SLURM_NTASKS and RANK=$SLURM_PROCID in the line that srun runs.",
         )
     task, rank = number(told.get("SLURM_PROCID")), number(told.get("RANK"))
     if not elastic and tasks == world and tasks and task is not None and rank is not None and task != rank:
         yield Bite(
             "RANK, SLURM_PROCID",
-            f"Two ranks have one number: RANK={rank} in task {task}.",
+            f"Several tasks have the same rank: RANK={rank} in task {task}.",
             "RANK was set before srun, which passes the same value to every task.",
-            "Set RANK=$SLURM_PROCID inside of srun: srun bash -c 'RANK=$SLURM_PROCID …'.",
+            "Set RANK=$SLURM_PROCID inside srun: srun bash -c 'RANK=$SLURM_PROCID …'.",
         )
 
 
@@ -394,7 +394,7 @@ def _mpi_size(facts: Facts) -> Iterator[Bite]:
     if size and world and size != world and not any(n.startswith("TORCHELASTIC_") for n in told):
         yield Bite(
             "WORLD_SIZE, OMPI_COMM_WORLD_SIZE",
-            f"The group waits, or leaves ranks out: WORLD_SIZE={world}, and mpirun started {size}.",
+            f"The process group will hang, or leave ranks out: WORLD_SIZE={world}, but mpirun started {size}.",
             "mpirun sets its own variables, and WORLD_SIZE is left over from elsewhere.",
             "Set RANK and WORLD_SIZE from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE.",
         )
@@ -409,15 +409,15 @@ def _devices(facts: Facts) -> Iterator[Bite]:
     if len(set(devices)) < len(devices):
         yield Bite(
             "CUDA_VISIBLE_DEVICES",
-            f"torch sees no GPU, or fewer: {given} names one twice.",
+            f"torch sees no GPUs, or too few: {given} lists one twice.",
             "CUDA stops at a device that is listed twice.",
             "List each device once.",
         )
     elif local and local > len(devices):
         yield Bite(
             "CUDA_VISIBLE_DEVICES, LOCAL_WORLD_SIZE",
-            f"Rank {len(devices)} of this host finds no GPU: {len(devices)} are visible for {local} ranks.",
-            "Each rank takes the device of its LOCAL_RANK.",
+            f"Rank {len(devices)} on this host won't find a GPU: {len(devices)} are visible for {local} ranks.",
+            "Each rank uses the device whose number is its LOCAL_RANK.",
             f"Start {len(devices)} ranks here (--nproc-per-node), or make more devices visible.",
         )
 
@@ -429,9 +429,9 @@ def _ram_efficient_off(facts: Facts) -> Iterator[Bite]:
     ):
         yield Bite(
             "FSDP_CPU_RAM_EFFICIENT_LOADING",
-            "Every rank loads the whole model into host memory, although this variable asks for the opposite.",
+            "Every rank loads the full model into host memory, even though this variable is meant to prevent that.",
             "transformers and Accelerate respect it only with ACCELERATE_USE_FSDP=true, which accelerate launch sets.",
-            "Start with accelerate launch, set ACCELERATE_USE_FSDP=true, or load with sw.load_pretrained.",
+            "Use accelerate launch, set ACCELERATE_USE_FSDP=true, or load with sw.load_pretrained.",
         )
 
 
@@ -440,8 +440,8 @@ def _fsdp1(facts: Facts) -> Iterator[Bite]:
     if is_on(told.get("ACCELERATE_USE_FSDP", "")) and told.get("FSDP_VERSION", "1") != "2":
         yield Bite(
             "FSDP_VERSION",
-            "shardwise rejects the model: this launch asks for FSDP1, whose flat parameters nothing here can fill or save.",
-            "Accelerate takes version 1 unless FSDP_VERSION says 2.",
+            "shardwise will reject the model: this launch uses FSDP1, and shardwise can't load or save its flat parameters.",
+            "Accelerate uses FSDP1 unless FSDP_VERSION is 2.",
             "Set fsdp_version: 2 in the YAML, or FSDP_VERSION=2.",
         )
 
@@ -451,7 +451,7 @@ def _no_watchdog(facts: Facts) -> Iterator[Bite]:
         if facts.environment.get(name) == "0":
             yield Bite(
                 name,
-                "If a rank dies, the other ranks wait forever in their collective.",
+                "If a rank dies, the other ranks wait forever in a collective.",
                 "With 0, NCCL's watchdog doesn't stop a process whose collective timed out.",
                 f"Unset {name}: torch then stops the process, and the launcher notices.",
             )
@@ -463,7 +463,7 @@ def _needs(facts: Facts) -> Iterator[Bite]:
         if required.marker is None and not is_version(facts, required.name, str(required.specifier)):
             yield Bite(
                 required.name,
-                f"shardwise fails somewhere later: {required.name} is {facts.software[required.name]}.",
+                f"shardwise will fail at some point: {required.name} is {facts.software[required.name]}.",
                 f"It needs {required.name}{required.specifier}; older releases lack features that it uses, or describe shards incorrectly.",
                 f"pip install '{required.name}{required.specifier}'",
             )
@@ -487,7 +487,7 @@ def _peft(facts: Facts) -> Iterator[Bite]:
             "peft",
             f"PeftModel.from_pretrained raises a TypeError for a model with experts: peft {software['peft']} with transformers "
             f"{software['transformers']}.",
-            "It passes conversions an argument that transformers hasn't accepted since 5.6; shardwise opens adapters that need none.",
+            "It passes conversions an argument that transformers 5.6 and later don't accept. shardwise can open adapters that don't need a conversion.",
             "pip install 'peft>=0.20'",
         )
     if (
@@ -513,9 +513,9 @@ def _vision(facts: Facts) -> Iterator[Bite]:
         if other != wanted and (offset is not None or torch < (2, 9)):
             yield Bite(
                 name,
-                f"import {name} fails, and with it parts of transformers: {name} {facts.software[name]} "
+                f"import {name} fails, and so do parts of transformers: {name} {facts.software[name]} "
                 f"with torch {facts.software['torch']}.",
-                "It registers operators with the torch that it was built against ('operator torchvision::nms does not exist').",
+                "It registers its operators with the torch version that it was built for ('operator torchvision::nms does not exist').",
                 f"pip install '{name}=={wanted[0]}.{wanted[1]}.*', or remove it.",
             )
 
@@ -537,7 +537,7 @@ LAUNCH = (
     ),
     Rule(
         "launch.numbers",
-        "a rank outside its world size, or more local ranks than ranks",
+        "a rank outside the world size, or more local ranks than ranks in total",
         "torch.distributed",
         _numbers,
     ),
@@ -556,11 +556,11 @@ LAUNCH = (
     ),
     Rule(
         "launch.slurm-world",
-        "WORLD_SIZE or RANK that contradicts SLURM",
+        "a WORLD_SIZE or RANK that conflicts with SLURM",
         "pytorch-lightning#4389",
         _slurm_size,
     ),
-    Rule("launch.mpi-world", "WORLD_SIZE that contradicts Open MPI", "mpirun(1)", _mpi_size),
+    Rule("launch.mpi-world", "a WORLD_SIZE that conflicts with Open MPI", "mpirun(1)", _mpi_size),
     Rule(
         "launch.devices",
         "fewer visible GPUs than local ranks, or a GPU listed twice",
@@ -577,10 +577,10 @@ LAUNCH = (
     Rule("launch.no-watchdog", "TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "pytorch#155916", _no_watchdog),
 )
 SOFTWARE = (
-    Rule("software.requires", "a package that is too old for shardwise", "pyproject.toml", _needs),
+    Rule("software.requires", "a package that's too old for shardwise", "pyproject.toml", _needs),
     Rule(
         "software.gates",
-        "a package that is too old for some feature",
+        "a package that's too old for some features",
         "src/shardwise/gates.py",
         _gates,
         kind="note",
@@ -652,8 +652,8 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
         for name, how in model.damaged.items():
             yield Bite(
                 f"{model.path}/{name}",
-                f"The model can't be loaded: {name} is damaged or truncated ({how}).",
-                "Its header doesn't match its size: a download was cut short, or a different file has its name.",
+                f"The model can't be loaded: {name} is corrupted or truncated ({how}).",
+                "Its header doesn't match its size: a download was cut short, or the file was replaced by a different one.",
                 "Delete the file, and download it again.",
             )
 
@@ -664,9 +664,9 @@ def _experts(facts: Facts) -> Iterator[Bite]:
         if count is not None and 1 < count < facts.ranks:
             yield Bite(
                 model.path,
-                f"Loaders crash or hang on empty shards: {count} experts over {facts.ranks} ranks.",
+                f"Other loaders crash or hang on empty shards: {count} experts across {facts.ranks} ranks.",
                 "FSDP2 splits stacked experts along dim 0, and some ranks get none.",
-                "Load and save with shardwise, which takes empty shards, or use expert or tensor parallelism.",
+                "Load and save with shardwise, which supports empty shards, or use expert or tensor parallelism.",
             )
 
 
@@ -678,8 +678,8 @@ def _quant_storage(facts: Facts) -> Iterator[Bite]:
         if str(quantized.get("bnb_4bit_quant_storage", "uint8")) in ("uint8", "torch.uint8"):
             yield Bite(
                 model.path,
-                "QLoRA over FSDP crashes or trains nothing (loss 0.0): its 4-bit codes are stored as uint8.",
-                "FSDP2 only makes parameters with floating-point dtypes, and loses the quantization state of the rest.",
+                "QLoRA under FSDP crashes or doesn't train (loss 0.0): the 4-bit codes are stored as uint8.",
+                "FSDP2 only creates parameters with floating-point dtypes, and drops the quantization state of all others.",
                 "Load with sw.load_pretrained(quantized='keep'), which shards the codes (docs/howto/qlora.md), or set "
                 "bnb_4bit_quant_storage to bfloat16.",
             )
@@ -693,7 +693,7 @@ def _unified(facts: Facts) -> Iterator[Bite]:
         if model.nbytes <= memory.free_bytes < 2 * model.nbytes:
             yield Bite(
                 model.path,
-                f"Loading freezes the machine: host and device share {gib(memory.free_bytes)}, and the model has "
+                f"Loading will freeze the machine: host and device share {gib(memory.free_bytes)}, and the model takes "
                 f"{gib(model.nbytes)}.",
                 "A copy on the host and the files' pages stay in memory in addition to the copy on the device.",
                 "Load with sw.load_pretrained, which frees the pages as it reads (docs/cases/4-unified-memory.md).",
@@ -708,8 +708,8 @@ def _too_large(facts: Facts) -> Iterator[Bite]:
         if model.nbytes > memory.limit_bytes:
             yield Bite(
                 model.path,
-                f"The model does not fit on this host: {gib(model.nbytes)} of weights, {gib(memory.limit_bytes)} of memory.",
-                f"The limit is {memory.limit_from}; all ranks on the host share it, no matter how they shard.",
+                f"The model doesn't fit on this host: {gib(model.nbytes)} of weights, {gib(memory.limit_bytes)} of memory.",
+                f"The limit is {memory.limit_from}; all ranks on the host share it, no matter how the model is sharded.",
                 "Use more hosts, or a quantized model; shardwise plan PATH --ranks N shows how much each rank needs.",
             )
 
@@ -717,21 +717,21 @@ def _too_large(facts: Facts) -> Iterator[Bite]:
 MODELS = (
     each(
         _models,
-        ("model.lost-file", "the index lists a file that doesn't exist", "case 20"),
+        ("model.missing-file", "the index lists a file that doesn't exist", "case 20"),
         when=lambda m: m.lost,
         bites=lambda m: (
-            f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
+            f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} missing."
         ),
         why="The index maps tensors to files that the directory lacks: a download or a copy was interrupted.",
-        do="Download the directory again (hf download continues where it stopped), or copy it with shardwise copy.",
+        do="Download the directory again (hf download picks up where it left off), or copy it with shardwise copy.",
     ),
     Rule("model.damaged-file", "a header that doesn't match its file", "case 20; vllm#53537", _damaged),
     each(
         _models,
         ("model.outside", "the index points outside the directory", "case 20"),
         when=lambda m: m.outside,
-        bites=lambda m: f"Do not load this model: its index leads out of the directory ({some(m.outside)}).",
-        why="A reader that trusts it opens any file that the user can read. Only a damaged or hostile index does this.",
+        bites=lambda m: f"Don't load this model: its index points outside the directory ({some(m.outside)}).",
+        why="A program that trusts the index would open any file that the user can read. Only a corrupted or malicious index does this.",
         do="Delete the directory, and download it from a source that you trust.",
     ),
     each(
@@ -739,7 +739,7 @@ MODELS = (
         ("model.lfs-pointer", "a Git LFS pointer instead of weights", "git-lfs-pointer(5)"),
         when=lambda m: m.pointers,
         bites=lambda m: (
-            f"The model can't be loaded: {some(m.pointers)} {'holds' if len(m.pointers) == 1 else 'hold'} no weights."
+            f"The model can't be loaded: {some(m.pointers)} {'contains' if len(m.pointers) == 1 else 'contain'} no weights."
         ),
         why="It's a Git LFS pointer: the repository was cloned without git-lfs.",
         do="Run git lfs pull in it, or fetch it with hf download.",
@@ -749,9 +749,9 @@ MODELS = (
         ("model.pickle", "weights only as pickles", "case 20"),
         kind="note",
         when=lambda m: m.pickles,
-        bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its author put in.",
+        bites=lambda m: f"torch.load can run any code that the author put into {some(m.pickles)}.",
         why="The weights are pickles, and there is no safetensors file next to them.",
-        do="Load with shardwise, which executes no pickle, or convert once: shardwise export PATH OUT.",
+        do="Load with shardwise, which doesn't execute pickles, or convert once: shardwise export PATH OUT.",
     ),
     each(
         _models,
@@ -759,28 +759,30 @@ MODELS = (
         when=lambda m: m.problem,
         bites=lambda m: f"The model can't be loaded: {(m.problem or '').partition(chr(10))[0]}.",
         why="The index and the files don't belong together.",
-        do="See what is there with shardwise inspect PATH, and download the directory again.",
+        do="Run shardwise inspect PATH to see what's there, and download the directory again.",
     ),
     each(
         _models,
         (
             "model.two-formats",
             "a model that is partly safetensors, partly pickled",
-            "from_pretrained of transformers 5.23",
+            "from_pretrained in transformers 5.23",
         ),
         when=lambda m: m.only_pickled,
         bites=lambda m: (
-            f"A load lacks {len(m.only_pickled)} tensors, which are in pickles alone: {some(m.only_pickled)}."
+            f"A load will miss {len(m.only_pickled)} tensors, which are only in pickles: {some(m.only_pickled)}."
         ),
         why="from_pretrained reads only one format: safetensors, if there are any. The pickles contain other tensors.",
         do="Download the directory again, or convert all tensors to one format.",
     ),
     each(
         _models,
-        ("model.lost-base", "an adapter whose base model doesn't exist", "PeftModel in peft 0.21"),
+        ("model.missing-base", "an adapter whose base model doesn't exist", "PeftModel in peft 0.21"),
         when=lambda m: m.base,
-        bites=lambda m: f"The adapter can't be loaded by its config: its base {m.base} is not there.",
-        why="adapter_config.json names it as base_model_name_or_path: the base was moved, or trained on another machine.",
+        bites=lambda m: (
+            f"The adapter can't be loaded from its config: its base model {m.base} doesn't exist."
+        ),
+        why="adapter_config.json names it as base_model_name_or_path: the base was moved, or the adapter was trained on another machine.",
         do="Load the base from where it is now, and pass the adapter to sw.load_pretrained(BASE, adapter=PATH).",
     ),
     each(
@@ -792,10 +794,10 @@ MODELS = (
         ),
         when=lambda m: m.wrapped,
         bites=lambda m: (
-            f"from_pretrained leaves the weights random: it looks for other names than {some(m.wrapped)}."
+            f"from_pretrained leaves the weights random: it doesn't look for names like {some(m.wrapped)}."
         ),
         why="The model was saved through a wrapper (torch.compile, DDP, FSDP, PEFT), whose names ended up in the files.",
-        do="Export it from the checkpoint with shardwise export PATH OUT, which writes the hub's names.",
+        do="Export it from the checkpoint with shardwise export PATH OUT, which writes the original Hugging Face names.",
     ),
     each(
         _models,

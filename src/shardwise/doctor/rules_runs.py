@@ -82,8 +82,8 @@ def _not_efficient(facts: Facts) -> Iterator[Bite]:
             if not one.says("cpu_ram_efficient_loading") and model.nbytes * facts.ranks > memory.free_bytes:
                 yield Bite(
                     one.path,
-                    f"Loading {model.path} is killed: {facts.ranks} ranks hold {facts.ranks} whole models in host memory.",
-                    "cpu_ram_efficient_loading is off, so that each rank loads all before it shards.",
+                    f"Loading {model.path} will run out of host memory: each of the {facts.ranks} ranks loads the full model.",
+                    "cpu_ram_efficient_loading is off, so each rank loads the full model before sharding it.",
                     "Load with ShardwiseAccelerator.load_pretrained, which gives each rank only its own shards.",
                 )
 
@@ -110,7 +110,7 @@ def _refused(facts: Facts) -> Iterator[Bite]:
             yield Bite(
                 one.path,
                 f"Accelerator() raises a ValueError: fsdp_{name} is {one.get(name)!r}.",
-                "FSDP2 has no such setting; it is left from FSDP1, or needs another setting to go with it.",
+                "FSDP2 doesn't have this setting: it's left over from FSDP1, or needs another setting to go with it.",
                 f"Remove fsdp_{name}, or set what FSDP2 accepts (reshard_after_forward: true, state_dict_type: "
                 "SHARDED_STATE_DICT).",
             )
@@ -140,9 +140,9 @@ def _tied_groups(facts: Facts) -> Iterator[Bite]:
             if is_tied and (why := _splits_ties(one, model)):
                 yield Bite(
                     one.path,
-                    f"The first forward of {model.path} raises a ValueError: embed_tokens.weight 'is shared with a parameter "
+                    f"The first forward pass of {model.path} raises a ValueError: embed_tokens.weight 'is shared with a parameter "
                     "already managed by another FSDP group'.",
-                    f"The model ties its head to its embedding, and they come into groups of their own: {why}.",
+                    f"The model ties its head to its embedding, but they end up in different FSDP groups: {why}.",
                     "List only the block's class in fsdp_transformer_layer_cls_to_wrap, so that the root group contains both.",
                 )
 
@@ -167,9 +167,9 @@ def _unknown_class(facts: Facts) -> Iterator[Bite]:
                         one.path,
                         f"prepare() raises a ValueError: fsdp_transformer_layer_cls_to_wrap names {name}, and {model.path} has no "
                         "module of that class.",
-                        f"transformers' code of {model.config.get('model_type')} has none: it is misspelled, or of another architecture.",
-                        f"Name the class of the model's block{f', such as {near[0]}' if near else ''}, or leave it out: the model's "
-                        "own is taken.",
+                        f"transformers' code for {model.config.get('model_type')} has none: the name is misspelled, or belongs to another architecture.",
+                        f"Name the class of the model's block{f', such as {near[0]}' if near else ''}, or leave it out to use the "
+                        "model's own.",
                     )
 
 
@@ -188,16 +188,16 @@ def _parallelism(facts: Facts) -> Iterator[Bite]:
         if sizes["tp"] > 1 and settings.fsdp and is_version(facts, "transformers", ">=5.0"):
             yield Bite(
                 settings.path,
-                f"prepare() fails: tp_size is {sizes['tp']} together with FSDP.",
-                "It imports ReplicateParallel, which transformers 5.1 removed.",
-                "Shard the model yourself and fill it with shardwise.load, or use one of the two.",
+                f"prepare() fails: tp_size is {sizes['tp']}, and FSDP is on.",
+                "Accelerate imports ReplicateParallel, which transformers 5.1 removed.",
+                "Shard the model yourself and load its weights with shardwise.load, or use only one of the two.",
             )
         for name in (n for n in ("cp", "sp") if sizes[n] > 1):
             yield Bite(
                 settings.path,
                 f"shardwise rejects the accelerator: {name}_size is {sizes[name]}.",
-                "Context and sequence parallelism through parallelism_config are not supported here.",
-                f"Set {name}_size to 1, or shard the model yourself and fill it with shardwise.load.",
+                "shardwise doesn't support context or sequence parallelism through parallelism_config.",
+                f"Set {name}_size to 1, or shard the model yourself and load its weights with shardwise.load.",
             )
 
 
@@ -208,16 +208,16 @@ def _processes(facts: Facts) -> Iterator[Bite]:
         world = number(facts.environment.get("WORLD_SIZE"))
         why = ""
         if processes and processes % machines:
-            why = f"num_processes {processes} is no multiple of num_machines {machines}"
+            why = f"num_processes {processes} isn't a multiple of num_machines {machines}"
         elif processes and world and world != processes:
-            why = f"num_processes is {processes}, and WORLD_SIZE says {world}"
+            why = f"num_processes is {processes}, but WORLD_SIZE is {world}"
         elif processes and facts.machine.gpus and -(-processes // machines) > facts.machine.gpus:
-            why = f"{-(-processes // machines)} processes a host share {facts.machine.gpus} devices"
+            why = f"{-(-processes // machines)} processes per host share {facts.machine.gpus} devices"
         if why:
             yield Bite(
                 settings.path,
                 f"Ranks are missing, or share a device: {why}.",
-                "num_processes counts the ranks of all hosts, one for each device.",
+                "num_processes counts the ranks on all hosts, one per device.",
                 "Set it to the total number of devices on all hosts.",
             )
 
@@ -243,7 +243,7 @@ ACCELERATE = (
         "persistent buffer or an unsharded parameter.",
         why="With cpu_ram_efficient_loading and FSDP2, Accelerate assumes that every entry in the state dict is a DTensor.",
         do="Keep the YAML and load with ShardwiseAccelerator.load_model or load_pretrained "
-        "(docs/cases/1-device-mesh.md), or turn the option off if every rank has room for the whole model.",
+        "(docs/cases/1-device-mesh.md), or turn the option off if every rank has enough memory for the full model.",
     ),
     each(
         _fsdp2,
@@ -254,8 +254,8 @@ ACCELERATE = (
         ),
         applies={"transformers": ">=5.0"},
         when=lambda one: one.says("cpu_ram_efficient_loading"),
-        bites="from_pretrained puts the whole model into host memory on every rank for a while, although the option asks "
-        "for rank 0 alone.",
+        bites="from_pretrained temporarily puts the full model into host memory on every rank, although the option asks "
+        "for rank 0 only.",
         why="transformers 5 creates full-size placeholders on the other ranks, and draws random numbers for them.",
         do="Load with ShardwiseAccelerator.load_pretrained: each rank reads its own shards (docs/cases/2-host-memory.md).",
     ),
@@ -269,8 +269,8 @@ ACCELERATE = (
         _fsdp,
         ("accelerate.fsdp1", "FSDP1", "docs/howto/accelerate.md"),
         when=lambda one: one.version != 2,
-        bites="shardwise rejects the model: this asks for FSDP1, whose flat parameters nothing here can fill or save.",
-        why="Accelerate's YAML means version 1 unless fsdp_version says 2, and so do TrainingArguments before transformers 5.10.",
+        bites="shardwise will reject the model: this configuration uses FSDP1, and shardwise can't load or save its flat parameters.",
+        why="Accelerate uses FSDP1 unless fsdp_version is 2, and so do TrainingArguments before transformers 5.10.",
         do=lambda one: (
             "Set fsdp_version: 2 (accelerate to-fsdp2 rewrites a YAML)."
             if one.is_yaml
@@ -281,21 +281,21 @@ ACCELERATE = (
         _fsdp2,
         (
             "accelerate.sharded-fp32",
-            "FSDP2, mixed precision and SHARDED_STATE_DICT",
+            "FSDP2, mixed precision, and SHARDED_STATE_DICT",
             "case 5; accelerate#3971",
         ),
         kind="note",
         when=_stores_masters,
-        bites="Checkpoints have twice the bytes of the model (fp32), and people met a loss spike at the first step after a "
-        "resume, or a missing optimizer key.",
-        why="Mixed precision trains fp32 masters, which are stored; accelerator.load_state compares nothing with what was "
-        "saved.",
+        bites="Checkpoints are twice the size of the model (fp32), and people have reported a loss spike at the first step after "
+        "a resume, or a missing optimizer key.",
+        why="Mixed precision trains fp32 master weights, and checkpoints store those. accelerator.load_state doesn't compare "
+        "anything with what was saved.",
         do="Save and resume with ShardwiseAccelerator, whose report says what was restored (docs/cases/5-loss-spike.md).",
     ),
     Rule(
         "accelerate.refused-by-fsdp2",
         "a setting that FSDP2 doesn't have",
-        "FullyShardedDataParallelPlugin of accelerate 1.15",
+        "FullyShardedDataParallelPlugin in accelerate 1.15",
         _refused,
     ),
     each(
@@ -306,30 +306,30 @@ ACCELERATE = (
             "docs/howto/does-it-fit.md",
         ),
         when=lambda one: not one.wraps_blocks and (one.policy == "NO_WRAP" or _by_size_zero(one)),
-        bites="Each forward gathers the whole model on every rank, so sharding saves no memory at the peak.",
+        bites="Each forward pass gathers the full model on every rank, so sharding doesn't reduce peak memory.",
         why=lambda one: (
             f"fsdp_auto_wrap_policy is {one.policy}"
-            f"{' without fsdp_min_num_params' if _by_size_zero(one) else ''}: one group holds all."
+            f"{' without fsdp_min_num_params' if _by_size_zero(one) else ''}, so a single group contains the full model."
             if one.is_yaml
-            else "Before transformers 5.10 fsdp wraps blocks only where it says auto_wrap: one group holds all."
+            else "Before transformers 5.10, fsdp wraps blocks only if it includes auto_wrap. Here, a single group contains the full model."
         ),
         do=lambda one: (
-            "Set TRANSFORMER_BASED_WRAP and the class of a block in fsdp_transformer_layer_cls_to_wrap."
+            "Set TRANSFORMER_BASED_WRAP, and set fsdp_transformer_layer_cls_to_wrap to the block's class."
             if one.is_yaml
             else "Set fsdp to 'full_shard auto_wrap'."
         ),
     ),
     Rule(
         "accelerate.tied-groups",
-        "FSDP2 that wraps the embedding, for a model whose head is tied to it",
+        "FSDP2 wrapping the embedding of a model whose head is tied to it",
         "case 8; FSDP2 in torch 2.12",
         _tied_groups,
         applies={"torch": ">=2.12"},
     ),
     Rule(
         "accelerate.wrap-class",
-        "a class to wrap that the model doesn't have",
-        "accelerate 1.10: FullyShardedDataParallelPlugin.set_auto_wrap_policy",
+        "a wrap class that the model doesn't have",
+        "FullyShardedDataParallelPlugin.set_auto_wrap_policy in accelerate 1.10",
         _unknown_class,
     ),
     each(
@@ -339,7 +339,7 @@ ACCELERATE = (
         bites=lambda s: (
             f"shardwise rejects the accelerator: distributed_type is {s.values['distributed_type']}."
         ),
-        why="That engine shards, loads and saves models in its own way, without DTensors.",
+        why="That engine shards, loads, and saves models in its own way, without DTensors.",
         do="Set distributed_type: FSDP with fsdp_version: 2, or leave shardwise out of this run.",
     ),
     Rule(
@@ -350,7 +350,7 @@ ACCELERATE = (
     ),
     Rule(
         "accelerate.processes",
-        "num_processes that doesn't match hosts, WORLD_SIZE or devices",
+        "num_processes that doesn't match hosts, WORLD_SIZE, or devices",
         "accelerate launch",
         _processes,
     ),
@@ -381,15 +381,17 @@ def _damaged(facts: Facts) -> Iterator[Bite]:
         for name, how in checkpoint.damaged.items():
             yield Bite(
                 f"{checkpoint.path}: {name}",
-                f"A resume passes this step by, or fails: {how.partition(chr(10))[0]}",
-                "Its files are not those that its manifest lists.",
-                "Check every step with shardwise verify PATH, and copy the damaged ones again from a mirror if you have one.",
+                f"A resume will skip this step, or fail: {how.partition(chr(10))[0]}",
+                "Its files don't match its manifest.",
+                "Check every step with shardwise verify PATH, and copy the corrupted ones again from a mirror if you have one.",
             )
 
 
 def _aside(checkpoint: Checkpoint) -> str:
-    what = "and they keep their bytes" if checkpoint.steps else "and no other is left to resume from"
-    return f"A resume no longer counts {count(len(checkpoint.set_aside), 'step')} ({some(checkpoint.set_aside)}), {what}."
+    what = "and they still take up space" if checkpoint.steps else "and no other step is left to resume from"
+    return (
+        f"A resume ignores {count(len(checkpoint.set_aside), 'step')} ({some(checkpoint.set_aside)}), {what}."
+    )
 
 
 #: What a resume does without each part.
@@ -407,11 +409,9 @@ def _name(checkpoint: Checkpoint) -> str:
 def _incomplete(checkpoint: Checkpoint) -> str:
     lost = [*checkpoint.lost]
     if not lost:
-        return (
-            f"{_name(checkpoint)} lacks {some(checkpoint.lost_files)}, which the checkpoints next to it have."
-        )
+        return f"{_name(checkpoint)} is missing {some(checkpoint.lost_files)}, which the checkpoints next to it have."
     words = f"{', '.join(lost[:-1])} and {lost[-1]}" if len(lost) > 1 else lost[0]
-    others = f". It also lacks {some(checkpoint.lost_files)}" if checkpoint.lost_files else ""
+    others = f". It's also missing {some(checkpoint.lost_files)}" if checkpoint.lost_files else ""
     return f"{_name(checkpoint)} has no {words}: {_WITHOUT[lost[0]]}{others}."
 
 
@@ -448,10 +448,10 @@ def _resumed(facts: Facts) -> Iterator[Bite]:
 
 def _only_noted(facts: Facts) -> Iterator[Bite]:
     if (found := _model_only(facts)) and not _was_resumed(facts):
-        holds = f"{_name(found[0])} holds" if len(found) == 1 else f"{len(found)} checkpoints hold"
+        holds = f"{_name(found[0])} contains" if len(found) == 1 else f"{len(found)} checkpoints contain"
         yield Bite(
             _places(found),
-            f"{holds} the model only: a resume starts with fresh moments and from the beginning of the learning rate schedule, and "
+            f"{holds} only the model: a resume starts with fresh moments and from the beginning of the learning rate schedule, and "
             "the loss jumps.",
             "The run's TrainingArguments have save_only_model=True.",
             "Set save_only_model to false if you want to resume.",
@@ -488,10 +488,10 @@ def _merge(facts: Facts) -> Iterator[Bite]:
         if memory is not None and checkpoint.kind == "dcp" and checkpoint.nbytes > memory.free_bytes:
             yield Bite(
                 checkpoint.path,
-                f"accelerate merge-weights and dcp_to_torch_save are killed on this host: {gib(checkpoint.nbytes)} of parts, "
+                f"accelerate merge-weights and dcp_to_torch_save will run out of memory on this host: {gib(checkpoint.nbytes)} of parts, "
                 f"{gib(memory.free_bytes)} of free memory.",
-                "One process reads the whole checkpoint, and then writes it.",
-                "shardwise export PATH OUT holds a few tensors at a time, and writes files of the hub's size.",
+                "A single process reads the entire checkpoint before it writes anything.",
+                "Use shardwise export PATH OUT, which keeps only a few tensors in memory at a time.",
             )
 
 
@@ -517,9 +517,9 @@ CHECKPOINTS = (
         ("checkpoint.leftovers", "leftovers from killed saves", "docs/concepts/publish.md"),
         kind="note",
         when=lambda c: c.leftovers,
-        bites=lambda c: f"A save was killed or is under way: {some(c.leftovers)}.",
-        why="These folders aren't steps; they take space until the next Checkpointer opens the directory and deletes them.",
-        do="If no run writes here now, find out why the last run ended (memory, disk, time limit) before you start the next one.",
+        bites=lambda c: f"A save was killed or is still running: {some(c.leftovers)}.",
+        why="These folders aren't steps; they take up space until the next Checkpointer opens the directory and deletes them.",
+        do="If no run is writing here now, find out why the last run ended (memory, disk, time limit) before you start the next one.",
     ),
     each(
         _checkpoints,
@@ -530,22 +530,22 @@ CHECKPOINTS = (
         ),
         when=lambda c: c.per_rank,
         bites=lambda c: (
-            f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
+            f"The checkpoint can only be resumed on the same number of ranks ({some(c.per_rank)})."
         ),
-        why="Each file holds one rank's part without its place in the tensors (use_dcp=False).",
-        do="Resume once with that number of ranks, and save with DCP (use_dcp=True) or with shardwise.",
+        why="Each file contains one rank's part, without its position in the tensors (use_dcp=False).",
+        do="Resume once on that number of ranks, and save with DCP (use_dcp=True) or with shardwise.",
     ),
     each(
         _lacking,
         (
             "checkpoint.incomplete",
-            "a checkpoint-N without an optimizer, a scheduler, RNG state or a file that its neighbors have",
+            "a checkpoint-N without an optimizer, a scheduler, RNG state, or a file that its neighbors have",
             "case 5; Trainer in transformers 5.23",
         ),
         when=lambda c: c.lost or c.lost_files,
         bites=_incomplete,
-        why="A resume continues without these files and without an error. They were deleted, not copied, or the save was killed.",
-        do="Resume from another checkpoint of the run, or copy the files from where this one came from.",
+        why="They were deleted or not copied, or the save was killed. A resume continues without them, and without an error.",
+        do="Resume from another checkpoint of the run, or copy the missing files from the original.",
     ),
     Rule(
         "checkpoint.model-only",
@@ -566,7 +566,7 @@ CHECKPOINTS = (
         ("checkpoint.unfinished", "DCP parts without .metadata", "torch.distributed.checkpoint"),
         when=lambda c: c.lacks_metadata,
         bites="The checkpoint can't be loaded: it has DCP parts but no .metadata.",
-        why="Rank 0 writes that file last: the save was killed, or is still under way.",
+        why="Rank 0 writes that file last: the save was killed or is still running.",
         do="Use the previous checkpoint.",
     ),
     Rule("checkpoint.pickle", "pickled files", "case 20", _pickles, kind="note"),
@@ -607,7 +607,7 @@ def _model_alone(facts: Facts) -> Iterator[Bite]:
         else:
             yield Bite(
                 settings.path,
-                "The run can't be resumed: save_only_model leaves out the optimizer, the scheduler and the RNG states.",
+                "The run can't be resumed: save_only_model leaves out the optimizer, the scheduler, and the RNG states.",
                 "A resume then starts with fresh moments, and the loss jumps.",
                 "Set save_only_model to false, at least for the newest checkpoint.",
             )
@@ -622,7 +622,7 @@ def _is_low_bit(settings: Settings) -> bool:
 TRAINER = (
     each(
         _arguments,
-        ("trainer.fsdp-config-ignored", "fsdp_config without fsdp", "TrainingArguments of transformers 5.23"),
+        ("trainer.fsdp-config-ignored", "fsdp_config without fsdp", "TrainingArguments in transformers 5.23"),
         when=_ignores_fsdp,
         bites="Each GPU holds the full model: fsdp_config is set, but fsdp isn't.",
         why="The Trainer reads fsdp_config only if fsdp is set.",
@@ -638,13 +638,13 @@ TRAINER = (
         _arguments,
         ("trainer.data-skip", "ignore_data_skip", "case 17; accelerate#2016"),
         when=lambda s: s.values.get("ignore_data_skip"),
-        bites="After a resume, the run trains on some samples twice, and on others never.",
-        why="ignore_data_skip restarts the data at the checkpoint's step.",
+        bites="After a resume, the run trains on some samples twice, and never on others.",
+        why="With ignore_data_skip, a resume starts the epoch's data over.",
         do="Set it to false; shardwise's Trainer integration continues at the data position without reading through the data.",
     ),
     each(
         _arguments,
-        ("trainer.two-halves", "both bf16 and fp16", "TrainingArguments of transformers 5.23"),
+        ("trainer.two-halves", "both bf16 and fp16", "TrainingArguments in transformers 5.23"),
         when=lambda s: s.values.get("bf16") and s.values.get("fp16"),
         bites="TrainingArguments raises a ValueError: bf16 and fp16 are both on.",
         why="A run can use only one of them.",
