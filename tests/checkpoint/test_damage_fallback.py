@@ -124,7 +124,7 @@ def other_optimizer() -> sw.TrainState:
 def test_what_is_no_damage_stops_the_resume_and_sets_nothing_aside(root: Path) -> None:
     before = sorted(os.listdir(root))
     with sw.Checkpointer(root) as checkpoints:
-        with pytest.raises(StateError, match="contains state of AdamW, but the optimizer is SGD"):
+        with pytest.raises(StateError, match="contains state for AdamW, but the optimizer is SGD"):
             checkpoints.resume(other_optimizer())
         edit_documents(step_path(root, 2), lambda d: d.update(news={}))
         with pytest.raises(VersionError, match="a document 'news'"):

@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_no_damage(step: Path, tmp_path: Path) -> None:
     """A document of the right form that this run can't take: nothing is set aside for it."""
     other = run(1)
     other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1)  # type: ignore[union-attr]
-    with pytest.raises(StateError, match="contains state of AdamW, but the optimizer is SGD"):
+    with pytest.raises(StateError, match="contains state for AdamW, but the optimizer is SGD"):
         sw.restore(other, step)
     sw.save(sw.TrainState(model=Strict("x")), tmp_path / "strict")
     with pytest.raises(StateError, match=r"modules\[''\]: Strict\.set_extra_state .*KeyError: 'y'"):

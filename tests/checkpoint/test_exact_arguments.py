@@ -555,7 +555,7 @@ ROWS: dict[str, Row] = {
     "dampening": bitwise(MOMENTUM, "optimizer.dampening", optimizer=sgd(dampening=0.1)),
     "nesterov": bitwise(MOMENTUM, "optimizer.nesterov", optimizer=sgd(nesterov=True)),
     "class of the optimizer": refused(
-        ELASTIC, "contains state of AdamW, but the optimizer is Adam", optimizer=lambda m: Adam(m.parameters())
+        ELASTIC, "contains state for AdamW, but the optimizer is Adam", optimizer=lambda m: Adam(m.parameters())
     ),
     "a group's lr": bitwise(GROUPED, "optimizer.param_groups[1].lr", optimizer=grouped("b", "mw", other=0.5)),
     "order of groups": refused(GROUPED, "in another order", optimizer=grouped("mw", "b")),

@@ -179,7 +179,7 @@ def test_nothing_changes_before_documents_are_checked(tmp_path: Path) -> None:
     assert live.model.seen.tolist() == [3.0] * 4  # type: ignore[union-attr]
     edit_documents(tmp_path / "step", lambda documents: documents["optimizer"].update({"class": "Adam"}))
     live = growing(1)
-    with pytest.raises(StateError, match="contains state of Adam"):
+    with pytest.raises(StateError, match="contains state for Adam"):
         sw.restore(live, tmp_path / "step")
     assert live.model.seen.tolist() == [3.0]  # type: ignore[union-attr]
 

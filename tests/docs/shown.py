@@ -29,7 +29,7 @@ VARIES = (
     (r"(?<!-)\b[0-9a-f]{8}\b", "#run"),
     (r"\b\d{4}-\d\d-\d\d \d\d:\d\d\b", "#time"),
     (r"^(this host +)\S+ \S+ free of \S+ \S+ \(.*\)$", r"\1#"),
-    (r"; by \d+ threads$", ""),
+    (r"; using \d+ threads$", ""),
 )
 #: How a comment begins that shows the value of an expression. After an assignment only what no sentence begins with.
 _VALUE = re.compile(

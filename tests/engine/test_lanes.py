@@ -27,7 +27,7 @@ from tests.harness.page_cache import drop
 MIB = 1024**2
 #: 61 MiB: one larger than a read of a lane, one that is cast, one scalar, and more than enough others.
 _SIZES = {"large": (5, MIB), "cast": (MIB,), "scalar": (), **{f"{n}": (MIB + n,) for n in range(9)}}
-_IN_LANES = "plain: all bytes were in the page cache; by 4 threads"
+_IN_LANES = "plain: all bytes were in the page cache; using 4 threads"
 
 
 class _Model(nn.Module):

@@ -121,7 +121,7 @@ def test_cold_files(file: Path, reads: Any) -> None:
     found = bytearray(len(content))
     with FileReader(reads=reads, threads=2) as reader, reader.expecting([(str(file), 0, len(content))]):
         reader.read_into(str(file), 0, memoryview(found))
-        assert reader.describe_reads().endswith("; by 2 threads")
+        assert reader.describe_reads().endswith("; using 2 threads")
     assert found == content
 
 
@@ -134,7 +134,7 @@ def test_threads_end_with_the_reader(file: Path) -> None:
         assert (readers(), reader.describe_reads()) == (0, "plain: asked for"), "no thread for a small read"
         reader.read_into(str(file), 0, memoryview(bytearray(8 * MIB)))
         assert 1 <= readers() <= 3
-        assert reader.describe_reads() == "plain: asked for; by 4 threads"
+        assert reader.describe_reads() == "plain: asked for; using 4 threads"
     assert readers() == 0
 
 

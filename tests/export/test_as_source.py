@@ -195,7 +195,7 @@ def test_into_files_by_a_model_without_a_directory(directories: list[Path], tmp_
         sw.export_hf(plain, tmp_path / "out", quantize="as-source")
     report = sw.export_hf(plain, tmp_path / "out", quantize="as-source", source=source)
     assert report.as_source is not None
-    assert report.as_source.requantized == () == report.as_source.beside
+    assert report.as_source.requantized == () == report.as_source.not_in_model
     assert _different(plain_tensors(tmp_path / "out"), plain_tensors(source)) == []
     sw.export_hf(tmp_path / "plain", tmp_path / "stored", quantize="as-source", source=source)
     assert _different(plain_tensors(tmp_path / "stored"), plain_tensors(source)) == []
@@ -251,7 +251,7 @@ def test_codes_that_may_be_the_model_s_under_another_name(fp8: Path, tmp_path: P
     """Neither is the model's weight written beside old codes, nor are these copied as if they were it."""
     model = sw.load_pretrained(fp8)
     bare = torch.nn.ModuleDict({"other": model.model})
-    with pytest.raises(PlanError, match="can't be re-quantized in the source's format") as caught:
+    with pytest.raises(PlanError, match="can't be requantized in the source's format") as caught:
         sw.export_hf(bare, tmp_path / "out", quantize="as-source", source=fp8)
     assert "it is not known whether the ones are the others" in caught.value.problems[0]
     small = torch.nn.Module()
@@ -276,7 +276,7 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
     touch(model)
     with pytest.raises(
         UnsupportedConversionError,
-        match=rf"^{stem}: was changed, and can't be re-quantized as .*weight_g_idx",
+        match=rf"^{stem}: was changed and can't be requantized as .*weight_g_idx",
     ):
         sw.export_hf(model, tmp_path / "out", quantize="as-source")
     assert not (tmp_path / "out").exists()

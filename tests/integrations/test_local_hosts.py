@@ -51,7 +51,7 @@ def test_accelerate(ranks: RankPool, tmp_path: Path, automatic: bool) -> None:
         assert one["fallback"][0] == one["url"][0] == "CheckpointError"
         assert "takes no fallback" in one["fallback"][1]
         assert "give a directory" in one["url"][1]
-        assert "no such directory on any host" in one["nothing"][1]
+        assert "not found on any host" in one["nothing"][1]
         assert one["none below"] is None
 
 

@@ -104,7 +104,7 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     before = sorted(os.listdir("/proc/self/fd"))
     with (
         pytest.raises(
-            CheckpointError, match=f"file: writing failed after {(at - 1) * BUFFER} bytes: No space"
+            CheckpointError, match=f"file: write failed after {(at - 1) * BUFFER} bytes: No space"
         ),
         DirectWriter(str(tmp_path / "file")) as file,
     ):

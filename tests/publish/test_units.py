@@ -147,7 +147,7 @@ def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
         with (Path(ring.path) / "own-0" / "slices").open("r+b") as opened:
             opened.seek(HEADER + 5)
             opened.write(bytes([content[HEADER + 5] ^ 1]))
-        with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived damaged"):
+        with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived corrupted"):
             copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
         assert proved_units(str(here), entry, lambda: None) == [0, 2]
 
@@ -324,7 +324,7 @@ def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
     files.read_into("slices", HEADER, large)
     for _ in range(8):
         files.read_into("slices", NBYTES - 1, part[:1])
-    with pytest.raises(CheckpointError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived damaged"):
+    with pytest.raises(CheckpointError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived corrupted"):
         files.read_into("slices", NBYTES - 1, part[:1])
     files.read_into("slices", HEADER, large)
     assert bytes(large) == content[HEADER:][:2_000_000], "what came damaged is not read as another unit"
@@ -353,7 +353,7 @@ def test_a_short_read_that_arrives_damaged_is_read_again(
         assert bytes(part) == content[HEADER:][:10]
         assert files.taken == {sender: 10}
     garbled = 6
-    with pytest.raises(CheckpointError, match=f"bytes {HEADER} to {HEADER + 10} arrived damaged"):
+    with pytest.raises(CheckpointError, match=f"bytes {HEADER} to {HEADER + 10} arrived corrupted"):
         files.read_into("slices", HEADER, part)
 
 

@@ -216,7 +216,7 @@ def test_an_error_of_writing_behind_is_raised(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(patience, "_sync_file_range", lambda: fails)
     monkeypatch.setattr(write_module, "PIECE_BYTES", 10)
     with (
-        pytest.raises(CheckpointError, match="file: writing failed after 0 bytes: Input/output error"),
+        pytest.raises(CheckpointError, match="file: write failed after 0 bytes: Input/output error"),
         FileWriter(str(tmp_path / "file")) as file,
     ):
         file.write(bytes(20))

@@ -72,7 +72,7 @@ def test_a_plain_trainers_checkpoint_is_restored_with_its_optimizer(
     assert [g["weight_decay"] for g in made.optimizer.param_groups] == [0.1, 0.0]
     one_group = torch.optim.AdamW(again.parameters())
     with pytest.raises(
-        StateError, match=r"by parameter number, in groups of \[16, 9\]; this run's has groups of \[25\]"
+        StateError, match=r"by parameter index, in groups of \[16, 9\]; this run's has groups of \[25\]"
     ):
         sw.restore(sw.TrainState(model=again, optimizer=one_group), root)
 
@@ -126,7 +126,7 @@ def test_diff_says_which_optimizers_it_does_not_compare(
     report = sw.diff(root, tmp_path / "ours")
     assert report.ok
     (why,) = report.not_compared
-    assert "by parameter number" in why
+    assert "by parameter index" in why
     assert "in shardwise's format" in why
 
 
@@ -203,7 +203,7 @@ def test_numbers_are_given_names_only_where_the_model_s_order_fits(
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         return
     assert (report["optimizer_tensors"], report["caveats"]) == (0, [])
-    assert "optimizer.bin: the optimizer's state, by parameter number" in text
+    assert "optimizer.bin: the optimizer state is stored by parameter index" in text
     assert "To keep it: sw.restore(sw.TrainState(model=model, optimizer=optimizer)" in text
     again = qwen()
     sw.restore(sw.TrainState(model=again), tmp_path / "out")

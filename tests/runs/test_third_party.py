@@ -115,7 +115,7 @@ def test_what_can_not_be_read_is_named(
     for per_rank, numbered, nothing in ranks.run_ranks(2, fns.errors_of, paths):
         assert "is an Accelerate checkpoint with one file per rank" in per_rank
         assert "FULL_STATE_DICT" in per_rank
-        assert "by parameter number, in groups of [1, 13]; this run's has groups of [14]" in numbered
+        assert "by parameter index, in groups of [1, 13]; this run's has groups of [14]" in numbered
         assert "not a checkpoint" in nothing
 
 
@@ -125,7 +125,7 @@ def test_a_dcp_directory_that_lacks_what_is_asked_for(ranks: RankPool, tmp_path:
     (found,) = ranks.run_ranks(1, fns.asks_too_much_of_dcp, str(tmp_path / "saved"))
     kind, text = found["optimizer"]
     assert kind == "StateError"
-    assert "by parameter number" in text
+    assert "by parameter index" in text
     assert "TrainState(model=…)" in text
     assert "same groups, same order" in text
     assert len(found["same"]) == 14 * 3

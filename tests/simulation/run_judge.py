@@ -134,7 +134,7 @@ def _judge_mkdir(run: Run, launch: int, path: str) -> None:
 def judge_locked(run: Run, process: Process, text: str) -> None:
     """The error of a launch that another one keeps out says who that is."""
     of_others = [p for (launch, _), p in run.holders.items() if launch != process.launch and not p.is_dead]
-    note = re.search(r"writes checkpoints here \((.*)\); stop it", text)
+    note = re.search(r"is writing checkpoints here \((.*)\); stop it", text)
     if note is None or run.had_failing_call or not of_others:
         return
     try:

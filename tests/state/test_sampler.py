@@ -332,7 +332,7 @@ def test_a_damaged_position_is_refused_by_name(wrong: dict[str, Any], named: str
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"global_batch_size": 10, "num_replicas": 3, "rank": 0}, "10 can't be divided among 3 replicas"),
+        ({"global_batch_size": 10, "num_replicas": 3, "rank": 0}, "10 isn't divisible by 3 replicas"),
         ({"global_batch_size": 0}, "a global batch of 0"),
         ({"global_batch_size": 4, "num_replicas": 2, "rank": 2}, "rank 2 is not one of 2"),
         ({"global_batch_size": 21, "drop_last": True}, "20 samples make no global batch of 21"),

@@ -236,7 +236,7 @@ class _Optimizer(_OfCheckpoint):
             refuse_other_kind(self._optimizer, stored["groups"])
         elif saved != now:
             raise StateError(
-                f"{self._stored.path}: contains state of {saved}, but the optimizer is {now}; use the same one"
+                f"{self._stored.path}: contains state for {saved}, but the optimizer is {now}; use the same one"
             )
         check_settings(self._optimizer, stored["groups"], self.name)
         check_values(self._optimizer, stored["values"], self.name)

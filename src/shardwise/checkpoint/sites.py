@@ -239,7 +239,7 @@ def find_parts(path: str, step: int | None, at: LocalPlaces, ranks: Ranks) -> Fo
     whole = [part for part in seen if part is not None and not part[2]]
     damage = "; ".join(f"{part[2]}" for part in seen if part is not None and part[2])
     if not whole:
-        raise IntegrityError(damage or "lost: no such directory on any host", path=None if damage else path)
+        raise IntegrityError(damage or "not found on any host", path=None if damage else path)
     found = [_of_manifest(digest, seen) for digest in sorted({part[0] for part in whole})]
     complete = [one for one in found if not one.lost]
     if len(complete) > 1:

@@ -150,7 +150,7 @@ def read_checked(path: str, manifest: Manifest, name: str, max_bytes: int | None
     try:
         content = read_small(file, max_bytes=max(entry.nbytes, MAX_JSON_BYTES))
     except MemoryError as error:
-        raise SourceError(f"its {entry.nbytes} bytes do not fit into memory", path=file) from error
+        raise SourceError(f"its {entry.nbytes} bytes don't fit in memory", path=file) from error
     except SourceError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise IntegrityError("lost: no such file", path=file) from error

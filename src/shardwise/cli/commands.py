@@ -63,9 +63,9 @@ __all__ = [
 @click.version_option(__version__)
 @debug
 def main() -> None:
-    """Load, save and resume sharded PyTorch models (FSDP2, DTensor).
+    """Load, save, and resume sharded PyTorch models (FSDP2, DTensor).
 
-    Exit status: 0 success, 1 a problem with your data, 2 wrong usage.
+    Exit status: 0 success, 1 a problem with your data, 2 usage error.
     """
 
 

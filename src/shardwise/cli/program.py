@@ -499,7 +499,7 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Dequantize, keep the stored codes, or quantize plain weights to 4 bits.",
         ),
-        click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
+        click.option("--revision", default=None, help="Branch, tag, or commit on the Hub."),
         click.option(
             "--subfolder", default="", metavar="DIR", help="Folder in PATH that contains the model."
         ),

@@ -389,7 +389,7 @@ class PairBatches:
         self, pairs: list[Pair], batch_size: int, *, rank: int, world_size: int, seed: int = 0
     ) -> None:
         if batch_size % world_size:
-            raise ValueError(f"a batch of {batch_size} can't be divided among {world_size} ranks")
+            raise ValueError(f"a batch of {batch_size} isn't divisible by {world_size} ranks")
         if len(pairs) < batch_size:
             raise ValueError(f"{len(pairs)} pairs are fewer than one batch of {batch_size}")
         self._pairs = pairs

@@ -509,7 +509,7 @@ class FileFiller:
                 if self._on_progress is not None:
                     self._on_progress(count)
         except OSError as error:
-            raise CheckpointError(f"{self._root}/{name}: writing failed: {error.strerror}") from error
+            raise CheckpointError(f"{self._root}/{name}: write failed: {error.strerror}") from error
 
 
 _WRITE_BYTES = 16 * 1024**2

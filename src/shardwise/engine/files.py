@@ -486,7 +486,7 @@ class FileReader:
 
     def describe_reads(self) -> str:
         """How this reader reads, why, and by how many threads if several shared a read."""
-        threads = f"; by {self._threads.count} threads" if self._threads.shared_bytes else ""
+        threads = f"; using {self._threads.count} threads" if self._threads.shared_bytes else ""
         arrived = f"; {self._arrived_bytes} bytes from other hosts" if self._arrived_bytes else ""
         return self._way() + threads + arrived
 

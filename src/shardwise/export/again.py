@@ -601,8 +601,13 @@ class AsSource:
     requantized: tuple[Requantized, ...]
     written: tuple[str, ...]
     """Tensors that the source stores plainly, or not at all, and that the model gave."""
-    beside: tuple[str, ...]
-    """Tensors of the source that the model does not hold; they were copied."""
+    not_in_model: tuple[str, ...]
+    """Tensors of the source that the model doesn't have; they were copied."""
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The old name of ``not_in_model``."""
+        return self.not_in_model
 
 
 class AsSourceJob:
@@ -679,7 +684,7 @@ class AsSourceJob:
             )
         if problems:
             raise PlanError(
-                f"{self._source.root}: can't be re-quantized in the source's format", tuple(problems)
+                f"{self._source.root}: can't be requantized in the source's format", tuple(problems)
             )
 
     def _encoded(self) -> dict[str, Changed]:
@@ -804,13 +809,13 @@ class AsSourceJob:
         for name, changed in self._changed.items():
             by_rule.setdefault(changed.encoder.reference, []).append(name)
         meant = self._source.meant.tensors
-        beside = tuple(name for name in meant if name not in self._hub.hub)
+        not_in_model = tuple(name for name in meant if name not in self._hub.hub)
         return AsSource(
             self._source.root,
             len([name for name in self._hub.hub if name not in self._touched]),
             tuple(Requantized(rule, tuple(names)) for rule, names in by_rule.items()),
             tuple(self._from_model()),
-            beside,
+            not_in_model,
         )
 
     @property

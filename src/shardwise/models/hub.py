@@ -230,7 +230,7 @@ def is_hub_id(path: str) -> bool:
 def find_model(
     source: str | os.PathLike[str], options: HubOptions, ranks: Ranks, *, with_code: bool = False
 ) -> str:
-    """The local directory of a model: ``source`` itself if it exists, otherwise the cached snapshot of a hub id.
+    """The local directory of a model: ``source`` itself if it exists, otherwise the cached snapshot of a Hub ID.
 
     One rank per cache downloads missing files: config, tokenizer and processor files, the weights of
     ``options.variant``, and with ``with_code`` the Python files. A path that neither exists nor can be an id is
@@ -281,7 +281,7 @@ def find_for_all(
             folder = _while_ticking(lambda: _fetch(path, options, with_code), ranks.tick)
         return os.path.basename(folder)
 
-    commit = ranks.combine(f"get {path} from the hub", fetch, lambda found: _one_commit(path, found))
+    commit = ranks.combine(f"get {path} from the Hub", fetch, lambda found: _one_commit(path, found))
     with ranks.agree(f"find {path} in the cache"):
         folder = folder or _cached(path, commit, options)
     return Found(inside(folder, *filter(None, [options.subfolder.strip("/")])))
@@ -295,7 +295,7 @@ def _downloaders(path: str, caches: list[str | bool | None]) -> dict[str, Any]:
     if local and len(local) < len(caches):
         raise SourceError(
             f"exists on {len(local)} ranks (the first is rank {local[0]}) and not on the other {len(caches) - len(local)}; "
-            "expected a path that every host has, or a Hub ID that is a path on none",
+            "expected a path that every host has, or a Hub ID that isn't a path on any of them",
             path=path,
         )
     return {"downloaders": [] if local else sorted({caches.index(c) for c in caches}), "lender": None}
@@ -475,12 +475,12 @@ def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
         at = f" at revision {revision!r}" if revision else ""
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only the cache was asked"
         raise SourceError(
-            f"no such directory here, and the cache {_cache_dir(options)} contains no such model of the hub{at} ({offline}). "
+            f"no such directory here, and the cache {_cache_dir(options)} contains no such Hub model{at} ({offline}). "
             f"Correct the path, or download the model first: hf download {model}",
             path=model,
         ) from error
     except (ValueError, OSError) as error:
-        raise SourceError(f"the cache of the hub can't be read: {error}", path=model) from error
+        raise SourceError(f"the Hub cache can't be read: {error}", path=model) from error
 
 
 def _cached_or_outline(model: str, options: HubOptions) -> str:

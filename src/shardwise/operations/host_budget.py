@@ -68,7 +68,7 @@ def refuse_too_large(nbytes: int, budget: HostBudget | None) -> None:
     if budget is not None and nbytes > budget.with_swap_bytes:
         gib = 1024**3
         raise PlanError(
-            f"this rank's shards do not fit into the host's memory: they take {nbytes / gib:.2f} GiB on the CPU, and the "
+            f"this rank's shards don't fit in the host's memory: they take {nbytes / gib:.2f} GiB on the CPU, and the "
             f"limit is {budget.limit_bytes / gib:.2f} GiB ({budget.limit_from}), {budget.with_swap_bytes / gib:.2f} GiB with "
             f"swap. Use more ranks on more hosts, a device, or a smaller dtype; or raise the limit of the container or job"
         )

@@ -580,7 +580,7 @@ def _until_whole(is_whole: Callable[[], bool], name: str, start: int, stop: int)
         with contextlib.suppress(IntegrityError):
             if is_whole():
                 return
-    raise IntegrityError(f"bytes {start} to {stop} arrived damaged", path=name)
+    raise IntegrityError(f"bytes {start} to {stop} arrived corrupted", path=name)
 
 
 def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> bool:

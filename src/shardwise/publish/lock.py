@@ -115,7 +115,7 @@ class DirectoryLock:
             if error.errno not in _TAKEN:
                 raise CheckpointError(f"{self._path}: can't be locked: {error.strerror}") from error
             raise LockedError(
-                f"{root}: another run writes checkpoints here ({holder or 'unknown'}); stop it, or use a "
+                f"{root}: another run is writing checkpoints here ({holder or 'unknown'}); stop it, or use a "
                 f"different directory for this run"
             ) from error
 

@@ -76,7 +76,7 @@ class LocalPlaces:
 
         if not ranks.combine("remove probes", remove, all) or any(first == -1 for first, _ in found):
             raise LockedError(
-                f"{root}: another run that writes checkpoints here is deleting this run's files; stop it, or give this run another "
+                f"{root}: another run that's writing checkpoints here is deleting this run's files; stop it, or give this run another "
                 f"directory"
             )
         first_of: list[int] = [int(first) for first, _ in found]  # type: ignore[call-overload]
@@ -108,7 +108,7 @@ class LocalPlaces:
             if one in ids[:number]:
                 hosts = [self.places[n].host for n in (ids.index(one), number)]
                 raise CheckpointError(
-                    f"the directories of {' and '.join(hosts)} have the same id, {one}: one is a copy of the other. Remove the file "
+                    f"the directories of {' and '.join(hosts)} have the same ID, {one}: one is a copy of the other. Remove the file "
                     f"{_ID_FILE} from one of them"
                 )
         self.places = tuple([Place(one, p.host, p.ranks) for one, p in zip(ids, self.places, strict=True)])
@@ -146,7 +146,7 @@ def id_of_place(root: str) -> str:
     if os.path.lexists(path):
         found = read_small(path, "id of a place", 1000).decode(errors="replace").strip()
         if not _ID.fullmatch(found):
-            raise CheckpointError(f"{path}: doesn't contain a valid directory id; remove it")
+            raise CheckpointError(f"{path}: doesn't contain a valid directory ID; remove it")
         return found
     new, temporary = secrets.token_hex(8), os.path.join(root, f".tmp-place-{secrets.token_hex(8)}")
     write_file(temporary, f"{new}\n".encode())

@@ -283,7 +283,7 @@ class FileWriter:
             patiently(write_behind, self._fd)
 
     def _error(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._path}: writing failed after {self.nbytes} bytes: {error.strerror}")
+        return CheckpointError(f"{self._path}: write failed after {self.nbytes} bytes: {error.strerror}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

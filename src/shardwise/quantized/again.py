@@ -773,7 +773,7 @@ def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
         made = Mxfp4Encoder()
     if isinstance(made, str):
         raise UnsupportedConversionError(
-            f"{one.tensor.name}: was changed, and can't be re-quantized as {rule.format}: {made}. Export without quantize=, "
+            f"{one.tensor.name}: was changed and can't be requantized as {rule.format}: {made}. Export without quantize=, "
             f"for plain weights"
         )
     return made

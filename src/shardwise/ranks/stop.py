@@ -145,7 +145,7 @@ class StopPoint:
             cause = (
                 "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
             )
-            raise RankError("stopping together", {0: cause}) from error
+            raise RankError("coordinated stop", {0: cause}) from error
 
     def _lend(self, is_asked: bool) -> bool:
         lease = self._lease
@@ -168,7 +168,7 @@ class StopPoint:
             if self._lease.covers(self.calls, self.turns):
                 return False
             if watch.due() and watch.look({0: packed}):
-                raise RankError("stopping together", {}, (0,), self._timeout_s)
+                raise RankError("coordinated stop", {}, (0,), self._timeout_s)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         return True
@@ -404,7 +404,7 @@ class Stops:
         ago_s = 0.0 if first is None else time.monotonic() - first.at_s
         number = 0 if first is None else first.number
         ago_s, who = ranks.combine(
-            "stopping together", lambda: [step, calls, ago_s, number, first is not None], _first
+            "coordinated stop", lambda: [step, calls, ago_s, number, first is not None], _first
         )
         if self._policy.deadline_s is not None:
             end_s = time.monotonic() + self._policy.deadline_s - ago_s
@@ -452,7 +452,7 @@ def _first(found: list[list[Any]]) -> list[Any]:
     if apart := {r: p for r, p in enumerate(places) if p != places[0]}:
         words = "call {1} to should_stop, with step {0}".format
         raise RankError(
-            "stopping together",
+            "coordinated stop",
             {r: f"is at {words(*p)}; rank 0 is at {words(*places[0])}" for r, p in apart.items()},
         )
     asked = [rank for rank, one in enumerate(found) if one[4]]

@@ -221,7 +221,7 @@ def _not_compared(a: _Contents, b: _Contents) -> tuple[str, ...]:
         return (f"optimizer: {there.path} contains one, and {lacks.path} doesn't",)
     stored = {
         "own": "in shardwise's format",
-        "by number": "by parameter number",
+        "by number": "by parameter index",
         "by name": "by parameter name",
     }
     return (

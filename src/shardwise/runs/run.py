@@ -408,7 +408,7 @@ def _of_third_party(
 def _numbered(name: str, path: str) -> str:
     """What to do with an optimizer that a conversion can't give names."""
     return (
-        f"{name}: the optimizer's state, by parameter number, and neither the order of model.parameters() nor the HF Trainer's groups fit "
+        f"{name}: the optimizer state is stored by parameter index, and neither the order of model.parameters() nor the HF Trainer's groups fit "
         f"it (without a config, --config DIR, neither is known); only an optimizer built as in the saved run can match it. To keep it: "
         f"sw.restore(sw.TrainState(model=model, optimizer=optimizer), {path!r}), and sw.save there"
     )

@@ -351,7 +351,7 @@ class StoredOptimizer:
         for short, key in self.keys.items():
             if key.parameter not in named:
                 raise FormatError(
-                    f"has state of parameter {key.parameter}, which is in no group", path=self.catalog.root
+                    f"has state for parameter {key.parameter}, which is in no group", path=self.catalog.root
                 )
             name = StateKey(named[key.parameter], key.state).name
             tensors[name] = replace(self.catalog.tensors[short], name=name)
@@ -371,7 +371,7 @@ class StoredOptimizer:
         def named(stored: str) -> str:
             if not stored.startswith(prefix):
                 raise StateError(
-                    f"{self.catalog.root}: holds optimizer state of {brief(stored)}, which is not in {prefix!r}, the part of the saved module "
+                    f"{self.catalog.root}: contains optimizer state for {brief(stored)}, which is not in {prefix!r}, the part of the saved module "
                     f"that is the model. Restore it in a run (shardwise.restore) and save there"
                 )
             return stored.removeprefix(prefix)
@@ -390,8 +390,8 @@ class StoredOptimizer:
 
     def _not_matched(self, what: str) -> StateError:
         return StateError(
-            f"{self.catalog.root}: keeps the optimizer's state by parameter number, {what}. Make the optimizer as the saved run did "
-            f"(same groups, same order), or restore the model alone (TrainState(model=…))"
+            f"{self.catalog.root}: stores the optimizer state by parameter index, {what}. Create the optimizer as the saved run did "
+            f"(same groups, same order), or restore only the model (TrainState(model=…))"
         )
 
     @property

@@ -86,7 +86,7 @@ class ElasticSampler(Sampler[list[int]]):
             raise StateError(f"rank {self._rank} is not one of {replicas} replicas")
         if size < 1 or size % replicas:
             raise StateError(
-                f"a global batch of {size} can't be divided among {replicas} replicas; give a multiple of {replicas}"
+                f"a global batch of {size} isn't divisible by {replicas} replicas; give a multiple of {replicas}"
             )
         if not self._length or (self._drop_last and self._length < size):
             raise StateError(
