@@ -178,7 +178,7 @@ def test_a_config_that_contradicts_the_tensors(tmp_path: Path, plain: Path) -> N
     file = tmp_path / "q" / "config.json"
     for said in ("mxfp4", "gptq"):
         file.write_text(file.read_text().replace('"quant_method": "fp8"', f'"quant_method": "{said}"'))
-        with pytest.raises(PlanError, match=f"by '{said}', but its tensors are stored as by 'fp8'"):
+        with pytest.raises(PlanError, match=f"with '{said}', but its tensors are stored as 'fp8'"):
             dequantized(open_catalog(tmp_path / "q"))
         file.write_text(file.read_text().replace(f'"quant_method": "{said}"', '"quant_method": "fp8"'))
 

@@ -419,7 +419,7 @@ STORAGE = (
     ),
     each(
         _places,
-        ("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20"),
+        ("storage.fsync", "fsync or reading the data back fails", "Rebello et al., ATC '20"),
         when=lambda p: p.failures.keys() & {"fsync", "read"},
         bites=lambda p: (
             f"A save will fail or be lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."

@@ -502,14 +502,14 @@ CHECKPOINTS = (
         "case 5; Trainer in transformers 5.23",
         _resumed,
     ),
-    Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
+    Rule("checkpoint.damaged", "one of the newest steps is corrupted", "docs/format.md", _damaged),
     each(
         _checkpoints,
         ("checkpoint.set-aside", "steps that a resume quarantined", "docs/format.md"),
         kind="note",
         when=lambda c: c.set_aside,
         bites=_aside,
-        why="An earlier resume started from an older step and renamed the newer ones, or found one damaged.",
+        why="An earlier resume started from an older step and renamed the newer ones, or found one of them corrupted.",
         do="Compare them with shardwise inspect PATH. Delete the ones that you don't need, or resume from one by its path.",
     ),
     each(

@@ -132,7 +132,7 @@ def _method_of(catalog: Catalog, looks: Quantized | None) -> str:
         return said or (looks.method if looks else "")
     if looks.method != said and looks.method not in _LOOKS_LIKE.get(said, ()):
         raise PlanError(
-            f"{catalog.root}: its config says that it is quantized by {said!r}, but its tensors are stored as by {looks.method!r} "
+            f"{catalog.root}: its config says that it's quantized with {said!r}, but its tensors are stored as {looks.method!r} "
             f"({looks.codes!r} goes with {looks.beside!r})"
         )
     return said
@@ -185,7 +185,7 @@ def _found(catalog: Catalog, family: Family, method: str, held: Collection[str])
         found = Found(problems=[str(error)])
     if not found.coded and not found.problems:
         found.problems.append(
-            f"it is quantized by {method!r}, as its config says, but no stored tensor is: remove quantization_config from "
+            f"its config says that it's quantized with {method!r}, but no stored tensor is: remove quantization_config from "
             f"config.json"
             if source.settings
             else f"its tensors are those of {method!r}, and config.json has no quantization_config that says how they are stored"
