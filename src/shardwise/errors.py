@@ -156,7 +156,7 @@ class RankError(ShardwiseError):
         lines += [f"  rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
         if missing:
             names = ", ".join(map(str, missing))
-            lines.append(f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped or hanging)")
+            lines.append(f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped, or hanging)")
         super().__init__("\n".join(lines))
 
     def _section(self) -> str:

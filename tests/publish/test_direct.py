@@ -103,9 +103,7 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     gc.collect()  # what tests before this one left in cycles
     before = sorted(os.listdir("/proc/self/fd"))
     with (
-        pytest.raises(
-            CheckpointError, match=f"file: write failed after {(at - 1) * BUFFER} bytes: No space"
-        ),
+        pytest.raises(CheckpointError, match=f"file: write failed after {(at - 1) * BUFFER} bytes: No space"),
         DirectWriter(str(tmp_path / "file")) as file,
     ):
         file.write(bytes(5 * BUFFER))

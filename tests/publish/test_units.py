@@ -147,7 +147,9 @@ def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
         with (Path(ring.path) / "own-0" / "slices").open("r+b") as opened:
             opened.seek(HEADER + 5)
             opened.write(bytes([content[HEADER + 5] ^ 1]))
-        with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived corrupted"):
+        with pytest.raises(
+            IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived corrupted"
+        ):
             copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
         assert proved_units(str(here), entry, lambda: None) == [0, 2]
 

@@ -304,7 +304,9 @@ def _cut_of(placement: object, ndim: int) -> Cut:
         return Cut("shard", placement.dim % ndim)
     if isinstance(placement, Replicate):
         return Cut("replicate")
-    raise LayoutError(f"placement {placement!r} is not supported; expected Shard, _StridedShard or Replicate")
+    raise LayoutError(
+        f"placement {placement!r} is not supported; expected Shard, _StridedShard, or Replicate"
+    )
 
 
 def local_boxes(
