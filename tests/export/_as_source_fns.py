@@ -81,7 +81,7 @@ def _in_any_order(origin: dict[str, Any]) -> dict[str, Any]:
         **origin,
         "requantized": rules,
         "written": sorted(origin["written"]),
-        "beside": sorted(origin["beside"]),
+        "not_in_model": sorted(origin["not_in_model"]),
     }
 
 
