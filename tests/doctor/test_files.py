@@ -177,7 +177,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "model.two-formats": (pickle_half, "which are only in pickles"),
     "model.missing-base": (lose_base, "its base model /home/me/models/llama doesn't exist"),
     "model.index": (store_twice, "can't be loaded"),
-    "model.few-experts": (few_experts, "2 experts over 4 ranks"),
+    "model.few-experts": (few_experts, "2 experts across 4 ranks"),
     "model.quant-storage": (four_bits, "uint8"),
 }
 
