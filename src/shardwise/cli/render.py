@@ -739,7 +739,7 @@ def show_export(out: Console, report: Any) -> None:
         facts["rounded"] = "; ".join(_cast(one) for one in report.casts)
     if report.as_source is not None:
         origin = report.as_source
-        facts["from the source"] = f"{origin.copied + len(origin.beside)} tensors, which did not change"
+        facts["from the source"] = f"{origin.copied + len(origin.not_in_model)} tensors, which did not change"
         for rule in origin.requantized:
             facts[f"quantized again ({len(rule.names)})"] = f"{_some(rule.names)}; {rule.reference}"
         if origin.written:

@@ -604,11 +604,6 @@ class AsSource:
     not_in_model: tuple[str, ...]
     """Tensors of the source that the model doesn't have; they were copied."""
 
-    @property
-    def beside(self) -> tuple[str, ...]:
-        """The old name of ``not_in_model``."""
-        return self.not_in_model
-
 
 class AsSourceJob:
     """Export of a model in the format of its source. Implements :class:`.Job`. :meth:`compare` comes first."""
