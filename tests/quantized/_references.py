@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tests.quantized import _reference_awq, _reference_gptq
 from tests.quantized._boxes import State
 from tests.quantized._fp8_library import fp8_quantize
 from tests.quantized.compressed_models import scheme_of
@@ -24,8 +23,6 @@ def quantized_by_library(directory: Path, name: str, weight: torch.Tensor, store
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
         "bitsandbytes": _bitsandbytes,
-        "gptq": _gptq,
-        "awq": _awq,
         "mxfp4": _mxfp4,
     }[settings["quant_method"]]
     return make(settings, name, weight, stored)
@@ -84,31 +81,6 @@ def _bitsandbytes(settings: Mapping[str, Any], name: str, weight: torch.Tensor, 
     double, kind = settings["bnb_4bit_use_double_quant"], settings["bnb_4bit_quant_type"]
     codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=double)
     return {name: codes, **{f"{name}.{end}": t for end, t in state.as_dict(packed=True).items()}}
-
-
-def _gptq(settings: Mapping[str, Any], name: str, weight: torch.Tensor, stored: State) -> State:
-    stem, bits = name.removesuffix("weight"), settings["bits"]
-    scales, index = stored[f"{stem}scales"].float(), stored[f"{stem}g_idx"]
-    words = stored[f"{stem}qzeros"] + _reference_gptq._ONES[bits]
-    shifts = torch.arange(0, 32, bits)
-    zeros = ((words[:, :, None] >> shifts) & (2**bits - 1)).flatten(1)[:, : scales.shape[1]]
-    made = _reference_gptq.pack_original(weight.float(), scales.t(), zeros.float().t(), index, bits)
-    return {f"{stem}qweight": made.qweight}
-
-
-def _awq(settings: Mapping[str, Any], name: str, weight: torch.Tensor, stored: State) -> State:
-    stem = name.removesuffix("weight")
-    scales, words = stored[f"{stem}scales"].float(), stored[f"{stem}qzeros"]
-    _, zeros = _reference_awq.reverse_awq_order(*_reference_awq.unpack_awq(words, words, 4), 4)
-    zeros = (zeros & 15).float()
-    largest = weight.float().abs() / scales.repeat_interleave(settings["group_size"], 0).t()
-    assert largest.max() < 1e4
-    low = -zeros * scales
-    high = (15 - zeros) * scales
-    size = settings["group_size"]
-    clipped = weight.float().clamp(low.repeat_interleave(size, 0).t(), high.repeat_interleave(size, 0).t())
-    packed, _, _ = _reference_awq.from_linear(clipped, size, scales, zeros)
-    return {f"{stem}qweight": packed}
 
 
 def _mxfp4(settings: Mapping[str, Any], name: str, weight: torch.Tensor, stored: State) -> State:

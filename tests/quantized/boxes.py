@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.catalog.open import open_catalog
-from shardwise.catalog.records import StoredTensor
+from shardwise.catalog.records import Coded, StoredTensor
 from shardwise.quantized.open import Source
-from shardwise.quantized.rules import Coded
 from shardwise.tensors.boxes import Box, whole
 from tests.quantized._opened import check_opened, exactly
 

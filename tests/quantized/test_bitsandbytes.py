@@ -13,7 +13,7 @@ import transformers
 
 from shardwise.catalog.records import Chunk, assemble
 from shardwise.errors import FormatError, IntegrityError
-from shardwise.quantized.bitsandbytes import find
+from shardwise.quantized.bitsandbytes import find_bitsandbytes as find
 from shardwise.quantized.rules import reshaped
 from shardwise.tensors.boxes import Box, whole
 from tests.quantized._boxes import State, check_boxes, cut, found_in, read_elements, stored

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import IntegrityError
-from shardwise.quantized.compressed_tensors import find as compressed_tensors
+from shardwise.quantized.compressed_tensors import find_compressed_tensors as compressed_tensors
 from shardwise.tensors.boxes import Box, whole
 from tests.quantized.boxes import check_boxes, decoded, same_bits, source_of, with_part
 from tests.quantized.compressed_cases import BF16, CASES, FP8_INPUT, MXFP4, Checkpoint, floats, group, ints

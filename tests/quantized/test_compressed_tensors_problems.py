@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.internals.regex import check_patterns
-from shardwise.quantized.compressed_tensors import find as compressed_tensors
+from shardwise.quantized.compressed_tensors import find_compressed_tensors as compressed_tensors
 from shardwise.quantized.compressed_tensors import read_settings
 from shardwise.quantized.open import Source
 from tests.harness.bombs import refused_within

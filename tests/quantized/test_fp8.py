@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import IntegrityError, PlanError
 from shardwise.quantized.open import dequantized
-from shardwise.quantized.rules import floats
+from shardwise.quantized.rules import OneEach, Scaled, floats
 from tests.harness import models
 from tests.quantized._fp8_library import fp8_module
 from tests.quantized._made import boxes_of, decoded, fp8_directory, write_quantized
@@ -163,14 +163,14 @@ def test_wrong_scales_are_named(spoil: Any, tmp_path: Path, plain: Path) -> None
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_scale_that_is_no_number(wrong: float) -> None:
-    from shardwise.quantized.rules import Scaled
     from shardwise.tensors.boxes import whole
 
     scales = torch.ones(2, 2)
     scales[1, 1] = wrong
     parts = {"codes": torch.zeros(32, 32).to(torch.float8_e4m3fn), "scales": scales}
+    rule = Scaled("fp8", "FP8", "w.weight", "F32", OneEach(), OneEach(), (16, 16))
     with pytest.raises(IntegrityError, match=r"w\.weight: a scale is NaN or infinite"):
-        Scaled("FP8", "w.weight", "F32", (16, 16)).decode(whole((32, 32)), parts)
+        rule.decode(whole((32, 32)), parts)
 
 
 def test_a_config_that_contradicts_the_tensors(tmp_path: Path, plain: Path) -> None:

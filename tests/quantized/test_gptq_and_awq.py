@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from shardwise.errors import IntegrityError
-from shardwise.quantized import awq, gptq
+from shardwise.quantized.formats import find_awq, find_gptq
 from shardwise.tensors.boxes import Box, whole
 from tests.quantized import _reference_awq, _reference_gptq
 from tests.quantized._boxes import State, check_boxes, cut, found_in, read_elements, stored
@@ -88,7 +88,7 @@ _CONFIG_SHAPES = {n: p.shape for n, p in transformers.LlamaForCausalLM(_CONFIG).
 
 
 def _family(settings: dict[str, Any]) -> Any:
-    return awq.find if settings["quant_method"] == "awq" else gptq.find
+    return find_awq if settings["quant_method"] == "awq" else find_gptq
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -98,7 +98,7 @@ def test_sizes_that_cut_words(shape: tuple[int, int], desc_act: bool, bits: int,
     settings = {**_GPTQ, "bits": bits, "desc_act": desc_act, "group_size": 16}
     parts, expected = gptq_parts(torch.randn(shape), settings)
     state = {f"one.{last}": part.contiguous() for last, part in parts.items()}
-    found = found_in(gptq.find, tmp_path, state, settings)
+    found = found_in(find_gptq, tmp_path, state, settings)
     assert found.problems == []
     check_boxes(found.coded["one.weight"], state, expected)
 
@@ -186,7 +186,7 @@ def test_modules_with_bits_of_their_own(tmp_path: Path) -> None:
     state = {f"up.{n}": t.contiguous() for n, t in usual.items()} | {
         f"down.{n}": t.contiguous() for n, t in other.items()
     }
-    found = found_in(gptq.find, tmp_path, state, settings)
+    found = found_in(find_gptq, tmp_path, state, settings)
     assert found.problems == []
     check_boxes(found.coded["up.weight"], state, first)
     check_boxes(found.coded["down.weight"], state, second)
@@ -364,7 +364,7 @@ def test_what_is_wrong_is_one_sentence(
 def test_other_families_are_left_alone(checkpoints: dict[str, tuple[Path, State]], tmp_path: Path) -> None:
     for kind in ("4 bits", "awq"):
         state, _ = stored(checkpoints[kind][0])
-        for find in (gptq.find, awq.find):
+        for find in (find_gptq, find_awq):
             found = found_in(find, tmp_path, state, {"quant_method": "compressed-tensors"})
             assert not found.coded
             assert not found.problems

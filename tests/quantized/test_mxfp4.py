@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardwise.errors import IntegrityError
-from shardwise.quantized.mxfp4 import find as mxfp4
+from shardwise.quantized.formats import find_mxfp4 as mxfp4
 from shardwise.quantized.open import Source
 from shardwise.tensors.boxes import Box, whole
 from tests.quantized.boxes import check_boxes, decoded, same_bits, source_of, stored_in, with_part, without

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
-from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,10 @@ __all__ = [
     "Chunk",
     "Chunks",
     "Coded",
-    "ColumnsRule",
     "FULL_STATE_STEM",
     "KINDS",
     "Kind",
     "METADATA_NAME",
-    "OpeningRule",
     "Quantization",
     "Rule",
     "SharedChunk",
@@ -157,15 +155,27 @@ class StoredFile:
     """As :attr:`.Stat.version`, when the catalog was made: a load reads no other."""
 
 
-class Rule(Protocol):
+#: Roles of the parts that say how codes are scaled: scales, and the group of each column.
+_SCALING = ("scales", "global", "nested", "book", "groups")
+
+
+class Rule:
     """How elements of one tensor are made from its parts. Pure, and the same for every element, however boxes are cut."""
 
-    @property
-    def format(self) -> str:
-        """In words, for reports: "FP8 (E4M3) in blocks of 128 x 128"."""
+    __slots__ = ()
+    is_turned: bool = False
+    """Whether parts are stored with their last two dims the other way round: :meth:`opened` transposes them once, in memory of its own."""
+    columns_together: int = 0
+    """Columns of a turned matrix that share words of codes and a group; a box should begin and end at a multiple of it. 0: no such matrix."""
+    if TYPE_CHECKING:  # a property at run time would be the default of a record's field
+
+        @property
+        def format(self) -> str:
+            """In words, for reports: "FP8 (E4M3) in blocks of 128 x 128"."""
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         """The box of each part (by its role) that a box of the tensor is made from."""
+        raise NotImplementedError
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The elements of ``box``, with its sizes, in the dtype of :attr:`Coded.tensor`, or in F32 if that dtype holds them exactly.
@@ -173,27 +183,32 @@ class Rule(Protocol):
         ``parts``: the elements of :meth:`boxes`, each of its box's sizes and of its stored dtype. They may be overwritten by the
         next read. Memory: a few times the elements. Raises :class:`IntegrityError` for scales that are NaN or infinite.
         """
-
-
-@runtime_checkable
-class OpeningRule(Rule, Protocol):
-    """A rule with work to do once per read, like transposing codes, before it decodes smaller boxes of what was read."""
+        raise NotImplementedError
 
     def opened(self, box: Box, parts: Mapping[str, torch.Tensor]) -> Callable[[Box], torch.Tensor]:
         """A function that decodes any box within ``box``, as :meth:`decode` does.
 
-        ``parts``: as for :meth:`decode`, of ``box``. The function may keep them, so they must not change while it is used. Memory: as
-        much as the parts. Raises :class:`IntegrityError` for scales that are NaN or infinite, at once.
+        ``parts``: as for :meth:`decode`, of ``box``. The function may keep them, so they must not change while it is used.
         """
+        outer = self.boxes(box)
 
+        def decode(inner: Box) -> torch.Tensor:
+            own = {role: parts[role][part.slices_in(outer[role])] for role, part in self.boxes(inner).items()}
+            # reshape, for contiguous() keeps odd strides of dims of one
+            return self.decode(inner, {role: part.reshape(-1).view(part.shape) for role, part in own.items()})
 
-@runtime_checkable
-class ColumnsRule(OpeningRule, Protocol):
-    """A rule of a matrix whose parts are stored transposed: those of some columns are contiguous in the file, those of rows aren't."""
+        return decode
 
-    @property
-    def columns_together(self) -> int:
-        """Columns that share words of codes and a group; a box should begin and end at a multiple of it."""
+    def scale_boxes(self, box: Box) -> Mapping[str, Box]:
+        """The boxes of the parts that say how the codes of a box are scaled. Empty for a plain tensor that is quantized when it is read."""
+        return {role: part for role, part in self.boxes(box).items() if role in _SCALING}
+
+    def check_scales(self, box: Box, parts: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`IntegrityError`, which names the tensor, if a scale is NaN or infinite, or if a group doesn't exist.
+
+        ``parts``: the elements of :meth:`scale_boxes`; ``box`` is not empty.
+        """
+        raise NotImplementedError
 
 
 @frozen(eq=False)

@@ -15,7 +15,7 @@ from itertools import groupby, islice
 import torch
 import torch.distributed as dist
 
-from ..catalog.records import Coded, ColumnsRule, OpeningRule, StoredTensor
+from ..catalog.records import Coded, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..errors import RankError, SourceError
 from ..objects import frozen
@@ -41,7 +41,6 @@ __all__ = [
     "bucket_bytes",
     "elements_at_a_time",
     "held_bytes",
-    "inside",
     "spans_in_turn",
     "spans_of_box",
 ]
@@ -443,14 +442,8 @@ class CheckedScales:
         """A copy of the elements of a box, if they are kept."""
         for outer, elements in self._held.get(name, ()):
             if outer.contains(box):
-                return elements[inside(outer, box)].clone(memory_format=torch.contiguous_format)
+                return elements[box.slices_in(outer)].clone(memory_format=torch.contiguous_format)
         return None
-
-
-def inside(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """The index of a box in the elements of another one that holds it."""
-    ends = zip(outer.start, inner.start, inner.stop, strict=True)
-    return tuple(slice(start - first, stop - first) for first, start, stop in ends)
 
 
 def boxes_of_transfers(
@@ -545,7 +538,7 @@ class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
     Rank-local. Memory: within ``IOOptions.staging_bytes``, if that is 22 MiB or more. Kept scales take up to 3/8 of it, parts
-    3/16 (twice for an :class:`.OpeningRule`), decoded elements 1/4. Scales and parts are recorded in ``peak_bytes``.
+    3/16 (twice for a rule that turns them), decoded elements 1/4. Scales and parts are recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -581,14 +574,13 @@ class DecodingReader:
         Raises :class:`IntegrityError` for scales that are NaN or infinite. Those that are too many to be kept are checked when their
         codes are read.
         """
-        from ..quantized.finite_scales import check_scales, scales_in
-
         for one, box in boxes:
-            asked = scales_in(one, box)
+            asked = one.rule.scale_boxes(box)
             if not asked or (is_kept := self._checked.has_room(one, asked)) is None:
                 continue
             parts = {role: self._box(role, one.parts[role], part) for role, part in asked.items()}
-            check_scales(one, box, parts)
+            if box.numel:
+                one.rule.check_scales(box, parts)
             for role, part in asked.items() if is_kept else ():
                 self._checked.keep(one.parts[role].name, part, parts[role])
 
@@ -656,9 +648,8 @@ class DecodingReader:
         """Read the parts of a box, into memory that the next call takes again; what decodes boxes within it."""
         self._held, boxes = None, one.rule.boxes(box)
         parts = {role: self._box(role, one.parts[role], part) for role, part in boxes.items()}
-        if not isinstance(one.rule, OpeningRule):
-            return lambda inner: one.rule.decode(inner, _inner(one, inner, boxes, parts))
-        self._opened_bytes = max(self._opened_bytes, sum(part.nbytes for part in parts.values()))
+        if one.rule.is_turned:
+            self._opened_bytes = max(self._opened_bytes, sum(part.nbytes for part in parts.values()))
         return one.rule.opened(box, parts)
 
     def _box(self, role: str, stored: StoredTensor, box: Box) -> torch.Tensor:
@@ -677,9 +668,10 @@ def _by_columns(one: Coded, transfer: Transfer, most: int) -> list[Transfer]:
 
     ``transfer``: with loops along dims. Each piece of a transposed matrix is then contiguous in the file, and nothing is read twice.
     """
-    if not isinstance(one.rule, ColumnsRule) or not transfer.loops or transfer.loops[-1].source_stride != 1:
+    together = one.rule.columns_together
+    if not together or not transfer.loops or transfer.loops[-1].source_stride != 1:
         return []
-    loop, together = transfer.loops[-1], one.rule.columns_together
+    loop = transfer.loops[-1]
     step = most // max(1, transfer.numel // loop.size) // together * together
     if not step:
         return []
@@ -712,19 +704,6 @@ def _checked(one: Coded, box: Box, made: torch.Tensor) -> torch.Tensor:
     assert made.shape == box.sizes, one.tensor.name
     assert made.dtype in (torch_dtype(one.tensor.dtype), torch.float32), one.tensor.name
     return made.contiguous()
-
-
-def _inner(
-    one: Coded, box: Box, boxes: Mapping[str, Box], parts: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The parts of a smaller box, from those of ``boxes``, with the strides that their shape has by itself."""
-    inner = {role: parts[role][inside(boxes[role], part)] for role, part in one.rule.boxes(box).items()}
-    return {
-        role: part
-        if part.stride() == contiguous_strides(part.shape)
-        else part.clone(memory_format=torch.contiguous_format)
-        for role, part in inner.items()
-    }
 
 
 def spans_of_box(one: Coded, box: Box) -> Iterator[Span]:

@@ -40,7 +40,6 @@ from ..operations.operation import announced
 from ..planning.hub_rules import HubRules, embedding_names, hub_rules, note_conversions
 from ..planning.match import Made, Rules, as_stored, matches_any, same_names
 from ..planning.plan import IOOptions
-from ..quantized.bitsandbytes import encoded, joined
 from ..quantized.open import dequantized
 from ..ranks.ranks import Ranks
 from ..sharding.fsdp import ShardPolicy, find_wrapping, shard
@@ -184,6 +183,8 @@ def _names(coded: Mapping[str, Coded]) -> set[str]:
 
 def _as_blocks(made: Made, layer: Any, catalog: Catalog) -> Coded | str | None:
     """A layer's weight in blocks; None if it is stored so already (in a checkpoint), or the reason why it can't be had."""
+    from ..quantized.bitsandbytes import encoded, joined  # which a plain load doesn't need
+
     blocks = layer.blocks
     if (made.dtype, made.shape) == ("U8", blocks.stored_shape):
         return None

@@ -22,7 +22,6 @@ from ..internals.low_bit import (
 )
 from ..internals.low_bit import with_4bit_modules as with_modules_of
 from ..internals.regex import check_patterns
-from ..quantized.compressed_tensors import read_settings
 
 __all__ = [
     "Asked",
@@ -135,6 +134,8 @@ def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 def _check_expressions(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Raise :class:`FormatError` for expressions that the quantizers would match forever with the model's modules."""
+    from ..quantized.compressed_tensors import read_settings
+
     names = [name for name, _ in model.named_modules()]
     check_patterns(read_settings(settings).expressions, names, "an expression in quantization_config", None)
     for setting in ("modules_to_not_convert", "llm_int8_skip_modules"):

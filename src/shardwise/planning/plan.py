@@ -110,7 +110,7 @@ class IOOptions:
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of the parts of quantized tensors that a rank reads at a time; an :class:`.OpeningRule` holds them twice.
+        """Bytes of the parts of quantized tensors that a rank reads at a time; a rule that turns them holds them twice.
 
         At least 4 MiB: with less, transposed codes would be read in pieces that are too small for any storage.
         """

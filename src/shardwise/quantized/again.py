@@ -13,29 +13,22 @@ from ..dtypes import torch_dtype
 from ..errors import UnsupportedConversionError
 from ..objects import frozen
 from ..tensors.boxes import Box
-from .awq import Awq, outputs_of
-from .bitsandbytes import FourBit, RowInt8, book_of
-from .gptq import Gptq
-from .mxfp4 import Mxfp4Experts
-from .rules import Fp4Pairs, Grouped, PackedIntegers, Scaled, fields, in_step, packed_size, pieces
+from .bitsandbytes import FourBit, book_of
+from .rules import Fp4Pairs, PackedIntegers, Scaled, in_blocks, packed_size
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "AwqEncoder",
     "Encoder",
     "FourBitEncoder",
-    "GptqEncoder",
     "GroupedEncoder",
     "Mxfp4Encoder",
     "NestedFourBitEncoder",
     "RowInt8Encoder",
     "ScaledEncoder",
-    "awq_words",
     "blockwise",
     "encoder_of",
-    "field_words",
     "fourbit_encoder",
     "fp4_bytes",
     "fp4_codes",
@@ -65,12 +58,6 @@ class ScaledEncoder:
     power_of_two: bool
 
     makes = ("codes", "scales")
-
-    @classmethod
-    def of(
-        cls, rule: Scaled, shape: tuple[int, ...], codes: str, scales: str, power_of_two: bool
-    ) -> ScaledEncoder:
-        return cls(rule.block, shape, codes, scales, power_of_two or scales in ("U8", "F8_E8M0"))
 
     @property
     def reference(self) -> str:
@@ -110,8 +97,7 @@ class ScaledEncoder:
         stored = scales.to(torch.float8_e8m0fnu if self.scales == "U8" else torch_dtype(self.scales))
         if stored.dtype != torch.float32 or self.power_of_two:
             factors = 1.0 / stored.float()
-        if values.numel():
-            each, factor = in_step(values, factors, box, self.block)
+        for each, factor in in_blocks(values, factors, box, self.block) if values.numel() else ():
             each.mul_(factor)
         codes = values.clamp_(-most, most).to(code_type)
         return {"codes": codes, "scales": stored.view(torch_dtype(self.scales))}
@@ -132,10 +118,7 @@ def blockwise(values: torch.Tensor, block: tuple[int, ...], *, largest: bool) ->
 
 
 # ----------------------------------------------------------------------------------------------------
-# Packs codes as the formats store them: the other direction of :mod:`.rules`, :mod:`.rules`, :mod:`.rules` and AWQ's words.
-
-#: The output whose code lies in each field of a word. Source: ``order_map`` of AutoAWQ's ``WQLinear_GEMM`` (MIT).
-_AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+# Packs codes as the formats store them: the other direction of the arrangements in :mod:`.rules`.
 
 
 def integer_words(integers: torch.Tensor, bits: int, dim: int = 1) -> torch.Tensor:
@@ -156,25 +139,6 @@ def integer_words(integers: torch.Tensor, bits: int, dim: int = 1) -> torch.Tens
     octets = torch.stack([(large >> 8 * k) & 0xFF for k in range(bits)], -1).to(torch.uint8)
     words = octets.flatten(1).contiguous().view(torch.int32)[:, : packed_size(columns, bits)]
     return (words if dim == 1 else words.t()).contiguous()
-
-
-def field_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned codes of 2, 4 or 8 bits in int32 words along the last dim, lowest bits first, as :func:`.fields` reads them."""
-    import torch
-
-    per_byte = 8 // bits
-    padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (32 // bits)))
-    parted = padded.unflatten(-1, (-1, per_byte))
-    octets = torch.zeros(parted.shape[:-1], dtype=torch.uint8)
-    for k in range(per_byte):
-        octets |= parted[..., k] << k * bits
-    words: torch.Tensor = octets.contiguous().view(torch.int32)
-    return words
-
-
-def awq_words(codes: torch.Tensor) -> torch.Tensor:
-    """Unsigned codes of 4 bits in int32 words along the last dim, in AWQ's order."""
-    return field_words(codes.unflatten(-1, (-1, 8))[..., list(_AWQ_OUTPUTS)].flatten(-2), 4)
 
 
 def nibble_bytes(codes: torch.Tensor) -> torch.Tensor:
@@ -227,18 +191,10 @@ class GroupedEncoder:
     the weight, as its own dynamic observer runs them. A global scale is that of the tensor alone.
     """
 
-    rule: Grouped
+    rule: Scaled
     shape: tuple[int, ...]
     codes: str
     scales: str
-
-    @classmethod
-    def of(cls, rule: Grouped, shape: tuple[int, ...], codes: str, scales: str) -> GroupedEncoder | str:
-        if rule.groups is not None:
-            return "its columns are in the order of a calibration (weight_g_idx)"
-        if scales == "U8" and rule.block != (1, _MX_GROUP):
-            return f"expected groups of {_MX_GROUP} for scales that are powers of two, found {rule.block[1]}"
-        return cls(rule, shape, codes, scales)
 
     @property
     def reference(self) -> str:
@@ -247,11 +203,11 @@ class GroupedEncoder:
     @property
     def makes(self) -> tuple[str, ...]:
         zeros = ("zeros",) if self.rule.zeros is not None else ()
-        return ("codes", "scales", *zeros, *(("global",) if self._has_global else ()))
+        return ("codes", "scales", *zeros, *(("global",) if self.rule.has_global else ()))
 
     @property
     def once(self) -> tuple[str, ...]:
-        if self._has_global:
+        if self.rule.has_global:
             return ("global",)
         return tuple(role for role in self.makes if role != "codes") if self._one_scale else ()
 
@@ -263,29 +219,21 @@ class GroupedEncoder:
         return rows, max(1, self.shape[1])
 
     @property
-    def _has_global(self) -> bool:
-        return self.rule.global_shape is not None
-
-    @property
     def _one_scale(self) -> bool:
-        return not self._has_global and all(b >= n for b, n in zip(self.rule.block, self.shape, strict=True))
+        return not self.rule.has_global and all(
+            b >= n for b, n in zip(self.rule.block, self.shape, strict=True)
+        )
 
     @property
     def _is_float(self) -> bool:
         return isinstance(self.rule.codes, Fp4Pairs) or self.codes.startswith("F8")
 
-    @property
-    def _bits(self) -> int:
-        if isinstance(self.rule.codes, PackedIntegers):
-            return self.rule.codes.bits
-        return 4 if isinstance(self.rule.codes, Fp4Pairs) else self.rule.bits
-
     def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the largest number that a code stands for, as tensors without dims: they widen no dtype."""
         import torch
 
-        half = 2.0 ** (self._bits - 1)
-        top = {4: _CODES_END, 8: _SCALES_END}[self._bits] if self._is_float else half - 1
+        half = 2.0 ** (self.rule.codes.bits - 1)
+        top = {4: _CODES_END, 8: _SCALES_END}[self.rule.codes.bits] if self._is_float else half - 1
         return torch.tensor(-top if self._is_float else -half), torch.tensor(top)
 
     def encode(
@@ -303,7 +251,7 @@ class GroupedEncoder:
             low = blockwise(values, self.rule.block, largest=False)
             high = blockwise(values, self.rule.block, largest=True)
         whole = None
-        if self._has_global:
+        if self.rule.has_global:
             whole = _global_scale(*measured)
         scales, zeros = self._parameters(low, high, whole)
         codes = self._codes(values, scales, zeros, whole)
@@ -311,7 +259,7 @@ class GroupedEncoder:
         if self.rule.zeros is not None:
             assert zeros is not None
             packed = isinstance(self.rule.zeros, PackedIntegers)
-            found["zeros"] = integer_words(zeros, self._bits, dim=0) if packed else zeros
+            found["zeros"] = integer_words(zeros, self.rule.codes.bits, dim=0) if packed else zeros
             found["zeros"] = found["zeros"].reshape(self._sizes("zeros", box))
         if whole is not None:
             found["global"] = whole
@@ -333,7 +281,7 @@ class GroupedEncoder:
             zeros = torch.clamp(first - low / scales, first, last)
             zeros = torch.round(torch.clamp(zeros, -128, 127)).to(torch.int8)
         elif self.scales == "U8":
-            exponents = mx_exponents(torch.maximum(low.abs(), high.abs()), self._bits)
+            exponents = mx_exponents(torch.maximum(low.abs(), high.abs()), self.rule.codes.bits)
             return torch.pow(2.0, (exponents.to(torch.int32) - 127).float()).to(high.dtype), None
         else:
             scales = torch.maximum(low.abs(), high.abs()) / (steps / 2)
@@ -376,7 +324,9 @@ class GroupedEncoder:
             return scaled.to(torch_dtype(self.codes))
         integers = torch.round(scaled).to(torch.int8)
         return (
-            integer_words(integers, self._bits) if isinstance(self.rule.codes, PackedIntegers) else integers
+            integer_words(integers, self.rule.codes.bits)
+            if isinstance(self.rule.codes, PackedIntegers)
+            else integers
         )
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
@@ -562,7 +512,7 @@ def _bounds(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Quantizes to the integers of bitsandbytes' INT8, and to those of GPTQ and AWQ with the scales that a calibration chose.
+# Quantizes to the integers of bitsandbytes' INT8.
 
 
 @frozen
@@ -594,84 +544,6 @@ class RowInt8Encoder:
         largest = halves.abs().amax(1).float()
         scaled = halves * (127.0 / largest.unsqueeze(-1))
         return {"codes": torch.round(scaled).nan_to_num_(0).to(torch.int8), "scales": largest}
-
-
-@frozen
-class GptqEncoder:
-    """Codes rounded again, with the source's scales, zero points and groups. Implements :class:`.Encoder`.
-
-    GPTQ chooses scales and codes by calibration data, which an export does not have. Source: ``pack_original`` of GPTQModel.
-    """
-
-    rule: Gptq
-    reference = "GPTQ: rounded to the source's scales and zero points, as its pack(); not calibrated again"
-    makes = ("codes",)
-    once = ()
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        return 1, 32 // self.rule.bits
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        rule, rows = self.rule, box.sizes[0]
-        zeros = fields(rule.zero_words(kept["zeros"]), rule.bits)
-        zeros = zeros.narrow(1, box.start[0] % (32 // rule.bits), rows).t()
-        scales, found = kept["scales"].t().float(), values.float()
-        groups = rule.check_groups(kept["groups"], box)
-        if rule.size:
-            groups = groups - box.start[1] // rule.size
-        codes = _rounded(found, scales.index_select(1, groups), zeros.index_select(1, groups), rule.bits)
-        return {"codes": field_words(codes, rule.bits).t().contiguous()}
-
-
-@frozen
-class AwqEncoder:
-    """Codes rounded again, with the source's scales and zero points. Implements :class:`.Encoder`.
-
-    AWQ chooses scales by calibration data, which an export does not have. Source: ``WQLinear_GEMM.from_linear`` of AutoAWQ; it
-    rounds weights that were clipped before, here codes are clipped.
-    """
-
-    rule: Awq
-    reference = (
-        "AWQ: rounded to the source's scales and zero points, as its from_linear(); not calibrated again"
-    )
-    makes = ("codes",)
-    once = ()
-    unit = (8, 1)
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        import torch
-
-        scales, zeros = kept["scales"].t().float(), outputs_of(kept["zeros"])
-        codes = torch.empty(values.shape, dtype=torch.float32)
-        for (view, groups), (into, _) in zip(
-            pieces(values.float(), box.start[1], self.rule.size),
-            pieces(codes, box.start[1], self.rule.size),
-            strict=True,
-        ):
-            into.copy_(_rounded(view, scales[:, groups].unsqueeze(-1), zeros[:, groups].unsqueeze(-1), 4))
-        return {"codes": awq_words(codes.t())}
-
-
-def _rounded(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """``round((value + zero × scale) ÷ scale)``, within the codes; zero where a scale is zero."""
-    import torch
-
-    found = torch.round((values + zeros * scales) / scales)
-    return found.nan_to_num_(0).clamp_(0, 2**bits - 1)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -754,23 +626,26 @@ def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
 
     Raises :class:`UnsupportedConversionError` for a format that can't be quantized again, with the reason.
     """
-    rule, parts = one.rule, one.parts
+    rule, shape = one.rule, one.tensor.shape
+    codes, scales = (one.parts[role].dtype for role in ("codes", "scales"))
     made: Encoder | str = "no rule is known that makes its codes"
-    if isinstance(rule, Scaled):
-        power = settings.get("scale_fmt") == "ue8m0"
-        made = ScaledEncoder.of(rule, one.tensor.shape, parts["codes"].dtype, parts["scales"].dtype, power)
-    elif isinstance(rule, Grouped):
-        made = GroupedEncoder.of(rule, one.tensor.shape, parts["codes"].dtype, parts["scales"].dtype)
-    elif isinstance(rule, FourBit):
+    if isinstance(rule, FourBit):
         made = fourbit_encoder(rule)
-    elif isinstance(rule, RowInt8):
-        made = RowInt8Encoder(one.tensor.shape[1])
-    elif isinstance(rule, Gptq):
-        made = GptqEncoder(rule)
-    elif isinstance(rule, Awq):
-        made = AwqEncoder(rule)
-    elif isinstance(rule, Mxfp4Experts):
+    elif isinstance(rule, Scaled) and rule.method in ("awq", "gptq"):
+        made = "its scales come from calibration data, which an export doesn't have"
+    elif isinstance(rule, Scaled) and rule.method == "fp8":
+        power = settings.get("scale_fmt") == "ue8m0" or scales in ("U8", "F8_E8M0")
+        made = ScaledEncoder(rule.block, shape, codes, scales, power)
+    elif isinstance(rule, Scaled) and rule.method == "bitsandbytes":
+        made = RowInt8Encoder(shape[1])
+    elif isinstance(rule, Scaled) and rule.method == "mxfp4":
         made = Mxfp4Encoder()
+    elif isinstance(rule, Scaled) and rule.groups is not None:
+        made = "its columns are in the order of a calibration (weight_g_idx)"
+    elif isinstance(rule, Scaled) and scales == "U8" and rule.block != (1, _MX_GROUP):
+        made = f"expected groups of {_MX_GROUP} for scales that are powers of two, found {rule.block[1]}"
+    elif isinstance(rule, Scaled):
+        made = GroupedEncoder(rule, shape, codes, scales)
     if isinstance(made, str):
         raise UnsupportedConversionError(
             f"{one.tensor.name}: was changed and can't be requantized as {rule.format}: {made}. Export without quantize=, "

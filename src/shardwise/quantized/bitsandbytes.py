@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ..catalog.records import Coded, StoredTensor
+from ..catalog.records import Coded, Rule, StoredTensor
 from ..dtypes import torch_dtype
 from ..errors import FormatError, SourceError
 from ..internals.low_bit import dequantize_4bit, quantize_4bit
@@ -17,7 +17,7 @@ from ..limits import MAX_QUANT_STATE_BYTES, brief, numel_of, parse_json
 from ..objects import frozen
 from ..tensors.boxes import Box, whole
 from .open import Found, Source
-from .rules import check, coded, covering, finite, looked_up, pieces, require, reshaped
+from .rules import OneEach, Scaled, check, coded, covering, finite, in_blocks, looked_up, require, reshaped
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +27,10 @@ __all__ = [
     "FourBit",
     "Joined",
     "Nested",
-    "RowInt8",
     "SCALE_BYTES",
     "book_of",
     "encoded",
-    "find",
+    "find_bitsandbytes",
     "joined",
 ]
 
@@ -61,7 +60,7 @@ class Nested:
 
 
 @frozen
-class FourBit:
+class FourBit(Rule):
     """``book[code] × scale`` of the block. Implements :class:`.Rule`; parts: ``codes``, ``scales``, maybe ``nested``, ``book``.
 
     In fp32, rounded once to ``dtype``, as bitsandbytes does on every device. Its CPU kernel for AVX-512 (0.50) takes wrong scales
@@ -122,8 +121,8 @@ class FourBit:
             first = covering(*_span(box, self.shape), self.block)[0]
             values.mul_(scales[_places(box, self.shape) // self.block - first])
         else:
-            for view, blocks in pieces(values, box.start[-1], self.block):
-                view.mul_(scales[..., blocks].unsqueeze(-1))
+            for view, each in in_blocks(values, scales, box, (*(1 for _ in self.shape[:-1]), self.block)):
+                view.mul_(each)
         return values.to(dtype)
 
     def _values(self, box: Box, codes: torch.Tensor) -> torch.Tensor:
@@ -133,6 +132,9 @@ class FourBit:
             first = covering(*_span(box, self.shape), 2)[0] * 2
             return values[_places(box, self.shape) - first]
         return values.narrow(-1, box.start[-1] % 2, box.sizes[-1])
+
+    def check_scales(self, box: Box, parts: Mapping[str, torch.Tensor]) -> None:
+        finite(self.name, self.scales_of(box, parts))
 
     def scales_of(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The scales of the blocks that a box touches, decoded."""
@@ -184,36 +186,6 @@ def _places(box: Box, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# bitsandbytes' INT8 codes (LLM.int8): one a byte, with a scale for each row.
-
-#: 1/127 as bitsandbytes writes it.
-_STEP = 7.874015718698502e-3
-
-
-@frozen
-class RowInt8:
-    """``code × absolute maximum of the row ÷ 127`` in F32. Implements :class:`.Rule`; parts: ``codes``, ``scales``.
-
-    Two products, each rounded to fp32, in the order of bitsandbytes' ``int8_vectorwise_dequant``.
-    """
-
-    name: str
-
-    @property
-    def format(self) -> str:
-        return "INT8 with a scale per row"
-
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        return {"codes": box, "scales": Box(box.start[:1], box.stop[:1])}
-
-    def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        import torch
-
-        scales = finite(self.name, parts["scales"])
-        return parts["codes"].to(torch.float32).mul_(scales.unsqueeze(-1)).mul_(_STEP)
-
-
-# ----------------------------------------------------------------------------------------------------
 # The family of bitsandbytes: NF4, FP4 and INT8, as its ``Linear4bit`` and ``Linear8bitLt`` store them.
 #
 # 4 bits: ``X.weight`` (two codes a byte, in one column), ``X.weight.absmax``, ``X.weight.quant_map`` and JSON in
@@ -227,9 +199,11 @@ _STATE = ".quant_state."
 _KEYS = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_KEYS = ("nested_blocksize", "nested_dtype", "nested_offset")
 _LAYOUTS = ("row", "col32", "col_turing", "col_ampere")
+#: 1/127 as bitsandbytes writes it.
+_STEP = 7.874015718698502e-3
 
 
-def find(source: Source) -> Found:
+def find_bitsandbytes(source: Source) -> Found:
     """Every tensor in codes of bitsandbytes. Implements :class:`.Family`."""
     found = Found()
     if (source.settings.get("quant_method") or "bitsandbytes") != "bitsandbytes":
@@ -399,7 +373,18 @@ def _eight_bit(source: Source, stem: str) -> Coded:
     check(scales, "F32", codes.shape[:1], f"the {codes.shape[0]} rows of {name}")
     if f"{stem}weight_format" in tensors:
         _check_layout(source, f"{stem}weight_format")
-    return coded(name, "F32", codes.shape, {"codes": codes, "scales": scales}, RowInt8(name))
+    # Two products, each rounded to fp32, in the order of bitsandbytes' ``int8_vectorwise_dequant``.
+    rule = Scaled(
+        "bitsandbytes",
+        "INT8 with a scale per row",
+        name,
+        "F32",
+        OneEach(),
+        OneEach(dims=1),
+        (1, max(1, codes.shape[1])),
+        factor=_STEP,
+    )
+    return coded(name, "F32", codes.shape, {"codes": codes, "scales": scales}, rule)
 
 
 def _check_layout(source: Source, name: str) -> None:
@@ -486,7 +471,7 @@ class Blocks:
 
 
 @frozen
-class Joined:
+class Joined(Rule):
     """Blocks of codes and scales that bitsandbytes stored. Implements :class:`.Rule`; parts as :class:`.FourBit`'s.
 
     Scales that are quantized, too, are decoded: a block then has the scale that bitsandbytes works out of them.
@@ -503,21 +488,20 @@ class Joined:
     def boxes(self, box: Box) -> Mapping[str, Box]:
         return self.flat.boxes(self._elements(box))
 
-    def scales_of(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """As :meth:`.FourBit.scales_of`."""
-        return self.flat.scales_of(self._elements(box), parts)
+    def check_scales(self, box: Box, parts: Mapping[str, torch.Tensor]) -> None:
+        self.flat.check_scales(self._elements(box), parts)
 
     def _elements(self, box: Box) -> Box:
         start, stop = self.blocks.elements(box)
         return Box((start,), (stop,))
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        scales = finite(self.flat.name, self.scales_of(box, parts))
+        scales = finite(self.flat.name, self.flat.scales_of(self._elements(box), parts))
         return self.blocks.joined(parts["codes"], scales)[:, box.start[1] : box.stop[1]]
 
 
 @frozen
-class _Encoded:
+class _Encoded(Rule):
     """Blocks quantized from a plain weight, by bitsandbytes. Implements :class:`.Rule`; part: ``weight``."""
 
     blocks: Blocks

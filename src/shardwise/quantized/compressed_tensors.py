@@ -15,7 +15,7 @@ from ..internals.regex import check_patterns
 from ..limits import brief
 from ..objects import frozen
 from .open import Found, Source
-from .rules import Codes, Fp4Pairs, Grouped, OneEach, PackedIntegers, coded, packed_size
+from .rules import Codes, Fp4Pairs, OneEach, PackedIntegers, Scaled, coded, packed_size
 
 __all__ = [
     "FP4",
@@ -25,7 +25,7 @@ __all__ = [
     "Scheme",
     "Settings",
     "StoredModule",
-    "find",
+    "find_compressed_tensors",
     "read_settings",
 ]
 
@@ -468,29 +468,24 @@ class StoredModule:
 
     # The rule
 
-    def _rule(self, shape: tuple[int, int], order: bool) -> Grouped:
-        return Grouped(
-            format=self.scheme.words,
-            name=f"{self.name}.weight".removeprefix("."),
-            dtype="BF16" if self.scheme.is_mx or self.scheme.format in FP4 else self._scales.dtype,
-            codes=self._arrangement(),
-            block=self._block(shape),
-            scales_shape=self._scales.shape,
-            zeros=self._zeros_arrangement(),
-            global_shape=(1,) if "weight_global_scale" in self.stored else None,
+    def _rule(self, shape: tuple[int, int], order: bool) -> Scaled:
+        bits, dims = self.scheme.num_bits, len(self._scales.shape)
+        codes: Codes = OneEach(bits=bits)
+        if self._packs:
+            codes = PackedIntegers(bits) if self.scheme.format == PACKED else Fp4Pairs()
+        zeros: Codes = PackedIntegers(bits, dim=0) if self._packed_zeros else OneEach(dims)
+        return Scaled(
+            _METHOD,
+            self.scheme.words,
+            f"{self.name}.weight".removeprefix("."),
+            "BF16" if self.scheme.is_mx or self.scheme.format in FP4 else self._scales.dtype,
+            codes,
+            OneEach(dims),
+            self._block(shape),
+            zeros=None if self.scheme.symmetric else zeros,
+            has_global="weight_global_scale" in self.stored,
             groups=self._scales.shape[1] if order else None,
-            bits=self.scheme.num_bits,
         )
-
-    def _arrangement(self) -> Codes:
-        if self.scheme.format == PACKED:
-            return PackedIntegers(self.scheme.num_bits)
-        return Fp4Pairs() if self._packs else OneEach()
-
-    def _zeros_arrangement(self) -> Codes | None:
-        if self.scheme.symmetric:
-            return None
-        return PackedIntegers(self.scheme.num_bits, dim=0) if self._packed_zeros else OneEach()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -507,7 +502,7 @@ _ACTIVATIONS = frozenset(f"{of}_{side}" for of in ("input", "output", "q", "k", 
 _Stored = Mapping[str, StoredTensor]
 
 
-def find(source: Source) -> Found:
+def find_compressed_tensors(source: Source) -> Found:
     """Find every weight that compressed-tensors stored. Implements :class:`.Family`.
 
     Reads ``weight_shape`` where shapes don't tell the number of columns (packed integers per channel or per tensor), and

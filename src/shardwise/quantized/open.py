@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from ..catalog.quantized import Quantized, method_of_config, quantized, stands_beside, way_out
 from ..catalog.records import Catalog, Coded, Quantization, StoredTensor
@@ -58,26 +57,13 @@ class Found:
         return (part.name for one in self.coded.values() for part in one.parts.values())
 
 
-class Family(Protocol):
-    """Formats of one library. One module each."""
-
-    def __call__(self, source: Source) -> Found:
-        """Find every tensor that is stored in this family's codes. Pure, but for ``content``; raises nothing."""
+#: Finds every tensor that is stored in one library's codes. Pure, but for ``content``; raises nothing.
+Family = Callable[[Source], Found]
 
 
 # ----------------------------------------------------------------------------------------------------
 # A source whose quantized tensors are seen as what their codes stand for.
 
-#: ``quant_method`` of a config → the module of its family.
-_FAMILIES = {
-    "awq": "awq",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed_tensors",
-    "fbgemm_fp8": "fp8",
-    "fp8": "fp8",
-    "gptq": "gptq",
-    "mxfp4": "mxfp4",
-}
 #: Methods that names and dtypes tell, for methods that a config names otherwise.
 _LOOKS_LIKE: Mapping[str, Collection[str]] = {
     "fbgemm_fp8": ("fp8",),
@@ -159,7 +145,7 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[Named]] | None = No
     method = _method_of(catalog, looks)
     if not method or (looks is None and catalog.has_module_names):
         return catalog
-    family = _family(method)
+    family = _families().get(method)
     if family is None:
         how = f"{looks.codes!r} goes with {looks.beside!r}" if looks else "says its config"
         raise UnsupportedConversionError(
@@ -217,12 +203,19 @@ def _content(known: Quantization, name: str) -> bytes:
 
 def has_family(method: str) -> bool:
     """Whether a load dequantizes sources of this method."""
-    return method in _FAMILIES
+    return method in _families()
 
 
-def _family(method: str) -> Family | None:
-    name = _FAMILIES.get(method)
-    if name is None:
-        return None
-    family: Family = import_module(f".{name}", __package__).find
-    return family
+def _families() -> Mapping[str, Family]:
+    """What finds the tensors of each ``quant_method``. Imports all of them, which a plain source doesn't need."""
+    from . import bitsandbytes, compressed_tensors, formats
+
+    return {
+        "awq": formats.find_awq,
+        "bitsandbytes": bitsandbytes.find_bitsandbytes,
+        "compressed-tensors": compressed_tensors.find_compressed_tensors,
+        "fbgemm_fp8": formats.find_fp8,
+        "fp8": formats.find_fp8,
+        "gptq": formats.find_gptq,
+        "mxfp4": formats.find_mxfp4,
+    }

@@ -1,93 +1,349 @@
-"""Codes of any arrangement times a scale per tensor, channel, group or block: the rules that formats are rows of."""
+"""Codes of any arrangement times a scale per tensor, channel, group or block: the one rule that most formats are rows of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ..catalog.records import Chunk, Coded, Rule, StoredTensor
 from ..dtypes import torch_dtype
-from ..errors import FormatError, IntegrityError, SourceError
-from ..limits import brief
+from ..errors import FormatError, IntegrityError
 from ..objects import frozen
 from ..tensors.boxes import Box, whole
-from .open import Found, Source
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Coded",
+    "AwqWords",
     "Codes",
-    "FP4_LIFT",
+    "FieldWords",
+    "Fp4Columns",
     "Fp4Pairs",
-    "Grouped",
     "OneEach",
     "PackedIntegers",
-    "Rule",
     "Scaled",
-    "blocks_of",
     "check",
     "coded",
     "covering",
-    "each_module",
-    "factors",
     "fields",
     "finite",
     "floats",
-    "group_size_of",
-    "groups_within",
-    "in_step",
+    "in_blocks",
     "looked_up",
-    "lowered",
-    "numbers_of_halves",
     "packed_size",
-    "pieces",
     "require",
     "reshaped",
-    "scaled",
-    "slabs",
-    "spread",
-    "stems_with",
-    "transposed_halves",
-    "widened",
-    "words_of",
 ]
 
 
 # ----------------------------------------------------------------------------------------------------
-# How the codes of a tensor lie in the stored one: which part of it a box needs, and its numbers in fp32.
-#
-# What is stored one element each is here; :mod:`.rules` has integers packed into words, :mod:`.rules` pairs of FP4 in bytes.
+# The rule: codes, less zero points, times scales.
 
-
-class Codes(Protocol):
-    """An arrangement of codes."""
-
-    @property
-    def lift(self) -> int:
-        """:meth:`floats` are the numbers divided by 2 to this power; 0 where they are the numbers."""
-
-    def box(self, box: Box) -> Box:
-        """The box of the stored codes that holds a box of the tensor."""
-
-    def floats(self, box: Box, stored: torch.Tensor) -> torch.Tensor:
-        """The numbers of ``box`` in fp32, in memory of their own, from the elements of :meth:`box`."""
+_SLAB_ELEMENTS = 512 * 1024
 
 
 @frozen
-class OneEach:
-    """One stored element for each element: int8, FP8. Implements :class:`Codes`."""
+class Scaled(Rule):
+    """``(code − zero) × scale`` of the block. Implements :class:`.Rule`.
 
-    lift = 0
+    Parts: ``codes``, ``scales``, maybe ``zeros``, ``global`` (a divisor of all scales), ``groups`` (the group of each column). In fp32,
+    rounded once to ``dtype``. That is bitwise what arithmetic in 16 bits gives: codes and zeros are integers below 256 or floats of
+    few bits, so their difference, and its product with a scale of 16 bits, are exact in fp32. A block at an edge may be cut short.
+    """
+
+    method: str
+    """The library that stores such codes, as ``quant_method`` names it."""
+    format: str
+    name: str
+    dtype: str
+    codes: Codes
+    scales: Codes
+    block: tuple[int, ...]
+    """Elements of a block in each dim; one scale each. The tensor's own sizes for one scale in all."""
+    zeros: Codes | None = None
+    """How zero points are stored. There are as many as scales."""
+    has_global: bool = False
+    groups: int | None = None
+    """How many groups there are, if the source says the group of each column."""
+    in_order: bool = False
+    """Whether these groups must be those of the columns' places; otherwise columns of a box may be of any group."""
+    factor: float = 1.0
+    """Multiplies what comes out."""
+
+    @property
+    def is_turned(self) -> bool:
+        return self.codes.is_turned
+
+    @property
+    def columns_together(self) -> int:
+        if not self.is_turned or len(self.block) != 2:
+            return 0
+        return math.lcm(self.codes.columns_in_word, 1 if self._is_by_index else self.block[1])
+
+    @property
+    def _is_by_index(self) -> bool:
+        return self.groups is not None and not self.in_order
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        blocks = self._blocks(box)
+        found = {"codes": self.codes.box(box), "scales": self.scales.box(blocks)}
+        if self.zeros is not None:
+            found["zeros"] = self.zeros.box(blocks)
+        if self.has_global:
+            found["global"] = whole((1,))
+        if self.groups is not None:
+            found["groups"] = Box(box.start[1:], box.stop[1:])
+        return found
+
+    def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.opened(box, parts)(box)
+
+    def opened(self, box: Box, parts: Mapping[str, torch.Tensor]) -> Callable[[Box], torch.Tensor]:
+        """As :meth:`.Rule.opened`: codes, zero points and scales that are stored turned are transposed once."""
+        import torch
+
+        dtype = torch_dtype(self.dtype)
+        if not box.numel:
+            return lambda inner: torch.empty(inner.sizes, dtype=dtype)
+        blocks = self._blocks(box)
+        scales = _numbers(self.scales, blocks, parts["scales"])
+        scales = finite(self.name, scales / parts["global"] if self.has_global else scales)
+        zeros = None if self.zeros is None else _numbers(self.zeros, blocks, parts["zeros"])
+        if zeros is not None and bool((zeros == zeros[:1, :1]).all()):  # symmetric codes: nothing to gather
+            zeros = zeros[:1, :1]
+        groups = None if self.groups is None else self._check_groups(parts["groups"], box)
+        numbers, lifted = self.codes.opened(box, parts["codes"]), cache(lambda lift: _lifted(scales, lift))
+
+        def of_blocks(slab: Box, found: torch.Tensor) -> torch.Tensor:
+            """The scales or zero points of a slab's blocks, or of its columns if each names its group."""
+            if found.numel() == 1:
+                return found
+            found = found[self._blocks(slab).slices_in(blocks)]
+            if groups is None or self.in_order:
+                return found
+            return found.index_select(1, groups[slab.start[1] - box.start[1] : slab.stop[1] - box.start[1]])
+
+        def values_of(slab: Box) -> torch.Tensor:
+            values, lift = numbers(slab)
+            scales, rest = lifted(lift)
+            block = (1, 1) if self._is_by_index else self.block
+            if zeros is not None:
+                for view, each in in_blocks(values, of_blocks(slab, zeros), slab, block):
+                    view.sub_(each)
+            if rest != 1:
+                values.mul_(rest)
+            for view, each in in_blocks(values, of_blocks(slab, scales), slab, block):
+                view.mul_(each)
+            return values if self.factor == 1 else values.mul_(self.factor)
+
+        def decode(inner: Box) -> torch.Tensor:
+            if not inner.numel:
+                return torch.empty(inner.sizes, dtype=dtype)
+            if self.is_turned or self.dtype == "F32":  # F32 holds what 16 bits do, and is faster to cast from
+                values = values_of(inner)
+                return values.copy_(values.to(dtype)) if self.dtype == "F16" else values
+            found = torch.empty(inner.sizes, dtype=dtype)
+            for slab in _slabs(inner):
+                found[slab.slices_in(inner)] = values_of(slab)
+            return found
+
+        return decode
+
+    def check_scales(self, box: Box, parts: Mapping[str, torch.Tensor]) -> None:
+        if "groups" in parts:
+            self._check_groups(parts["groups"], box)
+        scales, rows = parts["scales"], 1
+        if scales.numel() > _SLAB_ELEMENTS:  # in fp32, all of a large tensor would be fresh memory each time
+            rows = max(1, _SLAB_ELEMENTS * scales.shape[0] // scales.numel())
+        for some in scales.split(rows) if scales.numel() > _SLAB_ELEMENTS else (scales,):
+            found = finite(self.name, some)
+            if "global" in parts:
+                finite(self.name, found / parts["global"])
+
+    def _check_groups(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
+        """The group of each column. Raises :class:`IntegrityError` for one that doesn't exist, or isn't that of the column's place."""
+        import torch
+
+        if self.in_order:
+            size = self.block[1]
+            expected = torch.arange(box.start[1], box.stop[1], dtype=torch.int32) // size
+            if not torch.equal(groups, expected):
+                raise IntegrityError(
+                    f"{self.name}: g_idx is not in order, which config.json says it is: expected desc_act true, or inputs in "
+                    f"groups of {size}"
+                )
+        elif groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < (self.groups or 0):
+            raise IntegrityError(
+                f"{self.name}: expected groups from 0 to {(self.groups or 0) - 1} in g_idx, found {int(groups.min())} to {int(groups.max())}"
+            )
+        return groups
+
+    def _blocks(self, box: Box) -> Box:
+        """The blocks whose scales a box needs."""
+        if self._is_by_index:
+            return Box((box.start[0], 0), (box.stop[0], self.groups or 0))
+        ends = [covering(a, b, n) for a, b, n in zip(box.start, box.stop, self.block, strict=True)]
+        return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+
+
+def coded(
+    name: str, dtype: str, shape: tuple[int, ...], parts: Mapping[str, StoredTensor], rule: Rule
+) -> Coded:
+    """The tensor called ``name``, as its parts stand for it. ``dtype``: that of what the rule decodes."""
+    first = next(iter(parts.values())).chunks[0]
+    path = f"{first.path}#{first.offset_bytes:016d}#{name}"
+    return Coded(StoredTensor(name, dtype, shape, (Chunk(whole(shape), path, 0),)), dict(parts), rule)
+
+
+def require(tensors: Mapping[str, StoredTensor], name: str, of: str) -> StoredTensor:
+    """The stored tensor ``name``, without which ``of`` can't be decoded. Raises :class:`FormatError` if it is missing."""
+    if name not in tensors:
+        raise FormatError(f"missing: {of} can't be decoded without it", path=name)
+    return tensors[name]
+
+
+def check(stored: StoredTensor, dtype: str, shape: tuple[int, ...], why: str) -> None:
+    """Raise :class:`FormatError` unless a stored tensor has this dtype and shape. ``why``: what they follow from."""
+    if (stored.dtype, stored.shape) != (dtype, shape):
+        raise FormatError(
+            f"expected {dtype} {list(shape)} for {why}, found {stored.dtype} {list(stored.shape)}",
+            path=stored.name,
+        )
+
+
+def reshaped(stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    """The same bytes as a tensor of another dtype and shape. Raises :class:`FormatError` if they are not of one piece."""
+    if len(stored.chunks) != 1:
+        raise FormatError(f"expected one piece, found {len(stored.chunks)}", path=stored.name)
+    chunk = stored.chunks[0]
+    found = StoredTensor(stored.name, dtype, shape, (Chunk(whole(shape), chunk.path, chunk.offset_bytes),))
+    assert found.nbytes == stored.nbytes
+    return found
+
+
+def _slabs(box: Box) -> Iterator[Box]:
+    """The box in pieces along its first dim, whose numbers in fp32 stay in a core's own cache from one operation to the next."""
+    rows = max(1, _SLAB_ELEMENTS * box.sizes[0] // max(1, box.numel))
+    for start in range(box.start[0], box.stop[0], rows):
+        stop = min(start + rows, box.stop[0])
+        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+
+
+def _numbers(codes: Codes, box: Box, stored: torch.Tensor) -> torch.Tensor:
+    """The numbers of a box in fp32, none divided by anything."""
+    found, lift = codes.opened(box, stored)(box)
+    return found.mul_(2.0**lift) if lift else found
+
+
+def _lifted(scales: torch.Tensor, lift: int) -> tuple[torch.Tensor, float]:
+    """Scales times ``2 ** lift``, which values lack, and 1; or the scales and ``2 ** lift``, if one would overflow."""
+    high = scales * 2.0**lift if lift else scales
+    return (high, 1.0) if _all_finite(high) else (scales, 2.0**lift)
+
+
+def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """The scales in fp32. Raises :class:`IntegrityError` if one is NaN or infinite."""
+    found = floats(scales)
+    if not _all_finite(found):
+        raise IntegrityError(f"{name}: a scale is NaN or infinite")
+    return found
+
+
+def _all_finite(numbers: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite. Their sum would be, too, and takes a fraction of the time; it may also overflow."""
+    return isfinite(numbers.sum().item()) or bool(numbers.isfinite().all())
+
+
+def in_blocks(
+    values: torch.Tensor, scales: torch.Tensor, box: Box, block: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The elements of a box and the scales of its blocks, as views that broadcast. Scales are copied as little as possible.
+
+    Blocks are dims of their own in the views, along the last dim that is cut into blocks. So the blocks that are whole come as one
+    view, and a block at an end that is cut as its own. Scales are spread along the other dims.
+    """
+    cut = [d for d, n in enumerate(block) if n > 1 and scales.shape[d] > 1]
+    for d in cut[:-1]:
+        scales = scales.repeat_interleave(block[d], d).narrow(d, box.start[d] % block[d], box.sizes[d])
+    if not cut:
+        yield values, scales
+        return
+    dim = cut[-1]
+    start, stop, n = box.start[dim], box.stop[dim], block[dim]
+    whole = min(stop, -(-start // n) * n)
+    tail = max(whole, stop // n * n)
+    for begin, end in ((start, whole), (whole, tail), (tail, stop)):
+        if begin < end:
+            first, last = begin // n - start // n, -(-end // n) - start // n
+            view = values.narrow(dim, begin - start, end - begin).unflatten(dim, (last - first, -1))
+            yield view, scales.narrow(dim, first, last - first).unsqueeze(dim + 1)
+
+
+def covering(start: int, stop: int, unit: int) -> tuple[int, int]:
+    """The units (bytes, words, groups) that hold the elements from ``start`` to ``stop``; none for no elements."""
+    first = start // unit
+    return first, max(first, -(-stop // unit)) if stop > start else first
+
+
+# ----------------------------------------------------------------------------------------------------
+# How numbers are arranged in a stored tensor: codes, zero points, scales.
+
+#: The numbers of a box in fp32, in memory of their own, divided by 2 to a power; and the power.
+Numbers = Callable[[Box], tuple["torch.Tensor", int]]
+
+
+class Codes:
+    """An arrangement of numbers."""
+
+    __slots__ = ()
+    bits: int
+    """Of a code."""
+    is_turned = False
+    """Whether the last two dims are stored the other way round."""
+    columns_in_word = 1
+    """Columns that share a word."""
 
     def box(self, box: Box) -> Box:
-        return box
+        """The box of the stored tensor that holds the numbers of a box."""
+        raise NotImplementedError
 
-    def floats(self, box: Box, stored: torch.Tensor) -> torch.Tensor:
-        return floats(stored)
+    def opened(self, box: Box, stored: torch.Tensor) -> Numbers:
+        """A function that gives the numbers of any box within ``box``. ``stored``: the elements of :meth:`box`."""
+        outer = self.box(box)
+        stored = stored.reshape(outer.sizes)
+        return lambda inner: self.numbers(inner, stored[self.box(inner).slices_in(outer)])
+
+    def numbers(self, box: Box, stored: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The numbers of a box, from the elements of :meth:`box`."""
+        raise NotImplementedError
+
+
+def _turned(box: Box) -> Box:
+    """The box with its last two dims the other way round."""
+    (*rest, row, column), (*ends, row_end, column_end) = box.start, box.stop
+    return Box((*rest, column, row), (*ends, column_end, row_end))
+
+
+@frozen
+class OneEach(Codes):
+    """One stored element for each number."""
+
+    dims: int | None = None
+    """Of the stored tensor, if it has fewer than the numbers: a scale for each row, or for the whole tensor."""
+    is_turned: bool = False
+    bits: int = 8
+
+    def box(self, box: Box) -> Box:
+        found = Box(box.start[: self.dims], box.stop[: self.dims])
+        return _turned(found) if self.is_turned else found
+
+    def numbers(self, box: Box, stored: torch.Tensor) -> tuple[torch.Tensor, int]:
+        found, lift = lowered(stored.transpose(-1, -2).contiguous() if self.is_turned else stored)
+        return found.reshape(box.sizes), lift
 
 
 #: Fewer numbers go through the table: each call of torch costs as much as some thousand of them.
@@ -104,9 +360,13 @@ def floats(stored: torch.Tensor) -> torch.Tensor:
 
 
 def lowered(stored: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Stored numbers as fp32, divided by 2 to a power, and the power. A caller that multiplies by scales saves an operation."""
+    """Stored numbers as fp32, divided by 2 to a power, and the power. A caller that multiplies by scales saves an operation. Bytes are
+    exponents of two (UE8M0).
+    """
     import torch
 
+    if stored.dtype == torch.uint8:
+        stored = stored.view(torch.float8_e8m0fnu)
     if stored.is_cpu and stored.numel() >= _MANY:
         found = _shifted(stored)
         if found is not None:
@@ -141,215 +401,28 @@ def _fp8_numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Scales of blocks: which ones a box needs, and spread over its elements.
-
-_SLAB_ELEMENTS = 512 * 1024
-
-
-def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
-    """The box of the scales, one for each block of ``block`` elements, that the elements of a box need."""
-    start = tuple(a // n for a, n in zip(box.start, block, strict=True))
-    stop = tuple(-(-b // n) for b, n in zip(box.stop, block, strict=True))
-    return Box(start, stop)
-
-
-def spread(scales: torch.Tensor, box: Box, block: tuple[int, ...]) -> torch.Tensor:
-    """The scale of each element of ``box``, from those of :func:`blocks_of`; in dims of one scale, one for all elements."""
-    for dim, (start, stop, n) in enumerate(zip(box.start, box.stop, block, strict=True)):
-        if n > 1 and scales.shape[dim] > 1:
-            first = start % n
-            scales = scales.repeat_interleave(n, dim).narrow(dim, first, stop - start)
-    return scales
-
-
-def in_step(
-    values: torch.Tensor, scales: torch.Tensor, box: Box, block: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements of a box and the scales of :func:`blocks_of`, as views that broadcast. Scales are copied as little as possible."""
-    n = block[-1] if block else 1
-    if n > 1 and scales.shape[-1] > 1 and box.start[-1] % n == 0 and box.stop[-1] % n == 0:
-        columns = spread(scales, box, (*block[:-1], 1))
-        return values.unflatten(-1, (-1, n)), columns.unsqueeze(-1)
-    return values, spread(scales, box, block)
-
-
-def slabs(box: Box) -> Iterator[Box]:
-    """The box in pieces along its first dim, whose numbers in fp32 stay in a core's own cache from one operation to the next."""
-    rows = max(1, _SLAB_ELEMENTS * box.sizes[0] // max(1, box.numel))
-    for start in range(box.start[0], box.stop[0], rows):
-        stop = min(start + rows, box.stop[0])
-        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
-
-
-def widened(scales: torch.Tensor) -> torch.Tensor:
-    """The scales in fp32; those of a byte are exponents of two (UE8M0)."""
-    import torch
-
-    return floats(scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales)
-
-
-def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
-    """:func:`widened` scales. Raises :class:`IntegrityError` if one is NaN or infinite."""
-    found = widened(scales)
-    if not _all_finite(found):
-        raise IntegrityError(f"{name}: a scale is NaN or infinite")
-    return found
-
-
-def groups_within(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
-    """The group of each input. Raises :class:`IntegrityError` if one is not from 0 to ``count - 1``."""
-    if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
-        raise IntegrityError(
-            f"{name}: expected groups from 0 to {count - 1} in g_idx, found {int(groups.min())} to {int(groups.max())}"
-        )
-    return groups
-
-
-def factors(name: str, scales: torch.Tensor, lift: int) -> tuple[torch.Tensor, float]:
-    """:func:`finite` scales times ``2 ** lift``, which values lack, and 1; or the scales and ``2 ** lift``, if one would overflow."""
-    found = widened(scales)
-    if lift:
-        high = found * 2.0**lift
-        if _all_finite(high):
-            return high, 1.0
-    return finite(name, found), 2.0**lift
-
-
-def _all_finite(numbers: torch.Tensor) -> bool:
-    """Whether no number is NaN or infinite. Their sum would be, too, and takes a fraction of the time; it may also overflow."""
-    return isfinite(numbers.sum().item()) or bool(numbers.isfinite().all())
-
-
-# ----------------------------------------------------------------------------------------------------
-# Codes of any arrangement times a scale per tensor, channel, group or block: the rules of compressed-tensors.
-
-
-@frozen
-class Grouped:
-    """``(codes − zeros) × scale`` of the block, for two dims. Implements :class:`.Rule`.
-
-    Parts: ``codes``, ``scales``, maybe ``zeros``, ``global`` (a divisor of all scales), ``groups`` (the group of each column). In
-    fp32, rounded once to ``dtype``. That is bitwise what arithmetic in the scales' own 16 bits gives: codes and zeros are integers
-    below 256 or floats of few bits, and their product with a scale of 16 bits is exact in fp32.
-    """
-
-    format: str
-    name: str
-    dtype: str
-    codes: Codes
-    block: tuple[int, int]
-    """Elements of a block in each dim; one scale each. The tensor's own sizes for one scale in all."""
-    scales_shape: tuple[int, ...]
-    zeros: Codes | None = None
-    """How zero points lie, of which there are as many as scales; None if there are none."""
-    global_shape: tuple[int, ...] | None = None
-    groups: int | None = None
-    """How many groups there are, if each column names its own; then columns of a box may be of any group."""
-    bits: int = 8
-    """Of a code, where each is stored in an element of its own."""
-
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        blocks = self._blocks(box)
-        found = {"codes": self.codes.box(box), "scales": self._stored(blocks)}
-        if self.zeros is not None:
-            found["zeros"] = self._stored(self.zeros.box(blocks))
-        if self.global_shape is not None:
-            found["global"] = whole(self.global_shape)
-        if self.groups is not None:
-            found["groups"] = Box(box.start[1:], box.stop[1:])
-        return found
-
-    def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        import torch
-
-        if not box.numel:
-            return torch.empty(box.sizes, dtype=torch_dtype(self.dtype), device=parts["codes"].device)
-        blocks = self._blocks(box)
-        scales = parts["scales"].reshape(blocks.sizes)
-        if self.global_shape is not None:
-            scales = widened(scales) / parts["global"]
-        scales, rest = factors(self.name, scales, self.codes.lift)
-        zeros = None
-        if self.zeros is not None:
-            zeros = self.zeros.floats(blocks, parts["zeros"]).reshape(blocks.sizes)
-        if self.groups is not None:
-            groups = self.check_groups(parts["groups"], box)
-            scales = scales.index_select(1, groups)
-            zeros = zeros if zeros is None else zeros.index_select(1, groups)
-        found = torch.empty(box.sizes, dtype=torch_dtype(self.dtype), device=scales.device)
-        for slab in slabs(box):
-            rows = slice(slab.start[0] - box.start[0], slab.stop[0] - box.start[0])
-            near = self._blocks(slab)
-            own = slice(near.start[0] - blocks.start[0], near.stop[0] - blocks.start[0])
-            values = self.codes.floats(slab, parts["codes"][rows])
-            if zeros is not None:
-                some, each = self._in_step(values, zeros[own], slab)
-                some.sub_(each)
-            if rest != 1:
-                values.mul_(rest)
-            some, each = self._in_step(values, scales[own], slab)
-            some.mul_(each)
-            found[rows] = values
-        return found
-
-    def check_groups(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
-        """The groups of the box's columns. Raises :class:`IntegrityError` for a group that doesn't exist."""
-        return groups_within(self.name, groups, self.groups or 0)
-
-    def _blocks(self, box: Box) -> Box:
-        """The blocks whose scales a box needs."""
-        if self.groups is None:
-            return blocks_of(box, self.block)
-        return Box((box.start[0], 0), (box.stop[0], self.groups))
-
-    def _stored(self, blocks: Box) -> Box:
-        """The box of stored scales; one for the whole tensor may have fewer dims."""
-        return blocks if len(self.scales_shape) == 2 else whole(self.scales_shape)
-
-    def _in_step(
-        self, values: torch.Tensor, scales: torch.Tensor, slab: Box
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.groups is None:
-            return in_step(values, scales, slab, self.block)
-        return values, scales
-
-
-# ----------------------------------------------------------------------------------------------------
-# Makes one tensor of the parts that a source stores for it.
-
-
-def coded(
-    name: str, dtype: str, shape: tuple[int, ...], parts: Mapping[str, StoredTensor], rule: Rule
-) -> Coded:
-    """The tensor called ``name``, as its parts stand for it. ``dtype``: that of what the rule decodes."""
-    first = next(iter(parts.values())).chunks[0]
-    path = f"{first.path}#{first.offset_bytes:016d}#{name}"
-    return Coded(StoredTensor(name, dtype, shape, (Chunk(whole(shape), path, 0),)), dict(parts), rule)
-
-
-# ----------------------------------------------------------------------------------------------------
 # FP4 (E2M1): a sign, two bits of exponent, one of mantissa; two in each byte, low bits first.
 #
 # Their four bits, put at the same places of an fp16 number, make one that is smaller by 2**14: exponents of E2M1 start at 1, those
 # of fp16 at 15. Zeros and subnormals come out right, too. A shift and a mask for many numbers at once cost less than a table.
 
 #: Numbers come divided by 2 to this power.
-FP4_LIFT = 14
+_FP4_LIFT = 14
 #: Sign, the two lowest bits of the exponent, the highest of the mantissa, of fp16 as int16.
 _MASK = 0x8E00 - 0x10000
 
 
 @frozen
-class Fp4Pairs:
-    """Pairs along the last of two dims. Implements :class:`.Codes`."""
+class Fp4Pairs(Codes):
+    """Pairs along the last of two dims."""
 
-    lift = FP4_LIFT
+    bits = 4
 
     def box(self, box: Box) -> Box:
         (row, column), (last_row, last_column) = box.start, box.stop
         return Box((row, column // 2), (last_row, -(-last_column // 2)))
 
-    def floats(self, box: Box, stored: torch.Tensor) -> torch.Tensor:
+    def numbers(self, box: Box, stored: torch.Tensor) -> tuple[torch.Tensor, int]:
         import torch
 
         octets = stored.to(torch.int32, memory_format=torch.contiguous_format)
@@ -357,10 +430,10 @@ class Fp4Pairs:
         halves = (octets << 24).bitwise_or_(octets.bitwise_left_shift_(12)).view(torch.int16)
         numbers = halves.bitwise_right_shift_(3).bitwise_and_(_MASK).view(torch.float16)
         first = box.start[1] % 2
-        return numbers[:, first : first + box.sizes[1]].to(torch.float32)
+        return numbers[:, first : first + box.sizes[1]].to(torch.float32), _FP4_LIFT
 
 
-def numbers_of_halves(halves: torch.Tensor) -> torch.Tensor:
+def _numbers_of_halves(halves: torch.Tensor) -> torch.Tensor:
     """The four numbers of each int16, in rows one after another, in fp16."""
     import torch
 
@@ -370,33 +443,39 @@ def numbers_of_halves(halves: torch.Tensor) -> torch.Tensor:
     return found.bitwise_right_shift_(3).bitwise_and_(_MASK).view(torch.float16).flatten(0, 1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Consecutive elements of rows that share a scale, and a zero point: blocks of bitsandbytes, groups of GPTQ and AWQ.
-
-
-def pieces(values: torch.Tensor, start: int, size: int) -> Iterator[tuple[torch.Tensor, slice]]:
-    """The columns of a matrix by groups, the first of which is column ``start``: views [rows, groups, columns of each].
-
-    The groups that are whole come as one view; one at an end that is cut comes as its own. With each, the groups that it is of,
-    from the first that the columns touch. So groups are never spread over elements, which costs more than all arithmetic.
+@frozen
+class Fp4Columns(Codes):
+    """Experts [experts, rows, blocks of 32 columns, 16 bytes], turned: gpt-oss. Codes are transposed four at a time: numbers would be
+    four times as many bytes.
     """
-    stop, first = start + values.shape[-1], start // size
-    whole = min(stop, -(-start // size) * size)
-    tail = max(whole, stop // size * size)
-    for begin, end in ((start, whole), (whole, tail), (tail, stop)):
-        if begin < end:
-            groups = slice(begin // size - first, -(-end // size) - first)
-            view = values.narrow(-1, begin - start, end - begin)
-            yield view.unflatten(-1, (groups.stop - groups.start, -1)), groups
 
+    bits, is_turned = 4, True
 
-def scaled(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, start: int, size: int) -> None:
-    """``(codes − zeros) × scales`` in place, of columns from ``start`` on, in groups of ``size``.
+    def box(self, box: Box) -> Box:
+        (expert, column, row), (last_expert, last_column, last_row) = box.start, box.stop
+        first, last = column // 32, -(-last_column // 32)
+        word, last_word = 0, 4
+        if last - first == 1:  # of one block, only some words
+            word, last_word = column % 32 // 8, -(-(last_column - first * 32) // 8)
+        return Box((expert, row, first, 4 * word), (last_expert, last_row, last, 4 * last_word))
 
-    All in one dtype that holds differences of codes exactly: F32, or F16.
-    """
-    for view, groups in pieces(codes, start, size):
-        view.sub_(zeros[:, groups].unsqueeze(-1)).mul_(scales[:, groups].unsqueeze(-1))
+    def opened(self, box: Box, stored: torch.Tensor) -> Numbers:
+        import torch
+
+        experts = [_transposed_halves(octets) for octets in stored.flatten(2)]
+        # Of one block, only some words were read.
+        unit = 8 if self.box(box).sizes[2] == 1 else 32
+        first = box.start[1] // unit * unit
+
+        def numbers(inner: Box) -> tuple[torch.Tensor, int]:
+            own, _, rows = inner.slices_in(box)
+            word, last_word = covering(inner.start[1], inner.stop[1], 8)
+            halves = slice(2 * word - first // 4, 2 * last_word - first // 4)
+            made = [_numbers_of_halves(one[halves, rows]) for one in experts[own]]
+            found = torch.stack(made) if len(made) > 1 else made[0].unsqueeze(0)
+            return found[:, inner.start[1] - 8 * word :][:, : inner.sizes[1]].to(torch.float32), _FP4_LIFT
+
+        return numbers
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -413,13 +492,12 @@ def packed_size(size: int, bits: int) -> int:
 
 
 @frozen
-class PackedIntegers:
-    """Integers packed along one of two dims. Implements :class:`.Codes`."""
+class PackedIntegers(Codes):
+    """Integers packed along one of two dims."""
 
     bits: int
     dim: int = 1
     """Along which they are packed."""
-    lift = 0
 
     def box(self, box: Box) -> Box:
         start, stop = list(box.start), list(box.stop)
@@ -427,14 +505,14 @@ class PackedIntegers:
         stop[self.dim] = packed_size(box.stop[self.dim], self.bits)
         return Box(tuple(start), tuple(stop))
 
-    def floats(self, box: Box, stored: torch.Tensor) -> torch.Tensor:
+    def numbers(self, box: Box, stored: torch.Tensor) -> tuple[torch.Tensor, int]:
         import torch
 
         words = stored if self.dim == 1 else stored.t()
         if words.stride(1) != 1:
             words = words.clone(memory_format=torch.contiguous_format)
         found = self._integers(words, box.start[self.dim], box.stop[self.dim]).to(torch.float32)
-        return found if self.dim == 1 else found.t()
+        return found if self.dim == 1 else found.t(), 0
 
     def _integers(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of each row, whose first word holds the first."""
@@ -486,134 +564,81 @@ def _nibbles(octets: torch.Tensor) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# One code an element, times a scale: FP8 and INT8 with a scale per tensor, per channel or per block.
+# Unsigned fields in words of two dims that are stored turned: GPTQ's and AWQ's.
 
 
 @frozen
-class Scaled:
-    """``codes × scale`` of the block. Implements :class:`.Rule`; parts: ``codes`` and ``scales``.
+class FieldWords(Codes):
+    """Fields of 2, 4 or 8 bits in int32 words along one of the dims, the lowest bits first: GPTQ's."""
 
-    In fp32, rounded once to ``dtype``: the rule of transformers' ``Fp8Dequantize``. A block at an edge of the tensor may be cut
-    short.
-    """
+    bits: int
+    dim: int = 1
+    """Along which they are packed."""
+    plus_one: bool = False
+    """Whether they are stored less one. The packer subtracts from whole words; so ones are added to whole words."""
+    is_turned = True
 
-    format: str
-    name: str
-    dtype: str
-    block: tuple[int, ...]
-    """Elements of a block in each dim; one scale each."""
+    @property
+    def columns_in_word(self) -> int:  # type: ignore[override]
+        return 32 // self.bits if self.dim == 1 else 1
 
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        return {"codes": box, "scales": blocks_of(box, self.block)}
+    def box(self, box: Box) -> Box:
+        start, stop = list(box.start), list(box.stop)
+        start[self.dim], stop[self.dim] = covering(start[self.dim], stop[self.dim], 32 // self.bits)
+        return _turned(Box(tuple(start), tuple(stop)))
 
-    def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        found, lift = lowered(parts["codes"])
-        scales, rest = factors(self.name, parts["scales"], lift)
-        if rest != 1:
-            found.mul_(rest)
-        if box.numel:
-            values, each = in_step(found, scales, box, self.block)
-            values.mul_(each)
-        return found.to(torch_dtype(self.dtype))
+    def opened(self, box: Box, stored: torch.Tensor) -> Numbers:
+        if self.plus_one:
+            stored = stored + sum(1 << shift for shift in range(0, 32, self.bits))
+        per_word = 32 // self.bits
+        if self.dim == 0:
+            found = fields(stored, self.bits).narrow(1, box.start[0] % per_word, box.sizes[0])
+            found = found.t().contiguous()
+            return lambda inner: (found[inner.slices_in(box)], 0)
+        words = stored.t().contiguous()
 
+        def numbers(inner: Box) -> tuple[torch.Tensor, int]:
+            column, count = inner.start[1], inner.sizes[1]
+            word, end = (one - box.start[1] // per_word for one in covering(column, inner.stop[1], per_word))
+            found = fields(words[inner.slices_in(box)[0], word:end], self.bits)
+            return found.narrow(1, column % per_word, count), 0
 
-# ----------------------------------------------------------------------------------------------------
-# Checks of stored parts: whether they are there, of the dtype and shape that their format says, and the same bytes reshaped.
-
-T = TypeVar("T")
-
-
-def require(tensors: Mapping[str, StoredTensor], name: str, of: str) -> StoredTensor:
-    """The stored tensor ``name``, without which ``of`` can't be decoded. Raises :class:`FormatError` if it is missing."""
-    if name not in tensors:
-        raise FormatError(f"missing: {of} can't be decoded without it", path=name)
-    return tensors[name]
+        return numbers
 
 
-def check(stored: StoredTensor, dtype: str, shape: tuple[int, ...], why: str) -> None:
-    """Raise :class:`FormatError` unless a stored tensor has this dtype and shape. ``why``: what they follow from."""
-    if (stored.dtype, stored.shape) != (dtype, shape):
-        raise FormatError(
-            f"expected {dtype} {list(shape)} for {why}, found {stored.dtype} {list(stored.shape)}",
-            path=stored.name,
-        )
+@frozen
+class AwqWords(Codes):
+    """Fields of 4 bits in words along the rows, in the order of AutoAWQ (MIT): its ``AWQ_REVERSE_ORDER``."""
 
+    bits, is_turned = 4, True
 
-def reshaped(stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-    """The same bytes as a tensor of another dtype and shape. Raises :class:`FormatError` if they are not of one piece."""
-    if len(stored.chunks) != 1:
-        raise FormatError(f"expected one piece, found {len(stored.chunks)}", path=stored.name)
-    chunk = stored.chunks[0]
-    found = StoredTensor(stored.name, dtype, shape, (Chunk(whole(shape), chunk.path, chunk.offset_bytes),))
-    assert found.nbytes == stored.nbytes
-    return found
+    def box(self, box: Box) -> Box:
+        word, end = covering(box.start[0], box.stop[0], 8)
+        return Box((box.start[1], word), (box.stop[1], end))
 
+    def opened(self, box: Box, stored: torch.Tensor) -> Numbers:
+        import torch
 
-def stems_with(names: Iterable[str], last: tuple[str, ...]) -> list[str]:
-    """The modules with a tensor of one of these last names, each as the start of its tensors' names."""
-    parted = (name.rpartition(".") for name in names)
-    return sorted({stem + dot for stem, dot, end in parted if end in last})
+        codes, first = _transposed_halves(stored), box.start[0] // 8
 
-
-def each_module(
-    source: Source,
-    method: str,
-    last: tuple[str, ...],
-    settings_of: Callable[[Mapping[str, Any]], T],
-    make: Callable[[Source, str, T], Coded],
-) -> Found:
-    """What a family finds whose modules each have tensors of these last names. Errors of ``settings_of`` and ``make`` become problems."""
-    found = Found()
-    stems = stems_with(source.tensors, last)
-    if source.settings.get("quant_method") != method or not stems:
-        return found
-    try:
-        settings = settings_of(source.settings)
-    except FormatError as error:
-        found.problems.append(f"{stems[0]}qweight can't be decoded, as {len(stems)} modules in all: {error}")
-        return found
-    for stem in stems:
-        try:
-            found.add(make(source, stem, settings))
-        except SourceError as error:
-            found.problems.append(str(error))
-    return found
-
-
-def group_size_of(size: object) -> int:
-    """Inputs of a group; -1: all of them. Raises :class:`FormatError`."""
-    if type(size) is not int or (size < 1 and size != -1):
-        raise FormatError(
-            f"expected a positive number or -1 as group_size in config.json, found {brief(size)}"
-        )
-    return size
-
-
-def words_of(
-    tensors: Mapping[str, StoredTensor], stem: str
-) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
-    """``qweight``, ``qzeros`` and ``scales`` of a module, each in two dims. Raises :class:`FormatError` if it has no such three."""
-    if f"{stem}weight" in tensors:
-        raise FormatError(f"stored plainly, too: expected either it or {stem}qweight", path=f"{stem}weight")
-    codes, zeros, scales = (
-        require(tensors, stem + one, f"{stem}weight") for one in ("qweight", "qzeros", "scales")
-    )
-    for part, dtype in ((codes, "I32"), (zeros, "I32"), (scales, "F16")):
-        if part.dtype != dtype or len(part.shape) != 2 or not all(part.shape):
-            raise FormatError(
-                f"expected {dtype} in two dims, found {part.dtype} {list(part.shape)}", path=part.name
+        def numbers(inner: Box) -> tuple[torch.Tensor, int]:
+            word, end = covering(inner.start[0], inner.stop[0], 8)
+            halves = codes[2 * (word - first) : 2 * (end - first), inner.slices_in(box)[1]].unflatten(
+                0, (-1, 2)
             )
-    return codes, zeros, scales
+            found = torch.empty((halves.shape[0], 4, *halves.shape[1:]), dtype=torch.int16)
+            for k in range(
+                4
+            ):  # field k of a half: row 2 * k of the first half of a word, 2 * k + 1 of the second
+                torch.bitwise_right_shift(halves, 4 * k, out=found[:, k])
+            rows = found.bitwise_and_(15).flatten(0, 2)[inner.start[0] % 8 :][: inner.sizes[0]]
+            return rows.to(torch.float32), 0
+
+        return numbers
 
 
 # ----------------------------------------------------------------------------------------------------
-# Codes of a few bits, packed into bytes and words: unpacked without loops over elements, and which words a box needs.
-
-
-def covering(start: int, stop: int, unit: int) -> tuple[int, int]:
-    """The units (bytes, words, groups) that hold the elements from ``start`` to ``stop``; none for no elements."""
-    first = start // unit
-    return first, max(first, -(-stop // unit)) if stop > start else first
+# Codes of a few bits, unpacked without loops over elements.
 
 
 def looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -651,7 +676,7 @@ def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     return found.to(torch.float32)
 
 
-def transposed_halves(matrix: torch.Tensor) -> torch.Tensor:
+def _transposed_halves(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix of words, or of bytes in whole words, as int16, transposed: each column of 16 bits becomes a row. Memory: as much."""
     import torch
 

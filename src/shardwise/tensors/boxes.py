@@ -54,6 +54,11 @@ class Box:
         """The index that selects the box's elements in the global tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """The index of this box in the elements of another one that contains it."""
+        ends = zip(outer.start, self.start, self.stop, strict=True)
+        return tuple(slice(start - first, stop - first) for first, start, stop in ends)
+
     def intersect(self, other: Box) -> Box | None:
         """The common elements, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
