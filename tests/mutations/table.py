@@ -104,7 +104,7 @@ MUTATIONS = (
         "rank 0 alone says what changed",
     ),
     Mutation(
-        "export/again.py",
+        "export/stored.py",
         "            self._sums[wanted.name] = (self._sums[wanted.name] + total) % 2**64\n",
         "            self._sums[wanted.name] = total\n",
         ("tests/export/test_as_source.py::test_every_format_on_ranks",),
@@ -251,9 +251,9 @@ MUTATIONS = (
         "an adapter is merged without its scaling",
     ),
     Mutation(
-        "export/live.py",
-        "for t, tile in self.brought.get(key, ()):",
-        "for t, tile in list(self.brought.get(key, ()))[1:]:",
+        "export/write.py",
+        "found = brought.get(key, ())\n",
+        "found = brought.get(key, ())[1:]\n",
         ("tests/storage/test_exports.py::test_merged_weights_are_the_files_of_a_directory",),
         "a rank leaves merged weights out of what it brings to a store",
     ),

@@ -6,17 +6,16 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..catalog.open import open_catalog
 from ..catalog.quantized import NAMES_IN_CONFIG
 from ..catalog.records import Catalog, Chunk, Coded, StoredTensor
-from ..digests import partial_sum
 from ..dtypes import itemsize, torch_dtype
-from ..engine.engine import Destination, Filler, Reader, Staging, holds, read_box, wanted_box, write_back
+from ..engine.engine import Destination, Filler, Reader, holds, read_box, wanted_box, write_back
 from ..engine.objects import SourceReader
 from ..engine.shared import DecodingReader
 from ..errors import CheckpointError, PlanError, SourceError, StateError, UnsupportedConversionError
@@ -24,31 +23,26 @@ from ..limits import brief, read_shallow_json
 from ..models.homes import home_of, source_of, versions_of
 from ..names import Named
 from ..objects import frozen
-from ..planning.match import recall
 from ..planning.plan import IOOptions, Transfer, transfers_of
 from ..quantized.again import Encoder, NestedFourBitEncoder, encoder_of
 from ..quantized.open import dequantized
-from ..ranks.ranks import Ranks, device_where_ranks_sum
+from ..ranks.ranks import Ranks
 from ..storage import absolute, is_file
 from ..storage.records import join
 from ..tensors.boxes import Box, TensorSpec, Wanted, contiguous_strides, whole
 from ..tensors.live import LiveModel
-from ..tensors.tiles import Tile, bounds, cut, identity
-from .live import Brought, LiveJob, LiveWindows, Near, by_hub
-from .live import LivePiece as Piece
+from ..tensors.tiles import Tile, cut, identity
+from .live import LiveJob
 from .stored import StoredJob, share_of
-from .write import HubFiles, HubTensors, Together, Window, lay_out
+from .write import HubFiles, HubTensors, Job, Share, Window, Writes, brought_to, by_hub, lay_out
 
 __all__ = [
     "AsSource",
     "AsSourceJob",
     "Changed",
-    "LiveWeights",
     "QuantizedSource",
     "Requantized",
     "Requantizer",
-    "StoredWeights",
-    "Weights",
     "place_of_source",
     "windows_in",
 ]
@@ -203,14 +197,13 @@ class Requantizer:
     def __init__(
         self,
         changed: Mapping[str, Changed],
-        brought: Brought,
-        near: Near,
+        weights: Job,
+        shares: Iterable[Share],
         files: Reader,
-        staging: Staging,
         ranks: Ranks,
     ) -> None:
-        self._changed, self._brought, self._near = changed, brought, near
-        self._files, self._staging, self._ranks = files, staging, ranks
+        self._changed, self._weights, self._brought = changed, weights, by_hub(shares)
+        self._files, self._staging, self._ranks = files, weights.staging, ranks
         self._measured: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def measure(self) -> dict[str, float]:
@@ -273,11 +266,11 @@ class Requantizer:
         window = StoredTensor(name, code, shape, (Chunk(box, name, 0),))
         for wanted, tile in self._brought.get(name, ()):
             for part in cut(tile, "source", box):
-                for held, elements in self._near(wanted, part):
+                for held, elements, _ in self._weights.elements(wanted, (part,)):
                     for transfer in transfers_of(part, held, {name: window}):
                         yield transfer, elements.strided(transfer)
 
-    def all_windows(self, output: HubFiles) -> Iterator[Together]:
+    def all_windows(self, output: HubFiles) -> Iterator[Writes]:
         """Every window of every tensor, in turns of one for each rank; with each turn, what writes this rank's window.
 
         Every rank must go through it. Nothing fails on one rank alone but what it yields, which is rank-local.
@@ -285,14 +278,14 @@ class Requantizer:
         windows = [(name, box) for name, changed in self._changed.items() for box in changed.windows()]
         size = self._ranks.world_size
         for begin in range(0, len(windows), size):
-            own: tuple[str, Box, torch.Tensor] | None = None
+            write: Writes = _nothing
             for rank, (name, box) in enumerate(windows[begin : begin + size]):
                 values = self._gather(name, box, rank)
                 if values is not None:
-                    own = name, box, values
-            yield _writer(self, own, output)
+                    write = partial(self.write, name, box, values, output)
+            yield write
 
-    def into(self, window: Window, owner: int, filler: Filler, output: HubFiles) -> None:
+    def into(self, window: Window, owner: int, filler: Filler | None, output: HubFiles) -> None:
         """Write what a window of a file has of these tensors, on the rank ``owner``. Every rank must call it."""
         inside = {stored for stored, _ in window.parts}
         for name, changed in self._changed.items():
@@ -302,8 +295,8 @@ class Requantizer:
                     continue
                 values = self._gather(name, box, owner)
                 with self._ranks.agree(_LABEL):
-                    if values is not None:
-                        self.write(name, box, values, _Within(window, filler), output)
+                    if values is not None and filler is not None:
+                        self.write(name, box, values, output, _Within(window, filler))
 
     def _reaches(self, name: str, role: str, box: Box, window: Window, output: HubFiles) -> bool:
         """Whether a window of a tensor has bytes of one of its parts in a window of a file. Sure if not."""
@@ -317,26 +310,21 @@ class Requantizer:
 
     def _gather(self, name: str, box: Box, owner: int) -> torch.Tensor | None:
         """The elements of a window, on the rank ``owner``; None elsewhere. Collective."""
-        ranks, dtype = self._ranks, torch_dtype(self._changed[name].spec.dtype)
-        cpu = torch.device("cpu")
-        # No rank enters a collective until all have their part.
-        with ranks.agree(_LABEL):
-            nbytes = box.numel * dtype.itemsize
-            words = torch.zeros(-(-nbytes // 8), dtype=torch.int64)
+        dtype = torch_dtype(self._changed[name].spec.dtype)
+        nbytes = box.numel * dtype.itemsize
+
+        def fill(words: torch.Tensor) -> None:
             flat = words.view(dtype)
             for transfer, elements in self._parts(name, box):
                 sizes = [loop.size for loop in transfer.loops]
                 strides = [loop.source_stride for loop in transfer.loops]
                 flat.as_strided(sizes, strides, transfer.offset_bytes // dtype.itemsize).copy_(elements)
-            ranks.tick(nbytes)
-            words = words.to(device_where_ranks_sum(cpu) if ranks.world_size > 1 else cpu)
-        if ranks.world_size > 1 and words.numel():
-            dist.reduce(words, dst=owner)
-        if ranks.rank != owner:
-            return None
-        return words.to(cpu).view(dtype)[: box.numel].view(box.sizes)
+            self._ranks.tick(nbytes)
 
-    def write(self, name: str, box: Box, values: torch.Tensor, filler: Filler, output: HubFiles) -> None:
+        words = brought_to(owner, nbytes, fill, _LABEL, self._ranks)
+        return None if words is None else words.view(dtype)[: box.numel].view(box.sizes)
+
+    def write(self, name: str, box: Box, values: torch.Tensor, output: HubFiles, filler: Filler) -> None:
         """Encode a window and write its parts. Rank-local."""
         changed = self._changed[name]
         one, encoder = changed.one, changed.encoder
@@ -367,14 +355,8 @@ class Requantizer:
         )
 
 
-def _writer(
-    requantizer: Requantizer, own: tuple[str, Box, torch.Tensor] | None, output: HubFiles
-) -> Together:
-    def write(filler: Filler) -> None:
-        if own is not None:
-            requantizer.write(*own, filler, output)
-
-    return write
+def _nothing(_: Filler) -> None:
+    """What a rank without a window writes."""
 
 
 class _Within:
@@ -401,177 +383,6 @@ def _refuse_endless(name: str, finite: bool) -> None:
         raise StateError(
             f"{name}: holds NaN or infinite elements, which no code stands for; nothing was exported"
         )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The weights of an export into the source's own format: those of a live model, or of a stored one that is read piece by piece.
-
-#: Bytes of a stored tensor that are read, compared and digested at a time, unless half the staging limit is less.
-_PIECE_BYTES = 8 * 1024**2
-
-
-class Weights(Protocol):
-    """The tensors of a model. What reads elements gives memory that is used again for the next ones."""
-
-    home: str | None
-    """Where a stored model's own code lies."""
-
-    def contents(self, stored: Mapping[str, StoredTensor]) -> HubTensors:
-        """The hub tensors, with the further names under which the source, which holds ``stored``, stores tied ones."""
-
-    def pieces(self, contents: HubTensors, ranks: Ranks) -> list[Piece]:
-        """What this rank brings: each element comes from one rank. Rank-local."""
-
-    def whole(self, wanted: Wanted, staging: Staging) -> Destination:
-        """The elements of a piece. Rank-local; to be called once for each piece, for the digests."""
-
-    def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterable[tuple[Wanted, Destination]]:
-        """The elements of a piece that a part of a tile has, and what lies between them. Rank-local."""
-
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> None:
-        """Write this rank's elements of these tensors."""
-
-    def sums(self) -> list[int]:
-        """This rank's shares of digest sums, after :meth:`whole` of all pieces."""
-
-    def check(self, sums: Sequence[int]) -> None:
-        """As :meth:`.Job.check`."""
-
-    def assets(self) -> Mapping[str, bytes]:
-        """The small files beside the tensors."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-
-class LiveWeights:
-    """A live model's, where they are."""
-
-    home: str | None = None
-
-    def __init__(self, job: LiveJob) -> None:
-        self._job = job
-        self._local = Destination(job.live.local_tensors())
-
-    def contents(self, stored: Mapping[str, StoredTensor]) -> HubTensors:
-        contents, origin, tensors = self._job.contents(), recall(self._job.live.root), self._job.tensors
-        more = [
-            (name, tile)
-            for name, recipe in (origin.recipes.items() if origin is not None else ())
-            for copy in recipe.copies
-            for tile in copy
-        ]
-        specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        return _with_ties(contents, specs, self._job.live.stored, stored, more)
-
-    def pieces(self, contents: HubTensors, ranks: Ranks) -> list[Piece]:
-        return self._job.pieces(contents, ranks.rank)
-
-    def whole(self, wanted: Wanted, staging: Staging) -> Destination:
-        return self._local
-
-    def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterable[tuple[Wanted, Destination]]:
-        return ((wanted, self._local),)
-
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> None:
-        self._job.write(contents, output, filler, staging, ranks)
-
-    def sums(self) -> list[int]:
-        """Nothing: a live model has no recorded digests."""
-        return []
-
-    def check(self, sums: Sequence[int]) -> None:
-        """Does nothing: a live model has no recorded digests."""
-
-    def assets(self) -> Mapping[str, bytes]:
-        return self._job.assets()
-
-    def close(self) -> None:
-        """Does nothing: no file is open."""
-
-
-class StoredWeights:
-    """A stored model's. Memory: a piece, and what reading it takes."""
-
-    def __init__(self, job: StoredJob, limit_bytes: int) -> None:
-        self._job, self._piece_bytes = job, min(_PIECE_BYTES, limit_bytes // 2)
-        self.home: str | None = job.home
-        self._sums = dict.fromkeys(job.recorded(), 0)
-
-    def contents(self, stored: Mapping[str, StoredTensor]) -> HubTensors:
-        contents = self._job.contents()
-        more = self._job.copies(contents, stored)
-        return _with_ties(contents, self._job.specs, self._job.named(), stored, more)
-
-    def pieces(self, contents: HubTensors, ranks: Ranks) -> list[Piece]:
-        specs = self._job.specs
-        return [
-            (wanted_box(name, *specs[name], box), contents.tiles.get(name, ()))
-            for name, box in share_of(specs, self._piece_bytes, ranks)
-        ]
-
-    def whole(self, wanted: Wanted, staging: Staging) -> Destination:
-        piece = self._job.read(wanted, staging)
-        if wanted.name in self._sums:
-            total = partial_sum(piece, _box(wanted).start)
-            self._sums[wanted.name] = (self._sums[wanted.name] + total) % 2**64
-        return Destination({wanted.name: piece})
-
-    def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterator[tuple[Wanted, Destination]]:
-        box = _box(wanted).intersect(bounds(part, "target")) if part.numel else None
-        if box is not None:
-            held = wanted_box(wanted.name, wanted.dtype, wanted.shape, box)
-            yield held, Destination({held.name: self._job.read(held, staging)})
-
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> None:
-        for wanted, tiles in self.pieces(contents, ranks):
-            for tile in tiles:
-                for held, elements in self.near(wanted, tile, staging):
-                    write_back(transfers_of(tile, held, output.tensors), filler, elements, staging)
-
-    def sums(self) -> list[int]:
-        return list(self._sums.values())
-
-    def check(self, sums: Sequence[int]) -> None:
-        self._job.check(sums)
-
-    def assets(self) -> Mapping[str, bytes]:
-        return self._job.assets()
-
-    def close(self) -> None:
-        self._job.close()
-
-
-def _box(wanted: Wanted) -> Box:
-    return wanted.boxes[0].box
-
-
-def _with_ties(
-    contents: HubTensors,
-    specs: Mapping[str, TensorSpec],
-    named: Iterable[Named],
-    stored: Mapping[str, StoredTensor],
-    more: Iterable[tuple[str, Tile]],
-) -> HubTensors:
-    """The hub tensors of a model, with the further names under which the source stores tied ones; ``more``: tiles of them."""
-    hub, tiles = dict(contents.hub), {name: list(found) for name, found in contents.tiles.items()}
-    for name, tile in more:
-        hub[tile.source] = TensorSpec(specs[name].dtype, stored[tile.source].shape)
-        tiles[name].append(tile)
-    for tied in named:
-        for alias in tied.names[1:] if tied.names[0] in tiles else ():
-            name = tied.names[0]
-            shape = specs[name].shape
-            if alias not in hub and alias in stored and stored[alias].shape == shape:
-                hub[alias] = specs[name]
-                tiles[name].append(identity(alias, shape))
-    return HubTensors(hub, {name: tuple(found) for name, found in tiles.items()})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -605,11 +416,37 @@ class AsSource:
     """Tensors of the source that the model doesn't have; they were copied."""
 
 
-class AsSourceJob:
-    """Export of a model in the format of its source. Implements :class:`.Job`. :meth:`compare` comes first."""
+#: Bytes of a stored tensor that are read, compared and digested at a time, unless half the staging limit is less.
+_PIECE_BYTES = 8 * 1024**2
 
-    def __init__(self, weights: Weights, source: QuantizedSource, staging: Staging) -> None:
-        self._weights, self._source, self._room = weights, source, staging
+
+def _with_ties(weights: LiveJob | StoredJob, stored: Mapping[str, StoredTensor]) -> HubTensors:
+    """The hub tensors of a model, with the further names under which the source, which holds ``stored``, stores tied ones."""
+    contents, specs = weights.contents(), weights.specs
+    hub, tiles = dict(contents.hub), {name: list(found) for name, found in contents.tiles.items()}
+    for name, tile in weights.copies(contents, stored):
+        hub[tile.source] = TensorSpec(specs[name].dtype, stored[tile.source].shape)
+        tiles[name].append(tile)
+    for tied in weights.named():
+        for alias in tied.names[1:] if tied.names[0] in tiles else ():
+            name = tied.names[0]
+            shape = specs[name].shape
+            if alias not in hub and alias in stored and stored[alias].shape == shape:
+                hub[alias] = specs[name]
+                tiles[name].append(identity(alias, shape))
+    return HubTensors(hub, {name: tuple(found) for name, found in tiles.items()})
+
+
+class AsSourceJob(Job):
+    """Export of a live or stored model in the format of its source."""
+
+    def __init__(self, weights: LiveJob | StoredJob, source: QuantizedSource, io: IOOptions) -> None:
+        super().__init__(io)
+        self._weights, self._source = weights, source
+        weights.staging = self.staging
+        if isinstance(weights, StoredJob):
+            weights.piece_bytes = min(_PIECE_BYTES, weights.piece_bytes)
+        self.home = weights.home
         self._hub = HubTensors({}, {})
         self._touched: set[str] = set()
         self._changed: dict[str, Changed] = {}
@@ -618,49 +455,43 @@ class AsSourceJob:
 
     # What changed
 
-    def compare(self, ranks: Ranks) -> None:
-        """Find the tensors that differ from what the source stores. Every rank must call it; reads each element of the source once,
-        and of a stored model.
+    def prepare(self, ranks: Ranks) -> None:
+        """Find the tensors that differ from what the source stores. Reads each element of the source once, and of a stored model.
 
         A tensor counts as changed if any rank has an element that differs. Raises :class:`PlanError` if the tensors of model and source
         do not fit together, :class:`UnsupportedConversionError` for a changed one in a format that can't be quantized again.
         """
         with ranks.agree("compare with the source"):
-            self._hub = self._weights.contents(self._source.meant.tensors)
+            self._hub = _with_ties(self._weights, self._source.meant.tensors)
             self._refuse_others()
-            pieces = self._weights.pieces(self._hub, ranks)
+            shares = self._weights.shares(self._hub, ranks)
         differing = ranks.reduce(
             "compare with the source",
-            lambda: self._differing(pieces),
+            lambda: self._differing(shares),
             lambda found: sorted({name for names in found for name in names}),
             lambda names: names,
         )
         self._touched = set(differing)
         with ranks.agree("compare with the source"):
             self._changed = self._encoded()
-        self._requantizer = Requantizer(
-            self._changed, by_hub(pieces), self._near, self._source.files, self._room, ranks
-        )
+        self._requantizer = Requantizer(self._changed, self._weights, shares, self._source.files, ranks)
         means = self._requantizer.measure()
         with ranks.agree("compare with the source"):
             self._states = dict(self._state(name, mean) for name, mean in means.items())
 
-    def _differing(self, pieces: Sequence[Piece]) -> list[str]:
+    def _differing(self, shares: Sequence[Share]) -> list[str]:
         """The tensors of which this rank has an element that differs."""
         stored = self._source.meant.tensors
         found = {n for n, spec in self._hub.hub.items() if n not in stored or stored[n].shape != spec.shape}
-        for wanted, tiles in pieces:
-            elements = self._weights.whole(wanted, self._room)
+        for wanted, tiles in shares:
+            elements = self._weights.whole(wanted)
             for tile in tiles:
                 if tile.source in found:
                     continue
                 transfers = transfers_of(tile, wanted, {tile.source: stored[tile.source]})
-                if not holds(transfers, self._source.decoded, elements, self._room):
+                if not holds(transfers, self._source.decoded, elements, self.staging):
                     found.add(tile.source)
         return sorted(found)
-
-    def _near(self, wanted: Wanted, part: Tile) -> Iterable[tuple[Wanted, Destination]]:
-        return self._weights.near(wanted, part, self._room)
 
     def _refuse_others(self) -> None:
         """Raise if codes of the source would be copied beside weights that stand for them under another name or shape."""
@@ -733,21 +564,20 @@ class AsSourceJob:
         stored = self._source.stored.tensors
         return {n: TensorSpec(t.dtype, t.shape) for n, t in stored.items() if n not in gone}
 
-    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
-        """About what this rank writes."""
+    def share_bytes(self, contents: HubTensors, output: HubFiles, ranks: Ranks) -> int:
         return output.total_bytes // ranks.world_size
 
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> list[int]:
+    def write(self, contents: HubTensors, output: HubFiles, filler: Filler, ranks: Ranks) -> None:
         for dtype in dict.fromkeys(output.tensors[name].dtype for name in contents.hub):
             of_dtype = self._only([name for name in contents.hub if output.tensors[name].dtype == dtype])
-            self._weights.write(of_dtype, output, filler, self._room, ranks)
-        for name, box in share_of(self.copied(), staging.limit_bytes // 2, ranks):
+            if isinstance(self._weights, LiveJob):
+                self._weights.write(of_dtype, output, filler, ranks)
+            else:  # its digests are summed up already
+                self._weights.put(self._weights.shares(of_dtype, ranks), output, filler)
+        for name, box in share_of(self.copied(), self.staging.limit_bytes // 2, ranks):
             self.copy(name, box, output, filler)
         for name, content in self._states.items() if ranks.rank == 0 else ():
             self.write_state(name, 0, len(content), output, filler)
-        return self._weights.sums()
 
     def write_state(self, name: str, start: int, stop: int, output: HubFiles, filler: Filler) -> None:
         """Write bytes of a small tensor that describes a changed one, if the name is of one. Rank-local."""
@@ -761,32 +591,47 @@ class AsSourceJob:
         """Copy a box of a stored tensor. Rank-local."""
         stored = self._source.stored.tensors[name]
         wanted, tile = wanted_box(name, stored.dtype, stored.shape, box), identity(name, stored.shape)
-        piece = read_box(wanted, (tile,), {name: stored}, self._source.files, self._room)
+        piece = read_box(wanted, (tile,), {name: stored}, self._source.files, self.staging)
         transfers = transfers_of(tile, wanted, {name: output.tensors[name]})
-        write_back(transfers, filler, Destination({name: piece}), self._room)
+        write_back(transfers, filler, Destination({name: piece}), self.staging)
 
-    def together(self, output: HubFiles) -> Iterator[Together]:
+    def together(self, output: HubFiles) -> Iterator[Writes]:
         """The tensors that are quantized again."""
-        yield from self.requantizer.all_windows(output)
-
-    @property
-    def requantizer(self) -> Requantizer:
-        """What :meth:`compare` prepared for the tensors that are quantized again."""
         assert self._requantizer is not None
-        return self._requantizer
+        yield from self._requantizer.all_windows(output)
 
     def windows(
-        self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
-    ) -> AsSourceWindows:
-        own = LiveWindows(self._near, by_hub(self._weights.pieces(contents, ranks)), output, staging)
-        return AsSourceWindows(self, own, output, ranks)
+        self, contents: HubTensors, output: HubFiles, ranks: Ranks
+    ) -> Callable[[Window, Filler], None]:
+        """The model's own elements come from all ranks, each copied piece from one."""
+        fill_own = self.windows_of_shares(self._weights.shares(contents, ranks), output)
+        copied = self.copied()
+
+        def fill(window: Window, filler: Filler) -> None:
+            fill_own(window, filler)
+            for name, box in window.parts:
+                if zlib.crc32(f"{name} {box.start}".encode()) % ranks.world_size != ranks.rank:
+                    continue
+                if name in copied:
+                    self.copy(name, box, output, filler)
+                if len(box.start) == 1:
+                    self.write_state(name, box.start[0], box.stop[0], output, filler)
+
+        return fill
+
+    def elements(
+        self, wanted: Wanted, tiles: Sequence[Tile]
+    ) -> Iterable[tuple[Wanted, Destination, Sequence[Tile]]]:
+        return self._weights.elements(wanted, tiles)
+
+    def fill_together(self, window: Window, owner: int, filler: Filler | None, output: HubFiles) -> None:
+        assert self._requantizer is not None
+        self._requantizer.into(window, owner, filler, output)
 
     def sums(self) -> list[int]:
-        """This rank's shares of the digest sums of a stored model."""
         return self._weights.sums()
 
     def check(self, sums: Sequence[int]) -> None:
-        """Compare a stored model's digests. Neither a live model nor a hub source has recorded ones."""
         self._weights.check(sums)
 
     def assets(self) -> Mapping[str, bytes]:
@@ -813,38 +658,7 @@ class AsSourceJob:
             not_in_model,
         )
 
-    @property
-    def home(self) -> str | None:
-        """Where a stored model's own code lies."""
-        return self._weights.home
-
     def close(self) -> None:
         """Close the files of source and model."""
         self._source.close()
         self._weights.close()
-
-
-class AsSourceWindows:
-    """As :class:`.Windows`: the model's own elements come from all ranks, each copied piece from one, the rest is made together."""
-
-    is_spread = True
-
-    def __init__(self, job: AsSourceJob, own: LiveWindows, output: HubFiles, ranks: Ranks) -> None:
-        self._job, self._own, self._output, self._ranks = job, own, output, ranks
-        self._copied = job.copied()
-
-    def fill(self, window: Window, filler: Filler) -> None:
-        self._own.fill(window, filler)
-        for name, box in window.parts:
-            turn = zlib.crc32(f"{name} {box.start}".encode()) % self._ranks.world_size
-            if name in self._copied and turn == self._ranks.rank:
-                self._job.copy(name, box, self._output, filler)
-            if turn == self._ranks.rank and len(box.start) == 1:
-                self._job.write_state(name, box.start[0], box.stop[0], self._output, filler)
-
-    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
-        self._job.requantizer.into(window, owner, filler, self._output)
-
-    def finish(self) -> list[int]:
-        """This rank's shares of digest sums, which the comparison found."""
-        return self._job.sums()

@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from torch import nn
 
 from ..digests import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
-from ..engine.engine import Staging
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..models.classes import import_code, in_turn
 from ..models.layers import has_blocks, kept_in
 from ..objects import frozen
-from ..operations.operation import Operation, announced, this_operation
+from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
 from ..planning.hub_rules import adapter_tensors
 from ..planning.plan import IOOptions
@@ -34,49 +33,12 @@ from ..storage.records import is_url
 from ..tensors.boxes import TensorSpec
 from ..tensors.live import LiveModel, describe
 from ..tensors.tiles import Tile
-from .again import AsSource, AsSourceJob, LiveWeights, QuantizedSource, StoredWeights, place_of_source
+from .again import AsSource, AsSourceJob, QuantizedSource, place_of_source
 from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered, planned
 from .stored import StoredJob
 from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, as_named
 
-__all__ = [
-    "ExportReport",
-    "Place",
-    "dtype_code",
-    "export_hf",
-    "iter_full_tensors",
-    "place_for",
-]
-
-
-# ----------------------------------------------------------------------------------------------------
-# The place that an export writes to: a local directory, or a URL of a store.
-
-
-class Place(Protocol):
-    """Where the files of one export appear: all of them, or none."""
-
-    def prepare(self) -> None:
-        """Refuse a place where something is, and make room. Collective. Raises :class:`CheckpointError`."""
-
-    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
-        """Write the tensors. Collective. Returns the payload bytes and the shares of digest sums of this rank."""
-
-    def publish(self, assets: Mapping[str, bytes]) -> None:
-        """Write index and small files, and let all of them appear. For rank 0, after every rank has written.
-
-        Raises :class:`CheckpointError`, also if a reader would refuse the headers.
-        """
-
-    def discard(self) -> None:
-        """Delete what was written. For rank 0, after a failure since :meth:`prepare`."""
-
-
-def place_for(final: str, output: HubFiles, ranks: Ranks, counted: Operation, *, overwrite: bool) -> Place:
-    """The place of a path or a URL. ``counted`` counts the payload that is written. ``overwrite`` is for a local one."""
-    if is_url(final):
-        return ToStore(final, output, ranks, counted)
-    return ToDirectory(final, output, ranks, counted, overwrite=overwrite)
+__all__ = ["ExportReport", "dtype_code", "export_hf", "iter_full_tensors"]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -102,18 +64,6 @@ class ExportReport(Printed):
     """With ``quantize="as-source"``: how many tensors were copied and how many were quantized again."""
     casts: tuple[Cast, ...] = ()
     """With ``dtype=``: the tensors whose values it can't represent exactly."""
-
-    @classmethod
-    def of(
-        cls, output: HubFiles, path: str, bytes_written: int, started: float, before: Mapping[str, TensorSpec]
-    ) -> ExportReport:
-        """Create the report of ``output`` at ``path``. ``started`` is the value of ``time.perf_counter`` at the start, and ``before`` the tensors
-        before they were cast.
-        """
-        seconds = time.perf_counter() - started
-        files = tuple(output.headers)
-        casts = casts_of(rounded_between(before, output.tensors))
-        return cls(path, files, len(output.tensors), output.total_bytes, bytes_written, seconds, casts=casts)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -193,7 +143,7 @@ def export_hf(
                 "adapters= needs a live model with PEFT adapters; this one is stored, or has none"
             )
         code = dtype_code(dtype)
-        job: LiveJob | MergedJob | StoredJob | AsSourceJob
+        job: Job
         if quantize is not None or source is not None:
             if merge:
                 raise ValueError("merge= and quantize= can't be combined; give one of them")
@@ -204,26 +154,34 @@ def export_hf(
                 stored = StoredJob(model_or_path, model_name, config, trust_remote_code, ranks.tick, io)
                 job = _stored_as_source(stored, source, ranks, io)
         elif isinstance(model_or_path, nn.Module):
-            job = _live_job(describe(model_or_path), adapters, merge, code)
+            job = _live_job(describe(model_or_path), io, adapters, merge, code)
         elif merge:
             raise ValueError("merge= needs a live PeftModel; this one is stored")
         else:
             job = StoredJob(model_or_path, model_name, config, trust_remote_code, ranks.tick, io)
     with closing(job):
-        if isinstance(job, MergedJob):
-            job.gather(ranks)
-        home = job.home if isinstance(job, StoredJob | AsSourceJob) else None
-        if trust_remote_code and home is not None:
-            in_turn(ranks, partial(import_code, home))
-        if isinstance(job, AsSourceJob):
-            job.compare(ranks)
+        if trust_remote_code and job.home is not None:
+            in_turn(ranks, partial(import_code, job.home))
+        job.prepare(ranks)
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
-        place = place_for(final, output, ranks, counted, overwrite=overwrite)
-        written = _write_out(job, contents, output, assets, final, place, ranks, io)
-        report = ExportReport.of(output, final, written, started, contents.hub)
-        return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
+        place: ToDirectory | ToStore = (
+            ToStore(final, output, ranks, counted)
+            if is_url(final)
+            else ToDirectory(final, output, ranks, counted, overwrite=overwrite)
+        )
+        written = _write_out(job, contents, output, assets, place, ranks)
+        return ExportReport(
+            path=final,
+            files=tuple(output.headers),
+            tensors=len(output.tensors),
+            total_bytes=output.total_bytes,
+            bytes_written=written,
+            seconds=time.perf_counter() - started,
+            as_source=job.report(),
+            casts=casts_of(rounded_between(contents.hub, output.tensors)),
+        )
 
 
 def _check_as_source(model: object, quantize: object, dtype: str | None) -> None:
@@ -258,7 +216,7 @@ def _live_as_source(
             "dequantized; a load with quantized='dequantize' can be exported as its source"
         )
     found = QuantizedSource(place_of_source(live, source), lambda: live.tensors, ranks.tick, io)
-    return AsSourceJob(LiveWeights(LiveJob(live)), found, Staging(io))
+    return AsSourceJob(LiveJob(live, io), found, io)
 
 
 def _stored_as_source(
@@ -279,7 +237,7 @@ def _stored_as_source(
     except BaseException:
         stored.close()
         raise
-    return AsSourceJob(StoredWeights(stored, Staging(io).limit_bytes), found, Staging(io))
+    return AsSourceJob(stored, found, io)
 
 
 def _write_out(
@@ -287,17 +245,15 @@ def _write_out(
     contents: HubTensors,
     output: HubFiles,
     assets: Mapping[str, bytes],
-    final: str,
-    place: Place,
+    place: ToDirectory | ToStore,
     ranks: Ranks,
-    io: IOOptions,
 ) -> int:
-    """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
+    """Write and publish: the files appear complete or not at all. Returns this rank's bytes."""
     place.prepare()
     try:
-        written, sums = place.write(job, contents, Staging(io))
+        written = place.write(job, contents)
         added: list[Any] = []  # on rank 0
-        own = np.array([written, *sums], dtype=np.uint64)
+        own = np.array([written, *job.sums()], dtype=np.uint64)
         ranks.reduce("bytes exported", lambda: own, added_sums, added.append)
         with ranks.agree("publish export"):
             for found in added:
@@ -305,7 +261,7 @@ def _write_out(
                 job.check(sums)
                 if total != output.total_bytes:
                     raise CheckpointError(
-                        f"{final}: ranks wrote {total} bytes, expected {output.total_bytes}"
+                        f"{place.final}: ranks wrote {total} bytes, expected {output.total_bytes}"
                     )
                 place.publish(assets)
     except BaseException:
@@ -337,8 +293,8 @@ def _refuse_for_kept(live: LiveModel, dtype: str | None, merge: bool) -> None:
 
 
 def _live_job(
-    live: LiveModel, adapters: str | Sequence[str] | None, merge: bool, dtype: str | None
-) -> LiveJob | MergedJob:
+    live: LiveModel, io: IOOptions, adapters: str | Sequence[str] | None, merge: bool, dtype: str | None
+) -> Job:
     """The export of a live model: as it is, its adapters, or the base with them merged."""
     is_peft = peft_model(live.root) is not None
     if merge and (not is_peft or adapters is not None):
@@ -348,10 +304,8 @@ def _live_job(
         )
     _refuse_for_kept(live, dtype, merge and not adapters)
     if not merge and (is_peft or not has_blocks(live.root)):
-        return LiveJob(live, adapters)
-    merged = MergedJob(live, merge=merge)
-    merged.writing(LiveJob(live, only=merged.plain))
-    return merged
+        return LiveJob(live, io, adapters)
+    return MergedJob(live, io, merge=merge)
 
 
 def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
@@ -428,7 +382,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
                 "a model that holds 4-bit codes has no full weights under Hub names: naming='module' gives its blocks; export_hf "
                 "dequantizes them"
             )
-        return LiveJob(live).contents()
+        return LiveJob(live, IOOptions()).contents()
     if naming == "module":
         return as_named({t.name: TensorSpec.of(t.tensor) for t in live.stored})
     if naming == "adapter":

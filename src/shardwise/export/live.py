@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +25,11 @@ from ..internals.transformers import ignored_on_save, is_transformers_model
 from ..models.homes import asset_files
 from ..models.layers import blocks_in
 from ..models.meta import default_device
-from ..names import NamedTensor, canonical_name
+from ..names import Named, NamedTensor, canonical_name
 from ..objects import frozen
 from ..planning.hub_rules import WrappedNames, meta_instance, wrapped_names
 from ..planning.match import Recipe, castable, recall
-from ..planning.plan import transfers_of
+from ..planning.plan import IOOptions, transfers_of
 from ..ranks.ranks import Ranks, device_where_ranks_sum
 from ..tensors.boxes import Box, TensorSpec, Wanted, boxes_of_range, whole
 from ..tensors.live import LiveModel, wanted_of
@@ -39,34 +38,25 @@ from .write import (
     HubFiles,
     HubTensors,
     Job,
-    Together,
-    Window,
-    Windows,
+    Share,
     adapter_assets,
     as_named,
-    bytes_in,
+    by_hub,
     chosen_adapters,
     inverted,
-    lay_out,
     lay_out_adapters,
     reverted,
 )
 
 __all__ = [
-    "Brought",
     "Full",
     "FullTensors",
     "LiveJob",
-    "LivePiece",
-    "LiveWindows",
     "MergedJob",
-    "Near",
-    "brought_by",
     "buckets",
-    "by_hub",
     "device_of",
     "gathered",
-    "pieces_by",
+    "owned_by",
     "planned",
     "write_from_devices",
 ]
@@ -123,82 +113,27 @@ def _parts(live: Live, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A live model's elements by hub tensor: which of them this rank brings, and windows of files that it fills with them.
-
-#: By hub tensor: boxes of this rank's tensors, and the tiles that say what they are of it.
-Brought = Mapping[str, Sequence[tuple[Wanted, Tile]]]
-#: A box of a tensor, and the tiles that say what of hub tensors its tensor holds.
-LivePiece = tuple[Wanted, Sequence[Tile]]
-#: The elements of a box that a part of a tile has: the box itself, or a smaller one around them.
-Near = Callable[[Wanted, Tile], Iterable[tuple[Wanted, Destination]]]
-
-
-def brought_by(
-    rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor], tiles: Mapping[str, Sequence[Tile]]
-) -> Brought:
-    """What a rank brings of each hub tensor: among replicas one rank, chosen as in a save. Rank-local."""
-    return by_hub(pieces_by(rank, live, tensors, tiles))
-
-
-def pieces_by(
-    rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor], tiles: Mapping[str, Sequence[Tile]]
-) -> list[LivePiece]:
-    """The same, by the model's tensors. Rank-local."""
-    owned = assign_owners([SliceTensor(n, *TensorSpec.of(t), live.geometries[n]) for n, t in tensors.items()])
-    return [
-        (wanted_of(t.name, tensors[t.name], t.geometry), tiles.get(t.name, ()))
-        for t in owned
-        if rank in owner_ranks(t.geometry, t.owner)
-    ]
-
-
-def by_hub(pieces: Iterable[LivePiece]) -> Brought:
-    """Pieces by hub tensor."""
-    brought: dict[str, list[tuple[Wanted, Tile]]] = {}
-    for wanted, tiles in pieces:
-        for tile in tiles:
-            brought.setdefault(tile.source, []).append((wanted, tile))
-    return brought
-
-
-class LiveWindows:
-    """As :class:`.Windows`. Memory: half the staging limit, for elements that are strided, cast or on a device; what ``near`` reads."""
-
-    is_spread = True
-
-    def __init__(self, near: Near, brought: Brought, output: HubFiles, staging: Staging) -> None:
-        self._near, self._brought, self._output, self._staging = near, brought, output, staging
-
-    def fill(self, window: Window, filler: Filler) -> None:
-        for key, box in window.parts:
-            for wanted, tile in self._brought.get(key, ()):
-                for part in cut(tile, "source", box):
-                    for held, elements in self._near(wanted, part):
-                        transfers = transfers_of(part, held, self._output.tensors)
-                        write_back(transfers, filler, elements, self._staging)
-
-    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
-        """Does nothing: each rank has its elements."""
-
-    def finish(self) -> list[int]:
-        """Nothing: a live model has no recorded digests."""
-        return []
-
-
-# ----------------------------------------------------------------------------------------------------
 # Export of a live model: every rank writes the elements that it owns.
 
 
-class LiveJob:
+def owned_by(rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor]) -> list[SliceTensor]:
+    """What a rank brings elements of: among replicas one rank does, chosen as in a save. Rank-local."""
+    held = [SliceTensor(n, *TensorSpec.of(t), live.geometries[n]) for n, t in tensors.items()]
+    return [t for t in assign_owners(held) if rank in owner_ranks(t.geometry, t.owner)]
+
+
+class LiveJob(Job):
     """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
 
     def __init__(
         self,
         live: LiveModel,
+        io: IOOptions,
         adapters: str | Sequence[str] | None = None,
         only: Collection[str] | None = None,
     ) -> None:
         """``only``: names of the tensors to write; the caller then lays out the files itself."""
+        super().__init__(io)
         self.live = live
         self._peft = peft_model(live.root)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
@@ -206,21 +141,27 @@ class LiveJob:
         self._named = {
             t.name: t for t in live.stored if t.name not in ignored and (only is None or t.name in only)
         }
+        self._local = Destination(live.local_tensors())
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What is exported, by module name."""
-        return {n: t.tensor for n, t in self._named.items()}
-
-    def _specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> dict[str, TensorSpec]:
+        """Dtype and shape of each tensor."""
         return {n: TensorSpec.of(t.tensor) for n, t in self._named.items()}
 
+    def named(self) -> Iterable[Named]:
+        """The names of each tensor: its own, then those of ties."""
+        return self.live.stored
+
+    def copies(self, contents: HubTensors, stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tile]]:
+        """Tiles of tied tensors in further copies of the source; by tensor."""
+        origin = recall(self.live.root)
+        for name, recipe in origin.recipes.items() if origin is not None else ():
+            yield from ((name, tile) for copy in recipe.copies for tile in copy)
+
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
-        """What each tensor of the model becomes, and where in which file it lies."""
         if self._peft is not None:
             return lay_out_adapters(self.live, self._adapters, dtype)
-        contents = self.contents()
-        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
+        return super().lay_out(dtype, max_shard_bytes)
 
     def contents(self) -> HubTensors:
         """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
@@ -231,66 +172,44 @@ class LiveJob:
             )
         origin = recall(self.live.root)
         if origin is not None:
-            return inverted(self._specs(), origin.recipes, origin.shapes)
+            return inverted(self.specs, origin.recipes, origin.shapes)
         if is_transformers_model(self.live.unwrapped):
-            return reverted(meta_instance(self.live.unwrapped), self._specs())
-        return as_named(self._specs())
+            return reverted(meta_instance(self.live.unwrapped), self.specs)
+        return as_named(self.specs)
 
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> list[int]:
-        destination = Destination(self.live.local_tensors())
-        on_devices = []
-        for t, tensor, tiles in self._owned(contents, ranks.rank):
-            if tensor.device.type != "cpu":
-                on_devices.append((Live(t, tensor), tiles))
+    def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
+        held = {n: t.tensor for n, t in self._named.items()}
+        owned = ((t, contents.tiles.get(t.name, ())) for t in owned_by(ranks.rank, self.live, held))
+        return [
+            (wanted_of(t.name, self._named[t.name].tensor, t.geometry), tiles) for t, tiles in owned if tiles
+        ]
+
+    def whole(self, wanted: Wanted) -> Destination:
+        """The elements of a share, where they are."""
+        return self._local
+
+    def elements(
+        self, wanted: Wanted, tiles: Sequence[Tile]
+    ) -> Iterable[tuple[Wanted, Destination, Sequence[Tile]]]:
+        return ((wanted, self._local, tiles),)
+
+    def write(self, contents: HubTensors, output: HubFiles, filler: Filler, ranks: Ranks) -> None:
+        on_devices: list[tuple[Live, Sequence[Tile]]] = []
+        on_host: list[Share] = []
+        for wanted, tiles in self.shares(contents, ranks):
+            tensor = self._named[wanted.name].tensor
+            if tensor.device.type == "cpu":
+                on_host.append((wanted, tiles))
                 continue
-            wanted = wanted_of(t.name, tensor, t.geometry)
-            for tile in tiles:
-                write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
-        write_from_devices(on_devices, output, filler, staging, ranks.rank)
-        return []
-
-    def _owned(
-        self, contents: HubTensors, rank: int
-    ) -> Iterator[tuple[SliceTensor, torch.Tensor, Sequence[Tile]]]:
-        """What a rank writes its boxes of, and the tiles that say where."""
-        geometries = self.live.geometries
-        owned = assign_owners([SliceTensor(n, *spec, geometries[n]) for n, spec in self._specs().items()])
-        for t in owned:
-            tiles = contents.tiles.get(t.name, ())
-            if tiles and rank in owner_ranks(t.geometry, t.owner):
-                yield t, self._named[t.name].tensor, tiles
-
-    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
-        """What this rank writes."""
-        owned = self._owned(contents, ranks.rank)
-        return sum(bytes_in(tiles, wanted_of(t.name, x, t.geometry), output) for t, x, tiles in owned)
-
-    def together(self, output: HubFiles) -> tuple[()]:
-        """Nothing: each rank writes alone."""
-        return ()
-
-    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> LiveWindows:
-        """The same, for files that are written from front to back."""
-        local = Destination(self.live.local_tensors())
-        brought = by_hub(self.pieces(contents, ranks.rank))
-        return LiveWindows(lambda wanted, _: ((wanted, local),), brought, output, staging)
-
-    def pieces(self, contents: HubTensors, rank: int) -> list[LivePiece]:
-        """What a rank brings: each element comes from one rank. Rank-local."""
-        return pieces_by(rank, self.live, self.tensors, contents.tiles)
-
-    def check(self, sums: Sequence[int]) -> None:
-        """Does nothing: a live model has no recorded digests."""
+            t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self.live.geometries[wanted.name])
+            on_devices.append((Live(t, tensor), tiles))
+        self.put(on_host, output, filler)
+        write_from_devices(on_devices, output, filler, self.staging, ranks.rank)
 
     def assets(self) -> Mapping[str, bytes]:
         if self._peft is not None:
             return adapter_assets(self._peft, self._adapters)
         return asset_files(self.live.root)
-
-    def close(self) -> None:
-        """Does nothing: no file is open."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -316,7 +235,10 @@ def planned(live: LiveModel, contents: HubTensors, dtype: str | None, rank: int)
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]
     if unfilled:
         raise StateError(f"{len(unfilled)} tensors are on meta, e.g. {unfilled[0]!r}; load the model first")
-    brought = brought_by(rank, live, {n: t.tensor for n, t in named.items()}, contents.tiles)
+    owned = owned_by(rank, live, {n: t.tensor for n, t in named.items()})
+    brought = by_hub(
+        (wanted_of(t.name, named[t.name].tensor, t.geometry), contents.tiles[t.name]) for t in owned
+    )
     full = []
     for name, (code, shape) in contents.hub.items():
         given = dtype if dtype is not None and castable(code, dtype) else code
@@ -461,11 +383,12 @@ class _Made:
         return [one.view(part.sizes) for one, part in zip(flat, parts, strict=True)]
 
 
-class MergedJob:
-    """As :class:`.Job`. :meth:`gather` comes first."""
+class MergedJob(Job):
+    """Export of a base with adapters merged, or of codes, decoded."""
 
-    def __init__(self, live: LiveModel, *, merge: bool) -> None:
+    def __init__(self, live: LiveModel, io: IOOptions, *, merge: bool) -> None:
         """Raises :class:`CheckpointError` naming every part of the model that has no merged form."""
+        super().__init__(io)
         self._live = live
         self._names = wrapped_names(live)
         self._factors: dict[str, torch.Tensor] = {}
@@ -476,18 +399,12 @@ class MergedJob:
         self._made = {
             one.held.name: one for one in _made(live, {t.name: t for t in self._stored.values()}, merge)
         }
+        self._rank = 0
+        self._plain = LiveJob(live, io, only={t.name for t in self._stored.values()} - self._made.keys())
 
-    @property
-    def plain(self) -> frozenset[str]:
-        """Names of the tensors that are written as the model holds them: another job writes them."""
-        return frozenset(t.name for t in self._stored.values()) - self._made.keys()
-
-    def writing(self, plain: Job) -> None:
-        """Give the job that writes :attr:`plain`."""
-        self._plain = plain
-
-    def gather(self, ranks: Ranks) -> None:
-        """Gather the factors of the adapters onto every rank's host memory. Collective."""
+    def prepare(self, ranks: Ranks) -> None:
+        """Gather the factors of the adapters onto every rank's host memory."""
+        self._rank = ranks.rank
         wanted = {name for one in self._made.values() for d in one.deltas for name in (d.a, d.b)}
         with ranks.agree("plan merged export") as claim:
             contents = as_named(
@@ -501,11 +418,7 @@ class MergedJob:
         found = gathered(self._live, buckets(full, 64 * 1024**2), (sums_on, torch.device("cpu")), ranks)
         self._factors = dict(found)
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
-        contents = self._contents()
-        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
-
-    def _contents(self) -> HubTensors:
+    def contents(self) -> HubTensors:
         specs = {
             t.name: self._made[t.name].spec if t.name in self._made else TensorSpec.of(t.tensor)
             for t in self._stored.values()
@@ -532,79 +445,51 @@ class MergedJob:
         )
         return HubTensors(found.hub, {bases[base]: tiles for base, tiles in found.tiles.items()})
 
-    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
-        """About what this rank writes."""
+    def share_bytes(self, contents: HubTensors, output: HubFiles, ranks: Ranks) -> int:
         return output.total_bytes // ranks.world_size
 
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> list[int]:
-        sums = self._plain.write(contents, output, filler, staging, ranks)
-        for t in self._owned(ranks.rank):
-            self._write_one(t, contents.tiles.get(t.name, ()), output, filler, staging, ranks.rank)
-        return sums
+    def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
+        return [*self._plain.shares(contents, ranks), *self._made_shares(contents, ranks)]
 
-    def _owned(self, rank: int) -> Iterator[SliceTensor]:
-        """What this rank makes weights of: among replicas one rank does, chosen as in a save."""
-        geometries = self._live.geometries
-        held = [
-            SliceTensor(n, *TensorSpec.of(one.held.tensor), geometries[n]) for n, one in self._made.items()
-        ]
-        return (t for t in assign_owners(held) if rank in owner_ranks(t.geometry, t.owner))
+    def _made_shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
+        held = {n: one.held.tensor for n, one in self._made.items()}
+        owned = owned_by(ranks.rank, self._live, held)
+        return [(wanted_of(t.name, held[t.name], t.geometry), contents.tiles.get(t.name, ())) for t in owned]
+
+    def write(self, contents: HubTensors, output: HubFiles, filler: Filler, ranks: Ranks) -> None:
+        self._plain.write(contents, output, filler, ranks)
+        self.put(self._made_shares(contents, ranks), output, filler)
 
     @torch.no_grad()
-    def _write_one(
-        self,
-        t: SliceTensor,
-        tiles: Sequence[Tile],
-        output: HubFiles,
-        filler: Filler,
-        staging: Staging,
-        rank: int,
-    ) -> None:
-        """Make and write what ``tiles`` say of this rank's part of one weight. Parts that they leave out are not decoded."""
-        one = self._made[t.name]
-        live = Live(t, one.held.tensor)
-        part_bytes = _PART_BYTES // (4 if one.layer is not None else 1)
-        for local in boxes_on(t, rank):
-            for box, held in InParts(live_piece, part_bytes).parts_of(Piece(live, local)):
+    def elements(
+        self, wanted: Wanted, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Wanted, Destination, Sequence[Tile]]]:
+        """Of a made weight, a few MiB at a time. Parts that the tiles leave out are not decoded; each call makes what they don't anew."""
+        one = self._made.get(wanted.name)
+        if one is None:
+            yield from self._plain.elements(wanted, tiles)
+            return
+        tensor = one.held.tensor
+        t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self._live.geometries[wanted.name])
+        cut_small = InParts(live_piece, _PART_BYTES // (4 if one.layer is not None else 1))
+        for local in boxes_on(t, self._rank):
+            for box, held in cut_small.parts_of(Piece(Live(t, tensor), local)):
                 if one.layer is not None and box.sizes[1] != t.shape[1]:
                     raise CheckpointError(
                         f"{t.name}: its blocks of codes are cut between ranks; shard it by dim 0"
                     )
                 parts = one.boxes(box)
-                wanted = [wanted_box(t.name, one.spec.dtype, one.spec.shape, part) for part in parts]
-                transfers = [
-                    [x for tile in tiles for x in transfers_of(tile, w, output.tensors)] for w in wanted
-                ]
-                if not any(transfers):
+                of_parts = [[x for x in tiles if any(True for _ in cut(x, "target", part))] for part in parts]
+                if not any(of_parts):
                     continue
-                for part, values, some in zip(parts, one.values(box, held), transfers, strict=True):
+                for part, values, some in zip(parts, one.values(box, held), of_parts, strict=True):
                     if not some:
                         continue
                     for delta in one.deltas:
                         added = delta.of(part, self._factors, values.device)
                         values.add_(added.to(values.dtype) if delta.is_rounded else added)
-                    source = Destination({t.name: values.cpu().contiguous()})
-                    write_back(some, filler, source, staging)
-
-    def together(self, output: HubFiles) -> Iterable[Together]:
-        """Nothing."""
-        return ()
-
-    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
-        brought: dict[str, list[tuple[SliceTensor, Tile]]] = {}
-        for t in self._owned(ranks.rank):
-            for tile in contents.tiles.get(t.name, ()):
-                brought.setdefault(tile.source, []).append((t, tile))
-
-        def write(t: SliceTensor, tiles: Sequence[Tile], filler: Filler) -> None:
-            self._write_one(t, tiles, output, filler, staging, ranks.rank)
-
-        return _MergedWindows(self._plain.windows(contents, output, staging, ranks), brought, write)
-
-    def check(self, sums: Sequence[int]) -> None:
-        """Does nothing: a live model has no recorded digests."""
+                    made = Destination({t.name: values.cpu().contiguous()})
+                    yield wanted_box(t.name, *one.spec, part), made, some
 
     def assets(self) -> Mapping[str, bytes]:
         """Those of the base. Its config says nothing of a quantization: its weights are plain."""
@@ -621,33 +506,6 @@ class MergedJob:
                 config["dtype"] = str(torch_dtype(max(sizes, key=lambda d: sizes[d]))).removeprefix("torch.")
             found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         return found
-
-    def close(self) -> None:
-        """Does nothing: no file is open."""
-
-
-@dataclass(slots=True)
-class _MergedWindows:
-    """As :class:`.Windows`: a weight is made anew in each window that has a part of it, and only that part."""
-
-    plain: Windows
-    brought: Mapping[str, Sequence[tuple[SliceTensor, Tile]]]
-    """By hub tensor, what this rank makes of it."""
-    write: Callable[[SliceTensor, Sequence[Tile], Filler], None]
-    is_spread: bool = True
-
-    def fill(self, window: Window, filler: Filler) -> None:
-        self.plain.fill(window, filler)
-        for key, box in window.parts:
-            for t, tile in self.brought.get(key, ()):
-                self.write(t, list(cut(tile, "source", box)), filler)
-
-    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
-        """Does nothing: each rank makes its elements alone."""
-
-    def finish(self) -> list[int]:
-        """Nothing: a live model has no recorded digests."""
-        return []
 
 
 def _of_the_base(live: LiveModel, names: WrappedNames, merge: bool) -> Iterator[tuple[str, NamedTensor]]:

@@ -6,10 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named, refuse_referred
 from ..catalog.open import open_catalog
@@ -36,19 +34,18 @@ from ..ranks.ranks import Ranks
 from ..runs.run import StoredModel, as_config_says, as_stored, has_module_names
 from ..storage import is_directory, is_file, looking_once
 from ..storage.records import is_url
-from ..tensors.boxes import Box, TensorSpec, Wanted
+from ..tensors.boxes import Box, TensorSpec, Wanted, whole
 from ..tensors.tiles import Tile, bounds, cut, is_dense
-from .write import HubFiles, HubTensors, Window, as_named, bytes_in, inverted, lay_out, reverted, windows_of
+from .write import HubFiles, HubTensors, Job, Share, Window, as_named, by_hub, inverted, reverted, windows_of
 
 __all__ = [
     "StoredJob",
-    "StoredWindows",
     "share_of",
 ]
 
 
 # ----------------------------------------------------------------------------------------------------
-# A stored model's tensors in pieces: the share of each rank, and windows of files that one rank fills alone.
+# Export of a stored model: ranks share the tensors, piece by piece, through staging.
 
 
 def share_of(specs: Mapping[str, TensorSpec], limit_bytes: int, ranks: Ranks) -> Sequence[tuple[str, Box]]:
@@ -65,94 +62,6 @@ def share_of(specs: Mapping[str, TensorSpec], limit_bytes: int, ranks: Ranks) ->
     return found
 
 
-class Pieces(Protocol):
-    """A stored model that writes pieces of its tensors."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Dtype and shape of each tensor."""
-
-    def recorded(self) -> list[str]:
-        """Tensors with a digest, in one order on all ranks."""
-
-    def write_piece(
-        self, name: str, box: Box, tiles: Sequence[Tile], output: HubFiles, filler: Filler, staging: Staging
-    ) -> int:
-        """Write one piece. Returns its digest sum as read."""
-
-
-class StoredWindows:
-    """As :class:`.Windows`. Reads each element once, but those of tensors that windows cut across: their bounds are read for
-    each window, and once more for the digest."""
-
-    is_spread = False
-
-    def __init__(
-        self, job: Pieces, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
-    ) -> None:
-        self._job, self._output, self._staging, self._ranks = job, output, staging, ranks
-        self._made_of: dict[str, list[tuple[str, Tile]]] = {}
-        for name, tiles in contents.tiles.items():
-            for tile in tiles:
-                self._made_of.setdefault(tile.source, []).append((name, tile))
-        self._sums = dict.fromkeys(job.recorded(), 0)
-        self._later = self._cut_across()
-
-    def _cut_across(self) -> set[str]:
-        """Tensors whose digest is not the sum of what windows read: parts that are no boxes, or not of the whole tensor."""
-        found, numel = set(), dict.fromkeys(self._sums, 0)
-        for file in self._output.headers:
-            for window in windows_of(self._output, file):
-                for name, part in self._parts_of(window):
-                    if name in numel:
-                        numel[name] += part.numel
-                        if not is_dense(part, "target"):
-                            found.add(name)
-        return found | {name for name, n in numel.items() if n != math.prod(self._job.specs[name].shape)}
-
-    def _parts_of(self, window: Window) -> Iterator[tuple[str, Tile]]:
-        for key, box in window.parts:
-            for name, tile in self._made_of.get(key, ()):
-                for part in cut(tile, "source", box):
-                    yield name, part
-
-    def fill(self, window: Window, filler: Filler) -> None:
-        for name, part in self._parts_of(window):
-            reach = bounds(part, "target")
-            for box in _pieces(reach, self._job.specs[name].dtype, self._staging):
-                total = self._write(name, box, (part,), filler)
-                if name in self._sums and name not in self._later:
-                    self._sums[name] = (self._sums[name] + total) % 2**64
-
-    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
-        """Does nothing: any rank can fill any window alone."""
-
-    def finish(self) -> list[int]:
-        """Read what :meth:`fill` did not count. Returns this rank's shares of digest sums."""
-        left = {name: self._job.specs[name] for name in self._sums if name in self._later}
-        for name, box in share_of(left, self._staging.limit_bytes // 2, self._ranks):
-            self._sums[name] = (self._sums[name] + self._write(name, box, (), _Nowhere())) % 2**64
-        return list(self._sums.values())
-
-    def _write(self, name: str, box: Box, tiles: Sequence[Tile], filler: Filler) -> int:
-        return self._job.write_piece(name, box, tiles, self._output, filler, self._staging)
-
-
-class _Nowhere:
-    """As :class:`.Filler`, for what is only read."""
-
-    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
-        raise AssertionError("nothing was to be written")
-
-
-def _pieces(box: Box, dtype: str, staging: Staging) -> Iterator[Box]:
-    for start, sizes, _ in runs_of(box.start, box.sizes, staging.limit_bytes // 2 // itemsize(dtype)):
-        yield Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Export of a stored model: ranks share the tensors, piece by piece, through staging.
-
 _log = logging.getLogger(__name__)
 
 
@@ -163,12 +72,15 @@ class Names:
     names: tuple[str, ...]
 
 
-class StoredJob:
-    """Export of a stored model.
+class StoredJob(Job):
+    """Export of a stored model. Into a store, each element is read once, but those of tensors that windows cut across: their bounds are
+    read for each window, and once more for the digest.
 
     Opens its files at the start, as many as the process may have open, so a run that deletes the checkpoint meanwhile
     does no harm. Raises :class:`CheckpointError` if the run was faster.
     """
+
+    reads_everything = True
 
     def __init__(
         self,
@@ -179,6 +91,9 @@ class StoredJob:
         on_progress: Callable[[int], None],
         io: IOOptions,
     ) -> None:
+        super().__init__(io)
+        self.piece_bytes = self.staging.limit_bytes // 2
+        """Of a tensor, so much is read at a time."""
         self._path = os.fspath(path)
         self._config = None if config is None else os.fspath(config)
         self._trust_remote_code = trust_remote_code
@@ -202,6 +117,10 @@ class StoredJob:
             self._files.close()
             raise self._unless_deleted(error) from error
         self._stored: StoredModel = as_stored(self._catalog)
+        self._sums = {name: 0 for name in self._catalog.tensors if name in self._catalog.digests}
+        self._summed_in_parts: Collection[
+            str
+        ] = ()  # tensors whose digest sums are those of what windows read
 
     def _open(self, model: str | None) -> Catalog:
         if not is_file(os.path.join(self._path, MANIFEST_NAME)):
@@ -219,7 +138,7 @@ class StoredJob:
         self._files.close()
 
     @property
-    def home(self) -> str:
+    def home(self) -> str:  # type: ignore[override]
         """The directory of the config and the other assets."""
         if self._config is not None:
             return self._config
@@ -256,14 +175,12 @@ class StoredJob:
             )
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
-        """What each stored tensor becomes, and where in which file it lies."""
         if dtype is not None:
             self.refuse_codes()
-        contents = self.contents()
-        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
+        return super().lay_out(dtype, max_shard_bytes)
 
     def contents(self) -> HubTensors:
-        """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""
+        """As :meth:`.Job.contents`. Builds the model on meta where its class knows the hub's names."""
         specs = self._stored.specs
         folder = directory("model", self._model)
         if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
@@ -324,43 +241,87 @@ class StoredJob:
             if name in contents.tiles and not any(tile.source in contents.hub for tile in made.tiles):
                 yield from ((name, tile) for tile in made.tiles)
 
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> list[int]:
-        """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
-        sums = dict.fromkeys(self.recorded(), 0)
-        for name, box in self._share(staging, ranks):
-            tiles = contents.tiles.get(name, ())
-            total = self.write_piece(name, box, tiles, output, filler, staging)
-            if name in sums:
-                sums[name] = (sums[name] + total) % 2**64
-        return list(sums.values())
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Dtype and shape of each stored tensor."""
+        return self._stored.specs
 
-    def _share(self, staging: Staging, ranks: Ranks) -> Sequence[tuple[str, Box]]:
-        return share_of(self._stored.specs, staging.limit_bytes // 2, ranks)
-
-    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
-        """What this rank writes."""
-        pieces = [
-            (contents.tiles.get(name, ()), wanted_box(name, *self._stored.specs[name], box))
-            for name, box in self._share(staging, ranks)
+    def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
+        return [
+            (wanted_box(name, *self.specs[name], box), contents.tiles.get(name, ()))
+            for name, box in share_of(self.specs, self.piece_bytes, ranks)
         ]
-        return sum(bytes_in(tiles, wanted, output) for tiles, wanted in pieces)
 
-    def together(self, output: HubFiles) -> tuple[()]:
-        """Nothing: each rank writes alone."""
-        return ()
+    def whole(self, wanted: Wanted) -> Destination:
+        """The elements of a share, whose digests are summed up. To be called once for each."""
+        return self._read(wanted, wanted.name in self._sums)
+
+    def elements(
+        self, wanted: Wanted, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Wanted, Destination, Sequence[Tile]]]:
+        """Reads what each tile has of the share, and what is between its elements."""
+        for tile in tiles:
+            box = wanted.boxes[0].box.intersect(bounds(tile, "target")) if tile.numel else None
+            if box is None:
+                continue
+            most = self.piece_bytes // itemsize(wanted.dtype)
+            for start, sizes, _ in runs_of(box.start, box.sizes, most):
+                piece = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+                held = wanted_box(wanted.name, wanted.dtype, wanted.shape, piece)
+                yield held, self._read(held, wanted.name in self._summed_in_parts), (tile,)
+
+    def _read(self, wanted: Wanted, is_summed: bool) -> Destination:
+        """The elements of a :func:`.wanted_box`, in memory that the next call uses again."""
+        recipe, stored = self._stored.recipes[wanted.name], self._stored.catalog.tensors
+        try:
+            piece = read_recipe(wanted, recipe, stored, self._files, self.staging, self._room)
+        except SourceError as error:
+            raise self._unless_deleted(error) from error
+        if is_summed:
+            total = partial_sum(piece, wanted.boxes[0].box.start)
+            self._sums[wanted.name] = (self._sums[wanted.name] + total) % 2**64
+        return Destination({wanted.name: piece})
+
+    def write(self, contents: HubTensors, output: HubFiles, filler: Filler, ranks: Ranks) -> None:
+        for wanted, tiles in self.shares(contents, ranks):
+            elements = self.whole(wanted)
+            for tile in tiles:
+                write_back(transfers_of(tile, wanted, output.tensors), filler, elements, self.staging)
 
     def windows(
-        self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
-    ) -> StoredWindows:
-        """The same, for files that are written from front to back."""
-        return StoredWindows(self, contents, output, staging, ranks)
+        self, contents: HubTensors, output: HubFiles, ranks: Ranks
+    ) -> Callable[[Window, Filler], None]:
+        shares = [
+            (wanted_box(name, *self.specs[name], whole(self.specs[name].shape)), tiles)
+            for name, tiles in contents.tiles.items()
+        ]
+        self._summed_in_parts = self._sums.keys() - self._cut_across(shares, output)
+        return self.windows_of_shares(shares, output)
+
+    def _cut_across(self, shares: Sequence[Share], output: HubFiles) -> set[str]:
+        """Tensors whose digest is not the sum of what windows read: parts that are no boxes, or not of the whole tensor."""
+        made_of = by_hub(shares)
+        found, numel = set(), dict.fromkeys(self._sums, 0)
+        for window in (window for file in output.headers for window in windows_of(output, file)):
+            for key, box in window.parts:
+                for wanted, tile in made_of.get(key, ()):
+                    for part in cut(tile, "source", box) if wanted.name in numel else ():
+                        numel[wanted.name] += part.numel
+                        if not is_dense(part, "target"):
+                            found.add(wanted.name)
+        return found | {name for name, n in numel.items() if n != math.prod(self.specs[name].shape)}
+
+    def finish(self, ranks: Ranks) -> None:
+        left = {name: self.specs[name] for name in self._sums if name not in self._summed_in_parts}
+        for name, box in share_of(left, self.piece_bytes, ranks):
+            self.whole(wanted_box(name, *self.specs[name], box))
+
+    def sums(self) -> list[int]:
+        return list(self._sums.values())
 
     def check(self, sums: Sequence[int]) -> None:
-        """Compare the digests of all ranks' reads with the recorded ones. Raises :class:`IntegrityError`."""
         wrong = []
-        for name, total in zip(self.recorded(), sums, strict=True):
+        for name, total in zip(self._sums, sums, strict=True):
             stored = self._catalog.tensors[name]
             if finish(total, stored.dtype, stored.shape) != self._catalog.digests[name]:
                 wrong.append(name)
@@ -371,41 +332,6 @@ class StoredJob:
                 f"was exported. Take another step, or see what 'shardwise verify' says of this one",
                 path=self._path,
             )
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Dtype and shape of each stored tensor."""
-        return self._stored.specs
-
-    def recorded(self) -> list[str]:
-        """Tensors with a digest, in one order on all ranks."""
-        return [name for name in self._catalog.tensors if name in self._catalog.digests]
-
-    def write_piece(
-        self,
-        name: str,
-        box: Box,
-        tiles: Sequence[Tile],
-        output: HubFiles,
-        filler: Filler,
-        staging: Staging,
-    ) -> int:
-        """Write one piece. Returns its digest sum as read."""
-        dtype, shape = self._stored.specs[name]
-        wanted = wanted_box(name, dtype, shape, box)
-        piece = self.read(wanted, staging)
-        destination = Destination({name: piece})
-        for tile in tiles:
-            write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
-        return partial_sum(piece, box.start) if name in self._catalog.digests else 0
-
-    def read(self, wanted: Wanted, staging: Staging) -> torch.Tensor:
-        """The elements of a :func:`.wanted_box`, in memory that the next call uses again. Rank-local."""
-        recipe, stored = self._stored.recipes[wanted.name], self._stored.catalog.tensors
-        try:
-            return read_recipe(wanted, recipe, stored, self._files, staging, self._room)
-        except SourceError as error:
-            raise self._unless_deleted(error) from error
 
     def assets(self) -> Mapping[str, bytes]:
         """Config, tokenizer and own code."""

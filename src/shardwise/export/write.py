@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ..catalog.records import Chunk, StoredTensor
 from ..catalog.safetensors import catalog_of_safetensors
 from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
-from ..engine.engine import FileFiller, Filler, Staging
+from ..engine.engine import Destination, FileFiller, Filler, Staging, write_back
 from ..errors import CheckpointError, FormatError, SourceError
 from ..format.header import read_headers
 from ..format.manifest import MANIFEST_NAME
@@ -32,7 +32,7 @@ from ..objects import frozen
 from ..operations.operation import Operation
 from ..planning.hub_rules import adapter_tensors, reverse_tiles
 from ..planning.match import Recipe
-from ..planning.plan import transfers_of
+from ..planning.plan import IOOptions, transfers_of
 from ..publish.copy import LAST
 from ..publish.lock import NOTE_NAME, mark, remove_ours, unmark
 from ..publish.places import make_temporary
@@ -50,7 +50,7 @@ from ..storage import exists, stat_of
 from ..storage.records import join
 from ..tensors.boxes import Box, TensorSpec, Wanted, whole
 from ..tensors.live import LiveModel
-from ..tensors.tiles import Tile, identity, invert
+from ..tensors.tiles import Tile, cut, identity, invert
 
 __all__ = [
     "HubFiles",
@@ -59,12 +59,13 @@ __all__ = [
     "Job",
     "ToDirectory",
     "ToStore",
-    "Together",
+    "Share",
     "Window",
-    "Windows",
+    "Writes",
     "adapter_assets",
     "as_named",
-    "bytes_in",
+    "brought_to",
+    "by_hub",
     "check_readable",
     "chosen_adapters",
     "header_of",
@@ -245,10 +246,7 @@ def _checked(contents: HubTensors) -> HubTensors:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What an export writes, as the places that it writes to see it.
-
-#: Writes what this rank made of what the ranks brought together. Rank-local.
-Together = Callable[[Filler], None]
+# What an export writes: jobs, of live and of stored models.
 
 #: Of a file that is written from front to back, so many bytes are put together at a time.
 WINDOW_BYTES = 32 * 1024**2
@@ -268,50 +266,135 @@ class Window:
         return self.stop - self.start
 
 
-class Windows(Protocol):
-    """The content of files, window by window, for a place where a file is written from front to back."""
-
-    is_spread: bool
-    """Whether every rank has elements of every window; otherwise any rank can fill any window alone."""
-
-    def fill(self, window: Window, filler: Filler) -> None:
-        """Write the elements of a window that this rank has. Rank-local."""
-
-    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
-        """Write, on the rank ``owner``, the elements that ranks only make together. Of spread windows; every rank must call it."""
-
-    def finish(self) -> list[int]:
-        """After the last window: as :meth:`Job.write`."""
+#: A box of a tensor, or the boxes that a rank holds of it, and the tiles that say what they are of hub tensors.
+Share = tuple[Wanted, Sequence[Tile]]
+#: Writes what this rank has, or made of what the ranks brought together. Rank-local.
+Writes = Callable[[Filler], None]
 
 
-class Job(Protocol):
-    """One export: of a live model, or of a stored one."""
+class Job:
+    """One export: hub files are the destinations of a plan, whose sources are live tensors or a catalog.
 
-    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
-        """The bytes that :meth:`write` and :meth:`together` write on this rank; about, if that takes long to find out."""
+    A file of a directory is filled in any order, as the tensors come; a file of a store window by window. What reads elements gives
+    memory that is used again for the next ones. Rank-local, but for what says that it is collective.
+    """
 
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> list[int]:
-        """Write this rank's elements of all files, in any order. Returns its shares of digest sums."""
+    home: str | None = None
+    """Where a stored model's own code is."""
+    reads_everything = False
+    """Whether each rank can read every element. Then it fills the windows of its own files alone."""
 
-    def together(self, output: HubFiles) -> Iterable[Together]:
+    def __init__(self, io: IOOptions) -> None:
+        self.staging = Staging(io)
+
+    def prepare(self, ranks: Ranks) -> None:
+        """What must be known of all ranks' elements before the files are laid out. Collective."""
+
+    def contents(self) -> HubTensors:
+        """Hub tensors and tiles."""
+        raise NotImplementedError
+
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+        """What each tensor becomes, and where in which file."""
+        contents = self.contents()
+        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
+
+    def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
+        """What this rank brings: each element comes from one rank."""
+        raise NotImplementedError
+
+    def elements(
+        self, wanted: Wanted, tiles: Sequence[Tile]
+    ) -> Iterable[tuple[Wanted, Destination, Sequence[Tile]]]:
+        """The elements of a share that tiles are of, in parts; with each, the tiles that it fills."""
+        raise NotImplementedError
+
+    def put(self, shares: Iterable[Share], output: HubFiles, filler: Filler) -> None:
+        """Write the elements of shares into the files."""
+        for wanted, tiles in shares:
+            for held, elements, some in self.elements(wanted, tiles):
+                for tile in some:
+                    write_back(transfers_of(tile, held, output.tensors), filler, elements, self.staging)
+
+    def write(self, contents: HubTensors, output: HubFiles, filler: Filler, ranks: Ranks) -> None:
+        """Write this rank's elements of all files, in any order."""
+        self.put(self.shares(contents, ranks), output, filler)
+
+    def together(self, output: HubFiles) -> Iterable[Writes]:
         """What ranks only make together, after :meth:`write`. Every rank must go through it, and call each in one round."""
+        return ()
 
-    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
-        """The same, window by window."""
+    def share_bytes(self, contents: HubTensors, output: HubFiles, ranks: Ranks) -> int:
+        """The bytes that :meth:`write` and :meth:`together` write on this rank; about, if that takes long to find out."""
+        shares = [(wanted, tile) for wanted, tiles in self.shares(contents, ranks) for tile in tiles]
+        found = (one for wanted, tile in shares for one in transfers_of(tile, wanted, output.tensors))
+        return sum(one.numel * itemsize(one.source_dtype) for one in found)
+
+    def windows(
+        self, contents: HubTensors, output: HubFiles, ranks: Ranks
+    ) -> Callable[[Window, Filler], None]:
+        """What writes this rank's elements of a window."""
+        return self.windows_of_shares(self.shares(contents, ranks), output)
+
+    def windows_of_shares(
+        self, shares: Iterable[Share], output: HubFiles
+    ) -> Callable[[Window, Filler], None]:
+        """The same, of shares. Memory: half the staging limit, for elements that are strided, cast or on a device; a part of a share."""
+        brought = by_hub(shares)
+
+        def fill(window: Window, filler: Filler) -> None:
+            for key, box in window.parts:
+                found = brought.get(key, ())
+                self.put(((wanted, list(cut(tile, "source", box))) for wanted, tile in found), output, filler)
+
+        return fill
+
+    def fill_together(self, window: Window, owner: int, filler: Filler | None, output: HubFiles) -> None:
+        """Write, on the rank ``owner``, which alone gives a filler, what ranks only make together. Collective."""
+
+    def finish(self, ranks: Ranks) -> None:
+        """Read what the windows did not read once and whole, for its digests."""
+
+    def sums(self) -> list[int]:
+        """This rank's shares of digest sums, after all is written. A live model has no recorded digests."""
+        return []
 
     def check(self, sums: Sequence[int]) -> None:
         """Compare the digest sums of all ranks with what is recorded. Raises :class:`IntegrityError`."""
 
     def assets(self) -> Mapping[str, bytes]:
-        """The small files beside the tensors."""
+        """The small files next to the tensors."""
+        raise NotImplementedError
+
+    def report(self) -> Any | None:
+        """What the export's report says of a source's format."""
+        return None
+
+    def close(self) -> None:
+        """Close the files, if any are open."""
 
 
-def bytes_in(tiles: Iterable[Tile], wanted: Wanted, output: HubFiles) -> int:
-    """The bytes of files that the elements of a box fill."""
-    found = [one for tile in tiles for one in transfers_of(tile, wanted, output.tensors)]
-    return sum(one.numel * itemsize(one.source_dtype) for one in found)
+def by_hub(shares: Iterable[Share]) -> Mapping[str, Sequence[tuple[Wanted, Tile]]]:
+    """Shares by hub tensor."""
+    brought: dict[str, list[tuple[Wanted, Tile]]] = {}
+    for wanted, tiles in shares:
+        for tile in tiles:
+            brought.setdefault(tile.source, []).append((wanted, tile))
+    return brought
+
+
+def brought_to(
+    owner: int, nbytes: int, fill: Callable[[torch.Tensor], None], label: str, ranks: Ranks
+) -> torch.Tensor | None:
+    """The sum of the 64-bit words that each rank fills with its elements, on the rank ``owner``; None elsewhere. Collective."""
+    cpu = torch.device("cpu")
+    with ranks.agree(label):  # no rank enters a collective until all have their part
+        words = torch.zeros(-(-nbytes // 8), dtype=torch.int64)
+        fill(words)
+        words = words.to(device_where_ranks_sum(cpu) if ranks.world_size > 1 else cpu)
+    if ranks.world_size > 1 and words.numel():
+        dist.reduce(words, dst=owner)
+    return words.to(cpu) if ranks.rank == owner else None
 
 
 def windows_of(output: HubFiles, file: str) -> Iterator[Window]:
@@ -346,23 +429,24 @@ def _parts_of(output: HubFiles, file: str) -> Iterator[tuple[str, Box, int]]:
 
 
 class ToDirectory:
-    """As :class:`.Place`."""
+    """Files of a local directory: all of them appear, or none."""
 
     def __init__(
         self, final: str, output: HubFiles, ranks: Ranks, counted: Operation, *, overwrite: bool
     ) -> None:
-        self._final, self._output, self._ranks = final, output, ranks
+        self.final, self._output, self._ranks = final, output, ranks
         self._counted, self._overwrite = counted, overwrite
         self._temporary = ""
 
     def prepare(self) -> None:
+        """Refuse a place where something is, and make room. Collective. Raises :class:`CheckpointError`."""
         self._temporary = self._ranks.on_first("make export directory", self._make)
 
     def _make(self) -> str:
         """The temporary directory, with the files in their final size."""
-        _refuse_taken(self._final, overwrite=self._overwrite)
+        _refuse_taken(self.final, overwrite=self._overwrite)
         folders = {os.path.dirname(file) for file in self._output.headers}
-        path = make_temporary(self._final, sorted(filter(None, folders)))
+        path = make_temporary(self.final, sorted(filter(None, folders)))
         try:
             for file, header in self._output.headers.items():
                 write_file(os.path.join(path, file), header)
@@ -373,15 +457,16 @@ class ToDirectory:
             raise CheckpointError(f"{path}: can't be created: {reason}") from error
         return path
 
-    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
-        ranks = self._ranks
+    def write(self, job: Job, contents: HubTensors) -> int:
+        """Write the tensors. Collective. Returns the payload bytes of this rank."""
+        ranks, output = self._ranks, self._output
         tick = self._counted.counting(ranks.tick)
         with ranks.agree("write export"), FileFiller(self._temporary, tick) as filler:
-            self._counted.guess(lambda: job.share_bytes(contents, self._output, staging, ranks))
-            sums = job.write(contents, self._output, filler, staging, ranks)
-        together = job.together(self._output)
+            self._counted.guess(lambda: job.share_bytes(contents, output, ranks))
+            job.write(contents, output, filler, ranks)
+        together = job.together(output)
         if together == ():  # a round of agreement less
-            return filler.bytes_written, sums
+            return filler.bytes_written
         with ExitStack() as stack:
             more = stack.enter_context(FileFiller(self._temporary, tick))
             for write in together:
@@ -389,10 +474,14 @@ class ToDirectory:
                     write(more)
             with ranks.agree("write export"):
                 stack.pop_all().close()
-        return filler.bytes_written + more.bytes_written, sums
+        return filler.bytes_written + more.bytes_written
 
     def publish(self, assets: Mapping[str, bytes]) -> None:
-        temporary, final, output = self._temporary, self._final, self._output
+        """Write index and small files, and let all of them appear. For rank 0, after every rank has written.
+
+        Raises :class:`CheckpointError`, also if a reader would refuse the headers.
+        """
+        temporary, final, output = self._temporary, self.final, self._output
         if output.index is not None:
             write_file(os.path.join(temporary, INDEX_NAME), output.index)
         for name, content in assets.items():
@@ -423,6 +512,7 @@ class ToDirectory:
             remove_ours(replaced)
 
     def discard(self) -> None:
+        """Delete what was written. For rank 0, after a failure since :meth:`prepare`."""
         remove_ours(self._temporary)
 
 
@@ -557,61 +647,60 @@ def adapter_assets(peft: Any, adapters: Sequence[str]) -> dict[str, bytes]:
 
 
 class ToStore:
-    """As :class:`.Place`. Memory: two windows of 32 MiB, and what :class:`.ObjectWriter` takes."""
+    """As :class:`ToDirectory`, below a URL. Memory: two windows of 32 MiB, and what :class:`.ObjectWriter` takes."""
 
     def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
-        self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
+        self.final, self._output, self._ranks, self._counted = url, output, ranks, counted
 
     def prepare(self) -> None:
-        self._url = self._ranks.on_first("claim the URL of the export", self._claim)
+        self.final = self._ranks.on_first("claim the URL of the export", self._claim)
 
     def _claim(self) -> str:
-        if patiently(exists, self._url):
-            raise CheckpointError(f"{self._url}: exists already; export to a new or empty prefix")
-        claim(self._url)
-        return self._url
+        if patiently(exists, self.final):
+            raise CheckpointError(f"{self.final}: exists already; export to a new or empty prefix")
+        claim(self.final)
+        return self.final
 
-    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
-        ranks = self._ranks
-        objects = _Objects(self._url, self._output, ranks, self._counted)
+    def write(self, job: Job, contents: HubTensors) -> int:
+        ranks, output = self._ranks, self._output
+        objects = _Objects(self.final, output, ranks, self._counted)
         with ranks.agree("write export"):
             own = self._windows_of(ranks.rank)
             self._counted.expect(lambda: sum(window.nbytes for window in own))
-            windows = job.windows(contents, self._output, staging, ranks)
-            if not windows.is_spread:
-                for window in self._windows_of(ranks.rank):
-                    objects.write(window, _filled(window, windows))
-        if windows.is_spread:
-            self._gather(windows, objects)
+            fill = job.windows(contents, output, ranks)
+            for window in self._windows_of(ranks.rank) if job.reads_everything else ():
+                words = torch.zeros(-(-window.nbytes // 8), dtype=torch.int64)
+                fill(window, _Memory(window, words))
+                objects.write(window, words)
+        if not job.reads_everything:
+            self._gather(job, fill, objects)
         with ranks.agree("write export"):
-            sums = windows.finish()
-        return objects.bytes_written, sums
+            job.finish(ranks)
+        return objects.bytes_written
 
     def _windows_of(self, rank: int) -> Iterator[Window]:
         """The windows of the files that a rank writes, in order."""
         for file in list(self._output.headers)[rank :: self._ranks.world_size]:
             yield from windows_of(self._output, file)
 
-    def _gather(self, windows: Windows, objects: _Objects) -> None:
+    def _gather(self, job: Job, fill: Callable[[Window, Filler], None], objects: _Objects) -> None:
         """Bring the ranks' elements together. In each turn every rank gets a window of its own, and then all write theirs."""
         ranks = self._ranks
-        cpu = torch.device("cpu")
-        with ranks.agree("write export"):
-            device = device_where_ranks_sum(cpu) if ranks.world_size > 1 else cpu
         for turn in zip_longest(*(self._windows_of(rank) for rank in range(ranks.world_size))):
             own: tuple[Window, torch.Tensor] | None = None
             for rank, window in enumerate(turn):
                 if window is None:
                     continue
-                with ranks.agree(
-                    "gather for the store"
-                ):  # no rank enters a collective until all have their part
-                    words = _filled(window, windows).to(device)
-                if ranks.world_size > 1 and words.numel():
-                    dist.reduce(words, dst=rank)
-                words = words.to(cpu)
-                windows.fill_together(window, rank, _Memory(window, words))
-                if rank == ranks.rank:
+                words = brought_to(
+                    rank,
+                    window.nbytes,
+                    lambda words, window=window: fill(window, _Memory(window, words)),  # type: ignore[misc]
+                    "gather for the store",
+                    ranks,
+                )
+                into = None if words is None else _Memory(window, words)
+                job.fill_together(window, rank, into, self._output)
+                if words is not None:
                     own = window, words
                 del words
             with ranks.agree("write export"):
@@ -619,7 +708,7 @@ class ToStore:
                     objects.write(*own)
 
     def publish(self, assets: Mapping[str, bytes]) -> None:
-        url, output = self._url, self._output
+        url, output = self.final, self._output
         for file, nbytes in output.sizes.items():
             found = patiently(stat_of, join(url, file))
             if found is None or found.nbytes != nbytes:
@@ -632,15 +721,8 @@ class ToStore:
         release(url)
 
     def discard(self) -> None:
-        if discard_in_store(self._url):
-            release(self._url)
-
-
-def _filled(window: Window, windows: Windows) -> torch.Tensor:
-    """This rank's elements of a window as 64-bit words; zeros for the rest."""
-    words = torch.zeros(-(-window.nbytes // 8), dtype=torch.int64)
-    windows.fill(window, _Memory(window, words))
-    return words
+        if discard_in_store(self.final):
+            release(self.final)
 
 
 class _Memory:

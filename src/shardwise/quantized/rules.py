@@ -75,11 +75,11 @@ class Scaled(Rule):
     """Multiplies what comes out."""
 
     @property
-    def is_turned(self) -> bool:
+    def is_turned(self) -> bool:  # type: ignore[override]
         return self.codes.is_turned
 
     @property
-    def columns_together(self) -> int:
+    def columns_together(self) -> int:  # type: ignore[override]
         if not self.is_turned or len(self.block) != 2:
             return 0
         return math.lcm(self.codes.columns_in_word, 1 if self._is_by_index else self.block[1])
