@@ -13,7 +13,7 @@ from shardwise.errors import UnsupportedConversionError
 from shardwise.export.again import windows_in
 from shardwise.quantized.again import (
     Encoder,
-    NestedFourBitEncoder,
+    Window,
     encoder_of,
     fp4_bytes,
     integer_words,
@@ -66,14 +66,14 @@ def _made(one: Coded, encoder: Encoder, weight: torch.Tensor, stored: State, mos
         role: torch.zeros(one.parts[role].shape, dtype=_dtype(one, role, stored)) for role in encoder.makes
     }
     measured: tuple[torch.Tensor, ...] = tuple(torch.aminmax(weight)) if encoder.once else ()
-    if isinstance(encoder, NestedFourBitEncoder):
+    if encoder.scales is not None:
         measured = (encoder.scales(weight).mean(),)
     for box in windows_in(tuple(weight.shape), encoder.unit, most):
         boxes = one.rule.boxes(box)
         kept = {
             role: _part(one, role, stored)[b.slices] for role, b in boxes.items() if role not in encoder.makes
         }
-        made = encoder.encode(box, weight[box.slices], kept, measured)
+        made = encoder.encode(Window(box, weight[box.slices], kept, measured))
         assert made.keys() == set(encoder.makes)
         for role, elements in made.items():
             found[role][boxes[role].slices] = elements

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from threading import Lock
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..errors import FormatError, SourceError
 from ..limits import read_shallow_json
@@ -226,7 +226,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class OpenFile(Protocol):
+class OpenFile:
     """A file or an object that is open for small reads; leaving a block of it closes it."""
 
     stored: StoredFile
@@ -234,15 +234,19 @@ class OpenFile(Protocol):
 
     def read(self, at: int, nbytes: int) -> bytes:
         """Bytes from ``at`` on; fewer at the end. Raises :class:`SourceError`."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close it."""
+        raise NotImplementedError
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 def open_file(path: str, known: StoredFile | None = None) -> OpenFile:
@@ -267,25 +271,7 @@ def each(path: str, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
             pool.shutdown(cancel_futures=True)
 
 
-class _Closing:
-    """A context manager that closes."""
-
-    def close(self) -> None:
-        """Give back what was taken."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _Local(_Closing):
-    """As :class:`OpenFile`."""
-
+class _Local(OpenFile):
     def __init__(self, path: str) -> None:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -307,7 +293,7 @@ class _Local(_Closing):
         os.close(self._fd)
 
 
-class _Object(_Closing):
+class _Object(OpenFile):
     """As :class:`OpenFile`. Thread-safe. Memory: a MiB."""
 
     def __init__(self, url: str, known: StoredFile | None) -> None:

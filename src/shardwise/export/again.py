@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from ..models.homes import home_of, source_of, versions_of
 from ..names import Named
 from ..objects import frozen
 from ..planning.plan import IOOptions, Transfer, transfers_of
-from ..quantized.again import Encoder, NestedFourBitEncoder, encoder_of
+from ..quantized.again import Encoder, encoder_of
+from ..quantized.again import Window as Values
 from ..quantized.open import dequantized
 from ..ranks.ranks import Ranks
 from ..storage import absolute, is_file
@@ -94,15 +96,6 @@ class QuantizedSource:
             ) from error
         self.decoded = DecodingReader(self.files, self.meant.coded, io)
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Its ``quantization_config``."""
-        return self.stored.quantization.settings
-
-    def as_quantized(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A config of the plain model, with what the source's config says of quantization and dtype, where it says it."""
-        return _with_quantization(config, self.config)
-
     def close(self) -> None:
         """Close the files."""
         self.files.close()
@@ -130,6 +123,7 @@ def _config(stored: Catalog) -> Mapping[str, Any]:
 
 
 def _with_quantization(config: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of the plain model, with what the source's config says of quantization and dtype, where it says it."""
     found = dict(config)
     for name in (*NAMES_IN_CONFIG, "dtype", "torch_dtype"):
         found.pop(name, None)
@@ -165,30 +159,20 @@ class Changed:
     def windows(self) -> Iterator[Box]:
         """The tensor in windows of whole units, in order."""
         most = max(1, _WINDOW_BYTES // itemsize(self.spec.dtype))
-        yield from windows_in(self.spec.shape, self.encoder.unit, most)
+        return windows_in(self.spec.shape, self.encoder.unit, most)
 
 
 def windows_in(shape: tuple[int, ...], unit: tuple[int, ...], most: int) -> Iterator[Box]:
     """Boxes of whole units that cover a tensor, each of at most ``most`` elements or of one unit. Outer dims are cut first."""
-    yield from _cut((), (), shape, unit, most)
-
-
-def _cut(
-    start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, ...], most: int
-) -> Iterator[Box]:
-    at = len(start)
-    if at == len(shape):
-        yield Box(start, stop)
-        return
-    inner = 1
-    for n in shape[at + 1 :]:
-        inner *= n
-    for a, b in zip(start, stop, strict=True):
-        inner *= b - a
-    step = max(1, most // max(1, inner * unit[at])) * unit[at]
-    for begin in range(0, shape[at], step):
-        end = min(begin + step, shape[at])
-        yield from _cut((*start, begin), (*stop, end), shape, unit, most)
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for dim, n in enumerate(shape):
+        cut_here = []
+        for start, stop in found:
+            held = Box(start, stop).numel * math.prod(shape[dim + 1 :])
+            step = max(1, most // max(1, held * unit[dim])) * unit[dim]
+            cut_here += [((*start, a), (*stop, min(a + step, n))) for a in range(0, n, step)]
+        found = cut_here
+    return (Box(*ends) for ends in found)
 
 
 class Requantizer:
@@ -214,20 +198,20 @@ class Requantizer:
         self._find_extremes()
         means: dict[str, float] = {}
         for name, changed in self._changed.items():
-            if isinstance(changed.encoder, NestedFourBitEncoder):
-                mean = self._mean(name, changed, changed.encoder)
+            if changed.encoder.scales is not None:
+                mean = self._mean(name, changed, changed.encoder.scales)
                 self._measured[name] = (torch.tensor(mean, dtype=torch.float32),)
                 means[name] = mean
         return means
 
-    def _mean(self, name: str, changed: Changed, encoder: NestedFourBitEncoder) -> float:
+    def _mean(self, name: str, changed: Changed, scales_of: Callable[[torch.Tensor], torch.Tensor]) -> float:
         found: list[torch.Tensor] = []
         for box in changed.windows():
             values = self._gather(name, box, 0)
             with self._ranks.agree(_LABEL):
                 if values is not None:
                     _refuse_endless(name, bool(values.isfinite().all()))
-                    found.append(encoder.scales(values))
+                    found.append(scales_of(values))
         return self._ranks.on_first(_LABEL, lambda: float(torch.cat(found).mean()))
 
     def _find_extremes(self) -> None:
@@ -296,7 +280,7 @@ class Requantizer:
                 values = self._gather(name, box, owner)
                 with self._ranks.agree(_LABEL):
                     if values is not None and filler is not None:
-                        self.write(name, box, values, output, _Within(window, filler))
+                        self.write(name, box, values, output, filler)
 
     def _reaches(self, name: str, role: str, box: Box, window: Window, output: HubFiles) -> bool:
         """Whether a window of a tensor has bytes of one of its parts in a window of a file. Sure if not."""
@@ -333,7 +317,7 @@ class Requantizer:
         kept = {
             role: self._read(one.parts[role], b) for role, b in boxes.items() if role not in encoder.makes
         }
-        made = encoder.encode(box, values, kept, self._measured.get(name, ()))
+        made = encoder.encode(Values(box, values, kept, self._measured.get(name, ())))
         for role, elements in made.items():
             if role in encoder.once and any(box.start):
                 continue  # the first window writes it
@@ -357,20 +341,6 @@ class Requantizer:
 
 def _nothing(_: Filler) -> None:
     """What a rank without a window writes."""
-
-
-class _Within:
-    """As :class:`.Filler`: hands on what lies in a window of a file."""
-
-    def __init__(self, window: Window, filler: Filler) -> None:
-        self._window, self._filler = window, filler
-
-    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
-        window = self._window
-        first = max(0, window.start - offset_bytes)
-        last = min(view.nbytes, window.stop - offset_bytes)
-        if name == window.file and first < last:
-            self._filler.write_at(name, offset_bytes + first, view[first:last])
 
 
 def _place(index: Sequence[int], shape: tuple[int, ...]) -> int:
@@ -521,7 +491,9 @@ class AsSourceJob(Job):
             name = one.tensor.name
             if name in self._touched:
                 try:
-                    changed[name] = Changed(one, encoder_of(one, self._source.settings), self._hub.hub[name])
+                    changed[name] = Changed(
+                        one, encoder_of(one, self._source.stored.quantization.settings), self._hub.hub[name]
+                    )
                 except UnsupportedConversionError as error:
                     problems.append(str(error))
         if problems:
@@ -530,11 +502,10 @@ class AsSourceJob(Job):
         return changed
 
     def _state(self, name: str, mean: float) -> tuple[str, bytes]:
-        """The small tensor that describes a changed one with quantized scales, by name."""
-        encoder, content = self._changed[name].encoder, self._source.stored.quantization.content
-        assert isinstance(encoder, NestedFourBitEncoder)
+        """The small tensor that describes a changed one with quantized scales, by name; as it is with another mean of them."""
+        content = self._source.stored.quantization.content
         (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
-        return state, encoder.state(content[state], mean)
+        return state, json.dumps({**json.loads(content[state]), "nested_offset": mean}).encode()
 
     # What is written
 
@@ -640,7 +611,7 @@ class AsSourceJob(Job):
         config = json.loads(found["config.json"]) if "config.json" in found else dict(self._source.config)
         config.pop("transformers_weights", None)  # the name of the source's file
         if config:
-            text = json.dumps(self._source.as_quantized(config), indent=2, sort_keys=True)
+            text = json.dumps(_with_quantization(config, self._source.config), indent=2, sort_keys=True)
             found["config.json"] = (text + "\n").encode()
         return found
 

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -121,24 +122,30 @@ def lay_out(hub: Mapping[str, TensorSpec], dtype: str | None, limit: int) -> Hub
             used = 0
         groups[-1].append(name)
         used += spec.nbytes
-    stored, headers, sizes, weight_map = {}, {}, {}, {}
-    for k, group in enumerate(groups):
-        file = (
-            "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors"
-        )
-        header, offsets, end = header_of({n: specs[n] for n in group})
+    files = {
+        "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors": {
+            name: (name, specs[name]) for name in group
+        }
+        for k, group in enumerate(groups)
+    }
+    found = _filled(files)
+    if len(groups) == 1:
+        return found
+    weight_map = {name: file for file, held in files.items() for name in held}
+    document = {"metadata": {"total_size": found.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return replace(found, index=(json.dumps(document, indent=2) + "\n").encode())
+
+
+def _filled(files: Mapping[str, Mapping[str, tuple[str, TensorSpec]]]) -> HubFiles:
+    """Files of these tensors, each by its key with the name that it has in the file."""
+    tensors, headers, sizes = {}, {}, {}
+    for file, held in files.items():
+        header, offsets, end = header_of(dict(held.values()))
         headers[file], sizes[file] = header, len(header) + end
-        for name in group:
-            code, shape = specs[name]
+        for key, (name, (code, shape)) in held.items():
             chunk = Chunk(whole(shape), file, len(header) + offsets[name])
-            stored[name] = StoredTensor(name, code, shape, (chunk,))
-            weight_map[name] = file
-    total = sum(t.nbytes for t in stored.values())
-    index = None
-    if len(groups) > 1:
-        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        index = (json.dumps(document, indent=2) + "\n").encode()
-    return HubFiles(stored, headers, sizes, index)
+            tensors[key] = StoredTensor(name, code, shape, (chunk,))
+    return HubFiles(tensors, headers, sizes, None)
 
 
 def header_of(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
@@ -608,25 +615,21 @@ def lay_out_adapters(
     peft = peft_model(live.root)
     hub: dict[str, TensorSpec] = {}
     tiles: dict[str, list[Tile]] = {}
-    tensors, headers, sizes = {}, {}, {}
+    files = {}
     for adapter in adapters:
         named = adapter_tensors(live, adapter, embeddings=embeddings_to_save(peft, adapter))
         held = {stored: t for stored, (_, t) in named.items()}
         own = {n: TensorSpec.of(t.tensor) for n, t in held.items()}
         specs = specs_in(own, dtype)
-        file = os.path.join(_folder(adapter), WEIGHTS_NAME)
-        header, offsets, end = header_of(specs)
-        headers[file], sizes[file] = header, len(header) + end
-        for stored, (code, shape) in specs.items():
-            key = f"{adapter}:{stored}"
-            hub[key] = own[stored]
-            chunk = Chunk(whole(shape), file, len(header) + offsets[stored])
-            tensors[key] = StoredTensor(stored, code, shape, (chunk,))
-            if math.prod(shape):
-                tiles.setdefault(held[stored].name, []).append(identity(key, shape))
-    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
-        tensors, headers, sizes, None
-    )
+        files[os.path.join(_folder(adapter), WEIGHTS_NAME)] = {
+            f"{adapter}:{stored}": (stored, spec) for stored, spec in specs.items()
+        }
+        for stored, spec in own.items():
+            hub[f"{adapter}:{stored}"] = spec
+            if math.prod(spec.shape):
+                tile = identity(f"{adapter}:{stored}", spec.shape)
+                tiles.setdefault(held[stored].name, []).append(tile)
+    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), _filled(files)
 
 
 def adapter_assets(peft: Any, adapters: Sequence[str]) -> dict[str, bytes]:
@@ -726,16 +729,16 @@ class ToStore:
 
 
 class _Memory:
-    """As :class:`.Filler`: takes the bytes of one window."""
+    """As :class:`.Filler`: takes the bytes of one window, and leaves others out."""
 
     def __init__(self, window: Window, words: torch.Tensor) -> None:
         self._window, self._view = window, memoryview(words.view(torch.uint8).numpy().data)
 
     def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
         at = offset_bytes - self._window.start
-        assert name == self._window.file
-        assert 0 <= at <= self._window.nbytes - view.nbytes
-        self._view[at : at + view.nbytes] = view
+        first, last = max(0, -at), min(view.nbytes, self._window.nbytes - at)
+        if name == self._window.file and first < last:
+            self._view[at + first : at + last] = view[first:last]
 
 
 class _Objects:

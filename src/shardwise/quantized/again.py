@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from ..catalog.records import Coded
 from ..dtypes import torch_dtype
@@ -19,91 +18,134 @@ from .rules import Fp4Pairs, PackedIntegers, Scaled, in_blocks, packed_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Encoder",
-    "FourBitEncoder",
-    "GroupedEncoder",
-    "Mxfp4Encoder",
-    "NestedFourBitEncoder",
-    "RowInt8Encoder",
-    "ScaledEncoder",
-    "blockwise",
-    "encoder_of",
-    "fourbit_encoder",
-    "fp4_bytes",
-    "fp4_codes",
-    "integer_words",
-    "mx_exponents",
-    "nibble_bytes",
-]
+__all__ = ["Encoder", "Window", "encoder_of", "fp4_bytes", "integer_words", "nibble_bytes"]
+
+#: The parts of a tensor, by role.
+Parts = Mapping[str, "torch.Tensor"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantizes weights again into the format that a source stores them in.
+#
+# An encoder is the other direction of a :class:`.Rule`: elements in, parts out, with the same layout of codes and the same blocks. It
+# follows the format's own reference, which the docstring of its function names.
+
+
+@frozen
+class Window:
+    """What is encoded at a time."""
+
+    box: Box
+    values: torch.Tensor
+    """The finite elements of ``box``, in the dtype of the model."""
+    kept: Parts
+    """The source's own parts that the encoder doesn't make, for this box."""
+    measured: tuple[torch.Tensor, ...]
+    """What was found in the whole tensor before: its least and largest element, in the same dtype, where :attr:`Encoder.once` is not
+    empty; the mean of its scales, where :attr:`Encoder.scales` is given; otherwise nothing."""
+
+
+@frozen
+class Encoder:
+    """How the parts of one tensor are made from its elements. Pure, and the same however windows are cut at :attr:`unit`."""
+
+    reference: str
+    """The rule that it follows, in words, for reports."""
+    unit: tuple[int, ...]
+    """Elements in each dim that stay together: windows begin at a multiple of it, and end at one or at the tensor's end."""
+    encode: Callable[[Window], Parts]
+    """The parts of :attr:`makes` for a window, each with the sizes of its box of :meth:`.Rule.boxes`, in its stored dtype."""
+    makes: tuple[str, ...] = ("codes", "scales")
+    """The roles of the parts that it makes. The others are those of the source."""
+    once: tuple[str, ...] = ()
+    """Those of :attr:`makes` that are of the whole tensor, made from its least and largest element."""
+    scales: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The scales of a window, where these are quantized, too, less the mean of all."""
+
+
+def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
+    """The encoder of a tensor that a source stores in parts. ``settings``: its ``quantization_config``.
+
+    Raises :class:`UnsupportedConversionError` for a format that can't be quantized again, with the reason.
+    """
+    rule, made = one.rule, None
+    reason = "no rule is known that makes its codes"
+    if isinstance(rule, FourBit):
+        reason = f"expected two dims, found {len(rule.shape)}"
+        made = _four_bit(rule) if len(rule.shape) == 2 else None
+    elif isinstance(rule, Scaled) and rule.method in ("awq", "gptq"):
+        reason = "its scales come from calibration data, which an export doesn't have"
+    elif isinstance(rule, Scaled) and rule.method == "fp8":
+        made = _fp8(one, rule, settings)
+    elif isinstance(rule, Scaled) and rule.method == "bitsandbytes":
+        made = _row_int8(one)
+    elif isinstance(rule, Scaled) and rule.method == "mxfp4":
+        made = Encoder("MXFP4: OCP's rule as in compressed-tensors", (1, _MX_GROUP, 1), _mxfp4)
+    elif isinstance(rule, Scaled) and rule.groups is not None:
+        reason = "its columns are in the order of a calibration (weight_g_idx)"
+    elif isinstance(rule, Scaled) and one.parts["scales"].dtype == "U8" and rule.block != (1, _MX_GROUP):
+        reason = f"expected groups of {_MX_GROUP} for scales that are powers of two, found {rule.block[1]}"
+    elif isinstance(rule, Scaled):
+        made = _Grouped(rule, one.tensor.shape, one.parts["codes"].dtype, one.parts["scales"].dtype).encoder()
+    if made is None:
+        raise UnsupportedConversionError(
+            f"{one.tensor.name}: was changed, and can't be re-quantized as {rule.format}: {reason}. Export without quantize=, "
+            f"for plain weights"
+        )
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------
 # Quantizes to FP8 with scales per block, channel or tensor.
 
 
-@frozen
-class ScaledEncoder:
-    """``scale = absolute maximum of the block ÷ largest number of the codes``. Implements :class:`.Encoder`.
+def _fp8(one: Coded, rule: Scaled, settings: Mapping[str, Any]) -> Encoder:
+    """``scale = absolute maximum of the block ÷ largest number of the codes``.
 
     In fp32, as transformers' ``Fp8Quantize`` computes it, which takes two reciprocals. Where scales are powers of two (UE8M0) they are
     rounded up; codes are computed from the scale as it is stored. A channel or a tensor is one block. A block that the tensor's edge
     cuts short has the maximum of what there is of it.
     """
-
-    block: tuple[int, ...]
-    shape: tuple[int, ...]
-    codes: str
-    scales: str
-    power_of_two: bool
-
-    makes = ("codes", "scales")
-
-    @property
-    def reference(self) -> str:
-        rounded = ", scales rounded up to powers of two" if self.power_of_two else ""
-        return f"FP8: absolute maximum / largest number, as transformers' Fp8Quantize{rounded}"
-
-    @property
-    def once(self) -> tuple[str, ...]:
-        return ("scales",) if all(b >= n for b, n in zip(self.block, self.shape, strict=True)) else ()
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        return tuple(1 for _ in self.shape) if self.once else self.block
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        import torch
-
-        code_type, values = torch_dtype(self.codes), values.to(torch.float32, copy=True)
-        most = torch.finfo(code_type).max
-        if measured:
-            low, high = measured
-            largest = torch.maximum(low.abs(), high.abs()).float().view((1,) * len(self.shape))
-        else:
-            largest = blockwise(values.abs(), self.block, largest=True)
-        one = torch.ones_like(largest)
-        factors = torch.where(largest > 0, most / torch.where(largest > 0, largest, one), one)
-        scales = (1.0 / factors).to(torch.float32)
-        if self.power_of_two:
-            tiny = torch.finfo(torch.float32).tiny
-            scales = torch.pow(2.0, torch.ceil(torch.log2(scales.clamp(min=tiny))))
-        stored = scales.to(torch.float8_e8m0fnu if self.scales == "U8" else torch_dtype(self.scales))
-        if stored.dtype != torch.float32 or self.power_of_two:
-            factors = 1.0 / stored.float()
-        for each, factor in in_blocks(values, factors, box, self.block) if values.numel() else ():
-            each.mul_(factor)
-        codes = values.clamp_(-most, most).to(code_type)
-        return {"codes": codes, "scales": stored.view(torch_dtype(self.scales))}
+    codes, scales = (one.parts[role].dtype for role in ("codes", "scales"))
+    power_of_two = settings.get("scale_fmt") == "ue8m0" or scales in ("U8", "F8_E8M0")
+    rounded = ", scales rounded up to powers of two" if power_of_two else ""
+    is_one = all(b >= n for b, n in zip(rule.block, one.tensor.shape, strict=True))
+    return Encoder(
+        f"FP8: absolute maximum / largest number, as transformers' Fp8Quantize{rounded}",
+        tuple(1 for _ in rule.block) if is_one else rule.block,
+        partial(_encode_fp8, rule.block, codes, scales, power_of_two),
+        once=("scales",) if is_one else (),
+    )
 
 
-def blockwise(values: torch.Tensor, block: tuple[int, ...], *, largest: bool) -> torch.Tensor:
+def _encode_fp8(block: tuple[int, ...], codes: str, scales: str, power_of_two: bool, window: Window) -> Parts:
+    import torch
+
+    code_type, values = torch_dtype(codes), window.values.to(torch.float32, copy=True)
+    most = torch.finfo(code_type).max
+    if window.measured:
+        low, high = window.measured
+        largest = torch.maximum(low.abs(), high.abs()).float().view((1,) * len(block))
+    else:
+        largest = _blockwise(values.abs(), block, largest=True)
+    one = torch.ones_like(largest)
+    factors = torch.where(largest > 0, most / torch.where(largest > 0, largest, one), one)
+    made = (1.0 / factors).to(torch.float32)
+    if power_of_two:
+        tiny = torch.finfo(torch.float32).tiny
+        made = torch.pow(2.0, torch.ceil(torch.log2(made.clamp(min=tiny))))
+    stored = made.to(torch.float8_e8m0fnu if scales == "U8" else torch_dtype(scales))
+    if stored.dtype != torch.float32 or power_of_two:
+        factors = 1.0 / stored.float()
+    for each, factor in in_blocks(values, factors, window.box, block) if values.numel() else ():
+        each.mul_(factor)
+    return {
+        "codes": values.clamp_(-most, most).to(code_type),
+        "scales": stored.view(torch_dtype(scales)),
+    }
+
+
+def _blockwise(values: torch.Tensor, block: tuple[int, ...], *, largest: bool) -> torch.Tensor:
     """The largest (or the least) element of each block, or zero if that is further. The first block begins at the first element."""
     import torch
 
@@ -149,7 +191,7 @@ def nibble_bytes(codes: torch.Tensor) -> torch.Tensor:
     return torch.bitwise_or(pairs[..., 0], pairs[..., 1] << 4)
 
 
-def fp4_codes(values: torch.Tensor) -> torch.Tensor:
+def _fp4_codes(values: torch.Tensor) -> torch.Tensor:
     """The nearest FP4 numbers (E2M1) of finite values, ties to even, as codes of 4 bits.
 
     A negative value that becomes zero keeps its sign, a zero has none. Source: ``cast_to_fp4`` and ``pack_fp4_to_uint8`` of
@@ -169,7 +211,7 @@ def fp4_codes(values: torch.Tensor) -> torch.Tensor:
 
 def fp4_bytes(values: torch.Tensor) -> torch.Tensor:
     """The nearest FP4 numbers of values, two in each byte along the last dim."""
-    return nibble_bytes(fp4_codes(values))
+    return nibble_bytes(_fp4_codes(values))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -184,8 +226,8 @@ _MX_GROUP = 32
 
 
 @frozen
-class GroupedEncoder:
-    """Scales and zero points from the least and largest element of each block. Implements :class:`.Encoder`.
+class _Grouped:
+    """Scales and zero points from the least and largest element of each block.
 
     Source: ``calculate_qparams``, ``generate_gparam``, ``generate_mx_scales`` and ``quantize`` of compressed-tensors 0.20, in the dtype of
     the weight, as its own dynamic observer runs them. A global scale is that of the tensor alone.
@@ -196,27 +238,21 @@ class GroupedEncoder:
     codes: str
     scales: str
 
-    @property
-    def reference(self) -> str:
-        return "compressed-tensors: minimum and maximum, calculate_qparams"
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        zeros = ("zeros",) if self.rule.zeros is not None else ()
-        return ("codes", "scales", *zeros, *(("global",) if self.rule.has_global else ()))
-
-    @property
-    def once(self) -> tuple[str, ...]:
-        if self.rule.has_global:
-            return ("global",)
-        return tuple(role for role in self.makes if role != "codes") if self._one_scale else ()
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        rows = 1 if self._one_scale else self.rule.block[0]
-        if isinstance(self.rule.zeros, PackedIntegers) and not self._one_scale:
+    def encoder(self) -> Encoder:
+        rule = self.rule
+        zeros = ("zeros",) if rule.zeros is not None else ()
+        parts = ("scales", *zeros, *(("global",) if rule.has_global else ()))
+        rows = 1 if self._one_scale else rule.block[0]
+        if isinstance(rule.zeros, PackedIntegers) and not self._one_scale:
             rows = math.lcm(rows, 32)  # zero points of 32 rows fill whole words
-        return rows, max(1, self.shape[1])
+        once = ("global",) if rule.has_global else parts if self._one_scale else ()
+        return Encoder(
+            "compressed-tensors: minimum and maximum, calculate_qparams",
+            (rows, max(1, self.shape[1])),
+            self._encode,
+            ("codes", *parts),
+            once,
+        )
 
     @property
     def _one_scale(self) -> bool:
@@ -236,37 +272,28 @@ class GroupedEncoder:
         top = {4: _CODES_END, 8: _SCALES_END}[self.rule.codes.bits] if self._is_float else half - 1
         return torch.tensor(-top if self._is_float else -half), torch.tensor(top)
 
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-
+    def _encode(self, window: Window) -> Parts:
+        values, measured, boxes = window.values, window.measured, self.rule.boxes(window.box)
         if self._one_scale:
             low, high = (end.view(1, 1) for end in measured)
             low, high = low.clamp(max=0), high.clamp(min=0)
         else:
-            low = blockwise(values, self.rule.block, largest=False)
-            high = blockwise(values, self.rule.block, largest=True)
+            low = _blockwise(values, self.rule.block, largest=False)
+            high = _blockwise(values, self.rule.block, largest=True)
         whole = None
         if self.rule.has_global:
             whole = _global_scale(*measured)
         scales, zeros = self._parameters(low, high, whole)
         codes = self._codes(values, scales, zeros, whole)
-        found = {"codes": codes, "scales": self._stored_scales(scales).reshape(self._sizes("scales", box))}
+        found = {"codes": codes, "scales": self._stored_scales(scales).reshape(boxes["scales"].sizes)}
         if self.rule.zeros is not None:
             assert zeros is not None
             packed = isinstance(self.rule.zeros, PackedIntegers)
             found["zeros"] = integer_words(zeros, self.rule.codes.bits, dim=0) if packed else zeros
-            found["zeros"] = found["zeros"].reshape(self._sizes("zeros", box))
+            found["zeros"] = found["zeros"].reshape(boxes["zeros"].sizes)
         if whole is not None:
             found["global"] = whole
         return found
-
-    def _sizes(self, role: str, box: Box) -> tuple[int, ...]:
-        return self.rule.boxes(box)[role].sizes
 
     def _parameters(
         self, low: torch.Tensor, high: torch.Tensor, whole: torch.Tensor | None
@@ -281,7 +308,7 @@ class GroupedEncoder:
             zeros = torch.clamp(first - low / scales, first, last)
             zeros = torch.round(torch.clamp(zeros, -128, 127)).to(torch.int8)
         elif self.scales == "U8":
-            exponents = mx_exponents(torch.maximum(low.abs(), high.abs()), self.rule.codes.bits)
+            exponents = _mx_exponents(torch.maximum(low.abs(), high.abs()), self.rule.codes.bits)
             return torch.pow(2.0, (exponents.to(torch.int32) - 127).float()).to(high.dtype), None
         else:
             scales = torch.maximum(low.abs(), high.abs()) / (steps / 2)
@@ -347,7 +374,7 @@ def _global_scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(found, nan=1.0, posinf=1.0, neginf=1.0).to(torch.float32).reshape(1)
 
 
-def mx_exponents(largest: torch.Tensor, bits: int) -> torch.Tensor:
+def _mx_exponents(largest: torch.Tensor, bits: int) -> torch.Tensor:
     """The exponents (plus 127, in a byte) of MX scales, from the largest absolute element of each group.
 
     The largest element, rounded to a power of two (up from 1.75), less the power of the largest code: ``generate_mx_scales`` of
@@ -367,105 +394,44 @@ def mx_exponents(largest: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Quantizes to bitsandbytes' NF4 and FP4.
+# Quantizes to bitsandbytes' NF4 and FP4, and to its INT8.
 
 #: Instead of an absolute maximum of zero.
 _LEAST = 1e-38
 
 
-def fourbit_encoder(rule: FourBit) -> FourBitEncoder | NestedFourBitEncoder | str:
-    """The encoder of a rule, or why it has none."""
-    if len(rule.shape) != 2:
-        return f"expected two dims, found {len(rule.shape)}"
-    return FourBitEncoder(rule) if rule.nested is None else NestedFourBitEncoder(rule)
+def _four_bit(rule: FourBit) -> Encoder:
+    """The code nearest to ``element ÷ absolute maximum of the block``; where scales are quantized, too, they are, less their mean, codes of
+    the source's book.
 
-
-@frozen
-class FourBitEncoder:
-    """The code nearest to ``element ÷ absolute maximum of the block``. Implements :class:`.Encoder`.
-
-    Source: ``quantize_4bit`` of bitsandbytes 0.50 in plain torch, which its CPU backend runs; GPU kernels may choose the other of two
-    codes for an element that lies in the middle.
+    Source: ``quantize_4bit`` of bitsandbytes 0.50 in plain torch, which its CPU backend runs, and ``quantize_blockwise``. GPU kernels may
+    choose the other of two codes for an element that is in the middle. The CPU kernel looks codes of scales up in a coarse table first:
+    about one of a thousand is the neighboring code.
     """
-
-    rule: FourBit
-    makes = ("codes", "scales")
-    once = ()
-
-    @property
-    def reference(self) -> str:
-        return (
-            f"{self.rule.quant_type.upper()}: absolute maximum of the block, as bitsandbytes' quantize_4bit"
-        )
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        return _rows_of_whole_blocks(self.rule, self.rule.block)
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        scaled, largest = _scaled(values, self.rule.block)
-        boxes = self.rule.boxes(box)
-        return {
-            "codes": _codes(scaled, self.rule.quant_type).view(boxes["codes"].sizes),
-            "scales": largest.view(boxes["scales"].sizes),
-        }
+    reference = f"{rule.quant_type.upper()}: absolute maximum of the block, as bitsandbytes' quantize_4bit"
+    encode = partial(_encode_four_bit, rule)
+    if rule.nested is None:
+        return Encoder(reference, _rows_of_whole_blocks(rule, rule.block), encode)
+    return Encoder(
+        f"{reference}, scales by quantize_blockwise",
+        _rows_of_whole_blocks(rule, rule.block * rule.nested.block),
+        encode,
+        ("codes", "scales", "nested"),
+        scales=lambda values: _scaled(values, rule.block)[1],
+    )
 
 
-@frozen
-class NestedFourBitEncoder:
-    """As :class:`FourBitEncoder`; the scales, less their mean, are codes of the source's book. Implements :class:`.Encoder`.
+def _encode_four_bit(rule: FourBit, window: Window) -> Parts:
+    import torch
 
-    Source: ``quantize_4bit(compress_statistics=True)`` of bitsandbytes 0.50, and its ``quantize_blockwise`` in plain torch. Its CPU
-    kernel looks codes of scales up in a coarse table first: about one of a thousand is the code beside.
-    """
-
-    rule: FourBit
-    makes = ("codes", "scales", "nested")
-    once = ()
-
-    @property
-    def reference(self) -> str:
-        return f"{FourBitEncoder(self.rule).reference}, scales by quantize_blockwise"
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        assert self.rule.nested is not None
-        return _rows_of_whole_blocks(self.rule, self.rule.block * self.rule.nested.block)
-
-    def scales(self, values: torch.Tensor) -> torch.Tensor:
-        """The scales of a window before they are quantized, of which the mean is wanted."""
-        return _scaled(values, self.rule.block)[1]
-
-    def state(self, content: bytes, mean: float) -> bytes:
-        """The tensor's ``quant_state``, as it is with another mean of the scales."""
-        return json.dumps({**json.loads(content), "nested_offset": mean}).encode()
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        import torch
-
-        assert self.rule.nested is not None
-        (mean,), book = measured, kept["book"]
-        scaled, largest = _scaled(values, self.rule.block)
-        outer, most = _scaled(largest - mean, self.rule.nested.block)
-        codes = torch.bucketize(outer, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8)
-        boxes = self.rule.boxes(box)
-        return {
-            "codes": _codes(scaled, self.rule.quant_type).view(boxes["codes"].sizes),
-            "scales": codes.view(boxes["scales"].sizes),
-            "nested": most,
-        }
+    scaled, scales = _scaled(window.values, rule.block)
+    boxes = rule.boxes(window.box)
+    found = {"codes": _codes(scaled, rule.quant_type).view(boxes["codes"].sizes)}
+    if rule.nested is not None:
+        (mean,), book = window.measured, window.kept["book"]
+        outer, found["nested"] = _scaled(scales - mean, rule.nested.block)
+        scales = torch.bucketize(outer, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8)
+    return {**found, "scales": scales.view(boxes["scales"].sizes)}
 
 
 def _rows_of_whole_blocks(rule: FourBit, size: int) -> tuple[int, int]:
@@ -511,144 +477,36 @@ def _bounds(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     return (book[order[:-1]] + book[order[1:]]) / 2, order
 
 
-# ----------------------------------------------------------------------------------------------------
-# Quantizes to the integers of bitsandbytes' INT8.
-
-
-@frozen
-class RowInt8Encoder:
-    """``round(element × 127 ÷ absolute maximum of the row)``, of elements in F16. Implements :class:`.Encoder`.
+def _row_int8(one: Coded) -> Encoder:
+    """``round(element × 127 ÷ absolute maximum of the row)``, of elements in F16.
 
     Source: ``Int8Params`` and ``int8_vectorwise_quant`` of bitsandbytes 0.50.
     """
+    import torch
 
-    columns: int
-    reference = "INT8: absolute maximum of the row, as bitsandbytes' int8_vectorwise_quant"
-    makes = ("codes", "scales")
-    once = ()
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        return 1, max(1, self.columns)
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        import torch
-
-        halves = values.to(torch.float16)
+    def encode(window: Window) -> Parts:
+        halves = window.values.to(torch.float16)
         largest = halves.abs().amax(1).float()
         scaled = halves * (127.0 / largest.unsqueeze(-1))
         return {"codes": torch.round(scaled).nan_to_num_(0).to(torch.int8), "scales": largest}
+
+    reference = "INT8: absolute maximum of the row, as bitsandbytes' int8_vectorwise_quant"
+    return Encoder(reference, (1, max(1, one.tensor.shape[1])), encode)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Quantizes experts to MXFP4, as gpt-oss stores them.
 
-_BLOCK = 32
 
-
-@frozen
-class Mxfp4Encoder:
-    """Exponents by :func:`.mx_exponents`, codes rounded to the nearest, ties to even. Implements :class:`.Encoder`.
+def _mxfp4(window: Window) -> Parts:
+    """Exponents by :func:`_mx_exponents`, codes rounded to the nearest, ties to even.
 
     OpenAI published codes and no quantizer; this is the rule that compressed-tensors has for MXFP4.
     """
+    import torch
 
-    reference = "MXFP4: OCP's rule as in compressed-tensors"
-    makes = ("codes", "scales")
-    once = ()
-    unit = (1, _BLOCK, 1)
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        import torch
-
-        blocks = values.transpose(1, 2).unflatten(2, (-1, _BLOCK))
-        exponents = mx_exponents(blocks.abs().amax(-1), 4)
-        scales = torch.pow(2.0, (exponents.to(torch.int32) - 127).float())
-        scaled = (blocks.float() / scales.unsqueeze(-1)).clamp_(-6, 6)
-        return {"codes": fp4_bytes(scaled), "scales": exponents}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Quantizes weights again into the format that a source stores them in: the encoder of each rule.
-#
-# An encoder is the other direction of a :class:`.Rule`: elements in, parts out, with the same layout of codes and the same blocks. It
-# follows the format's own reference, which its docstring names.
-
-
-class Encoder(Protocol):
-    """How the parts of one tensor are made from its elements. Pure, and the same however windows are cut at :attr:`unit`."""
-
-    @property
-    def reference(self) -> str:
-        """The rule that it follows, in words, for reports."""
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        """The roles of the parts that it makes. The others are those of the source."""
-
-    @property
-    def once(self) -> tuple[str, ...]:
-        """Those of :attr:`makes` that are of the whole tensor, made from its least and largest element."""
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        """Elements in each dim that stay together: windows begin at a multiple of it, and end at one or at the tensor's end."""
-
-    def encode(
-        self,
-        box: Box,
-        values: torch.Tensor,
-        kept: Mapping[str, torch.Tensor],
-        measured: tuple[torch.Tensor, ...],
-    ) -> Mapping[str, torch.Tensor]:
-        """The parts of :attr:`makes` for a window, each with the sizes of its box of :meth:`.Rule.boxes`, in its stored dtype.
-
-        ``values``: the finite elements of ``box``, in the dtype of the model. ``kept``: the source's other parts, for the window.
-        ``measured``: what was found in the whole tensor before: its least and largest element, in the same dtype, where :attr:`once`
-        is not empty; for :class:`.NestedFourBitEncoder` the mean of its scales; else nothing.
-        """
-
-
-def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
-    """The encoder of a tensor that a source stores in parts. ``settings``: its ``quantization_config``.
-
-    Raises :class:`UnsupportedConversionError` for a format that can't be quantized again, with the reason.
-    """
-    rule, shape = one.rule, one.tensor.shape
-    codes, scales = (one.parts[role].dtype for role in ("codes", "scales"))
-    made: Encoder | str = "no rule is known that makes its codes"
-    if isinstance(rule, FourBit):
-        made = fourbit_encoder(rule)
-    elif isinstance(rule, Scaled) and rule.method in ("awq", "gptq"):
-        made = "its scales come from calibration data, which an export doesn't have"
-    elif isinstance(rule, Scaled) and rule.method == "fp8":
-        power = settings.get("scale_fmt") == "ue8m0" or scales in ("U8", "F8_E8M0")
-        made = ScaledEncoder(rule.block, shape, codes, scales, power)
-    elif isinstance(rule, Scaled) and rule.method == "bitsandbytes":
-        made = RowInt8Encoder(shape[1])
-    elif isinstance(rule, Scaled) and rule.method == "mxfp4":
-        made = Mxfp4Encoder()
-    elif isinstance(rule, Scaled) and rule.groups is not None:
-        made = "its columns are in the order of a calibration (weight_g_idx)"
-    elif isinstance(rule, Scaled) and scales == "U8" and rule.block != (1, _MX_GROUP):
-        made = f"expected groups of {_MX_GROUP} for scales that are powers of two, found {rule.block[1]}"
-    elif isinstance(rule, Scaled):
-        made = GroupedEncoder(rule, shape, codes, scales)
-    if isinstance(made, str):
-        raise UnsupportedConversionError(
-            f"{one.tensor.name}: was changed and can't be requantized as {rule.format}: {made}. Export without quantize=, "
-            f"for plain weights"
-        )
-    return made
+    blocks = window.values.transpose(1, 2).unflatten(2, (-1, _MX_GROUP))
+    exponents = _mx_exponents(blocks.abs().amax(-1), 4)
+    scales = torch.pow(2.0, (exponents.to(torch.int32) - 127).float())
+    scaled = (blocks.float() / scales.unsqueeze(-1)).clamp_(-6, 6)
+    return {"codes": fp4_bytes(scaled), "scales": exponents}

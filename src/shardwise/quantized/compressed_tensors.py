@@ -17,17 +17,7 @@ from ..objects import frozen
 from .open import Found, Source
 from .rules import Codes, Fp4Pairs, OneEach, PackedIntegers, Scaled, coded, packed_size
 
-__all__ = [
-    "FP4",
-    "ONE_EACH",
-    "PACKED",
-    "ROLES",
-    "Scheme",
-    "Settings",
-    "StoredModule",
-    "find_compressed_tensors",
-    "read_settings",
-]
+__all__ = ["find_compressed_tensors", "read_settings"]
 
 
 # ----------------------------------------------------------------------------------------------------
