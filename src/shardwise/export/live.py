@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,28 +125,21 @@ def owned_by(rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor]) ->
 class LiveJob(Job):
     """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
 
-    def __init__(
-        self,
-        live: LiveModel,
-        io: IOOptions,
-        adapters: str | Sequence[str] | None = None,
-        only: Collection[str] | None = None,
-    ) -> None:
-        """``only``: names of the tensors to write; the caller then lays out the files itself."""
+    def __init__(self, live: LiveModel, io: IOOptions, adapters: str | Sequence[str] | None = None) -> None:
         super().__init__(io)
         self.live = live
         self._peft = peft_model(live.root)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
         ignored = ignored_on_save(live.unwrapped)
-        self._named = {
-            t.name: t for t in live.stored if t.name not in ignored and (only is None or t.name in only)
-        }
+        self._named = {t.name: t for t in live.stored if t.name not in ignored}
+        self._made: Mapping[str, _Made] = {}
         self._local = Destination(live.local_tensors())
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Dtype and shape of each tensor."""
-        return {n: TensorSpec.of(t.tensor) for n, t in self._named.items()}
+        made = self._made
+        return {n: made[n].spec if n in made else TensorSpec.of(t.tensor) for n, t in self._named.items()}
 
     def named(self) -> Iterable[Named]:
         """The names of each tensor: its own, then those of ties."""
@@ -159,7 +152,7 @@ class LiveJob(Job):
             yield from ((name, tile) for copy in recipe.copies for tile in copy)
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
-        if self._peft is not None:
+        if self._adapters:
             return lay_out_adapters(self.live, self._adapters, dtype)
         return super().lay_out(dtype, max_shard_bytes)
 
@@ -198,7 +191,7 @@ class LiveJob(Job):
         on_host: list[Share] = []
         for wanted, tiles in self.shares(contents, ranks):
             tensor = self._named[wanted.name].tensor
-            if tensor.device.type == "cpu":
+            if tensor.device.type == "cpu" or wanted.name in self._made:
                 on_host.append((wanted, tiles))
                 continue
             t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self.live.geometries[wanted.name])
@@ -207,7 +200,7 @@ class LiveJob(Job):
         write_from_devices(on_devices, output, filler, self.staging, ranks.rank)
 
     def assets(self) -> Mapping[str, bytes]:
-        if self._peft is not None:
+        if self._adapters:
             return adapter_assets(self._peft, self._adapters)
         return asset_files(self.live.root)
 
@@ -383,24 +376,22 @@ class _Made:
         return [one.view(part.sizes) for one, part in zip(flat, parts, strict=True)]
 
 
-class MergedJob(Job):
-    """Export of a base with adapters merged, or of codes, decoded."""
+class MergedJob(LiveJob):
+    """Export of a base with adapters merged, or of codes, decoded: some weights are not written as the model holds them."""
 
     def __init__(self, live: LiveModel, io: IOOptions, *, merge: bool) -> None:
         """Raises :class:`CheckpointError` naming every part of the model that has no merged form."""
-        super().__init__(io)
-        self._live = live
+        super().__init__(live, io)
+        self._adapters = []
         self._names = wrapped_names(live)
         self._factors: dict[str, torch.Tensor] = {}
+        self._rank = 0
         ignored = ignored_on_save(live.base)
         if merge:
             _refuse_tied_copies(live, self._names)
-        self._stored = {n: t for n, t in _of_the_base(live, self._names, merge) if n not in ignored}
-        self._made = {
-            one.held.name: one for one in _made(live, {t.name: t for t in self._stored.values()}, merge)
-        }
-        self._rank = 0
-        self._plain = LiveJob(live, io, only={t.name for t in self._stored.values()} - self._made.keys())
+        of_base = _of_the_base(live, self._names, merge)
+        self._named = {t.name: t for base, t in of_base if base not in ignored}
+        self._made = {one.held.name: one for one in _made(live, self._named, merge)}
 
     def prepare(self, ranks: Ranks) -> None:
         """Gather the factors of the adapters onto every rank's host memory."""
@@ -408,22 +399,19 @@ class MergedJob(Job):
         wanted = {name for one in self._made.values() for d in one.deltas for name in (d.a, d.b)}
         with ranks.agree("plan merged export") as claim:
             contents = as_named(
-                {t.name: TensorSpec.of(t.tensor) for t in self._live.stored if t.name in wanted}
+                {t.name: TensorSpec.of(t.tensor) for t in self.live.stored if t.name in wanted}
             )
-            full = planned(self._live, contents, None, ranks.rank)
+            full = planned(self.live, contents, None, ranks.rank)
             claim.alike([[f.stored.name, list(f.stored.shape)] for f in full])
             sums_on = (
-                device_where_ranks_sum(device_of(self._live)) if ranks.world_size > 1 else torch.device("cpu")
+                device_where_ranks_sum(device_of(self.live)) if ranks.world_size > 1 else torch.device("cpu")
             )
-        found = gathered(self._live, buckets(full, 64 * 1024**2), (sums_on, torch.device("cpu")), ranks)
+        found = gathered(self.live, buckets(full, 64 * 1024**2), (sums_on, torch.device("cpu")), ranks)
         self._factors = dict(found)
 
     def contents(self) -> HubTensors:
-        specs = {
-            t.name: self._made[t.name].spec if t.name in self._made else TensorSpec.of(t.tensor)
-            for t in self._stored.values()
-        }
-        origin = recall(self._live.root)
+        specs = self.specs
+        origin = recall(self.live.root)
         if origin is not None:
             recipes, shapes = dict(origin.recipes), dict(origin.shapes)
             for name, one in self._made.items():
@@ -432,33 +420,21 @@ class MergedJob(Job):
                     recipes[name] = Recipe(name, (_stored_as(source, one),))
                     shapes[source] = one.spec.shape[::-1] if one.layer.is_transposed else one.spec.shape
             return inverted(specs, recipes, shapes)
-        bases = {self._names.bases[t.name]: t.name for t in self._stored.values()}
+        bases = {self._names.bases[t.name]: t.name for t in self._named.values()}
         own = {base: specs[name] for base, name in bases.items()}
         if any(one.layer is not None and one.layer.is_transposed for one in self._made.values()):
             raise CheckpointError(
                 "GPT-2's layers in 4 bits can be exported only from a model that load_pretrained loaded"
             )
         found = (
-            reverted(meta_instance(self._live.base), own)
-            if is_transformers_model(self._live.base)
+            reverted(meta_instance(self.live.base), own)
+            if is_transformers_model(self.live.base)
             else as_named(own)
         )
         return HubTensors(found.hub, {bases[base]: tiles for base, tiles in found.tiles.items()})
 
     def share_bytes(self, contents: HubTensors, output: HubFiles, ranks: Ranks) -> int:
         return output.total_bytes // ranks.world_size
-
-    def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
-        return [*self._plain.shares(contents, ranks), *self._made_shares(contents, ranks)]
-
-    def _made_shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
-        held = {n: one.held.tensor for n, one in self._made.items()}
-        owned = owned_by(ranks.rank, self._live, held)
-        return [(wanted_of(t.name, held[t.name], t.geometry), contents.tiles.get(t.name, ())) for t in owned]
-
-    def write(self, contents: HubTensors, output: HubFiles, filler: Filler, ranks: Ranks) -> None:
-        self._plain.write(contents, output, filler, ranks)
-        self.put(self._made_shares(contents, ranks), output, filler)
 
     @torch.no_grad()
     def elements(
@@ -467,10 +443,10 @@ class MergedJob(Job):
         """Of a made weight, a few MiB at a time. Parts that the tiles leave out are not decoded; each call makes what they don't anew."""
         one = self._made.get(wanted.name)
         if one is None:
-            yield from self._plain.elements(wanted, tiles)
+            yield from super().elements(wanted, tiles)
             return
         tensor = one.held.tensor
-        t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self._live.geometries[wanted.name])
+        t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self.live.geometries[wanted.name])
         cut_small = InParts(live_piece, _PART_BYTES // (4 if one.layer is not None else 1))
         for local in boxes_on(t, self._rank):
             for box, held in cut_small.parts_of(Piece(Live(t, tensor), local)):
@@ -493,13 +469,12 @@ class MergedJob(Job):
 
     def assets(self) -> Mapping[str, bytes]:
         """Those of the base. Its config says nothing of a quantization: its weights are plain."""
-        found = asset_files(self._live.base)
+        found = asset_files(self.live.base)
         if "config.json" in found:
             config = json.loads(found["config.json"])
             config.pop("quantization_config", None)
             sizes: Counter[str] = Counter()
-            for t in self._stored.values():
-                spec = self._made[t.name].spec if t.name in self._made else TensorSpec.of(t.tensor)
+            for spec in self.specs.values():
                 if torch_dtype(spec.dtype).is_floating_point:
                     sizes[spec.dtype] += math.prod(spec.shape)
             if sizes:

@@ -118,9 +118,8 @@ class StoredJob(Job):
             raise self._unless_deleted(error) from error
         self._stored: StoredModel = as_stored(self._catalog)
         self._sums = {name: 0 for name in self._catalog.tensors if name in self._catalog.digests}
-        self._summed_in_parts: Collection[
-            str
-        ] = ()  # tensors whose digest sums are those of what windows read
+        self._summed_in_parts: Collection[str] = ()
+        """Tensors whose digest sums are those of what windows read."""
 
     def _open(self, model: str | None) -> Catalog:
         if not is_file(os.path.join(self._path, MANIFEST_NAME)):
@@ -208,8 +207,9 @@ class StoredJob(Job):
         if shapes is None:
             return reverted(model, specs)
         # Run the class's conversions once more over the tensors that the model was loaded from.
-        stored = {n: StoredTensor(n, _any_dtype(specs), s, ()) for n, s in shapes.items()}
-        by_name = self._by_name()
+        any_dtype = next((spec.dtype for spec in specs.values()), "F32")
+        stored = {n: StoredTensor(n, any_dtype, s, ()) for n, s in shapes.items()}
+        by_name = {alias: tied.names[0] for tied in self.named() for alias in tied.names}
         recipes = {
             by_name[made.target]: Recipe(
                 by_name[made.target], made.tiles, empty=() if made.tiles else made.sources
@@ -227,9 +227,6 @@ class StoredJob(Job):
         if self._manifest is not None:
             return [Names((n, *t.aliases)) for n, t in self._manifest.models[self._model].items()]
         return [Names((n, *self._stored.aliases.get(n, ()))) for n in self._stored.specs]
-
-    def _by_name(self) -> dict[str, str]:
-        return {alias: tied.names[0] for tied in self.named() for alias in tied.names}
 
     def copies(self, contents: HubTensors, stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tile]]:
         """Tiles of tied tensors in further copies, which a source that holds ``stored`` has of them; by tensor."""
@@ -336,7 +333,3 @@ class StoredJob(Job):
     def assets(self) -> Mapping[str, bytes]:
         """Config, tokenizer and own code."""
         return self._documents
-
-
-def _any_dtype(specs: Mapping[str, TensorSpec]) -> str:
-    return next((spec.dtype for spec in specs.values()), "F32")
