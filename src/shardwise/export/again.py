@@ -16,7 +16,7 @@ from ..catalog.open import open_catalog
 from ..catalog.quantized import NAMES_IN_CONFIG
 from ..catalog.records import Catalog, Chunk, Coded, StoredTensor
 from ..dtypes import itemsize, torch_dtype
-from ..engine.engine import Destination, Filler, Reader, holds, read_box, wanted_box, write_back
+from ..engine.engine import Destination, Filler, holds, read_box, wanted_box, write_back
 from ..engine.objects import SourceReader
 from ..engine.shared import DecodingReader
 from ..errors import CheckpointError, PlanError, SourceError, StateError, UnsupportedConversionError
@@ -44,7 +44,6 @@ __all__ = [
     "Changed",
     "QuantizedSource",
     "Requantized",
-    "Requantizer",
     "place_of_source",
     "windows_in",
 ]
@@ -138,9 +137,7 @@ def _with_quantization(config: dict[str, Any], source: Mapping[str, Any]) -> dic
 
 
 # ----------------------------------------------------------------------------------------------------
-# Tensors that changed, quantized again: the ranks bring windows of whole blocks together, and each encodes some of them.
-#
-# A window is brought to its rank by an integer sum of the ranks' elements, as :mod:`.hub` brings whole tensors.
+# Tensors that changed, in windows of whole blocks. A window is brought to a rank by an integer sum of the ranks' elements.
 
 #: Bytes of a window in the model's dtype, unless one unit of the format is larger. Encoding takes a few times as much.
 _WINDOW_BYTES = 8 * 1024**2
@@ -173,170 +170,6 @@ def windows_in(shape: tuple[int, ...], unit: tuple[int, ...], most: int) -> Iter
             cut_here += [((*start, a), (*stop, min(a + step, n))) for a in range(0, n, step)]
         found = cut_here
     return (Box(*ends) for ends in found)
-
-
-class Requantizer:
-    """Brings windows together and encodes them. Memory: a window, and what encoding takes."""
-
-    def __init__(
-        self,
-        changed: Mapping[str, Changed],
-        weights: Job,
-        shares: Iterable[Share],
-        files: Reader,
-        ranks: Ranks,
-    ) -> None:
-        self._changed, self._weights, self._brought = changed, weights, by_hub(shares)
-        self._files, self._staging, self._ranks = files, weights.staging, ranks
-        self._measured: dict[str, tuple[torch.Tensor, ...]] = {}
-
-    def measure(self) -> dict[str, float]:
-        """Find what some formats need of a whole tensor: extremes, the mean of its scales. Returns the means by name.
-
-        Every rank must call it. For means, rank 0 holds all scales of one tensor before they are quantized.
-        """
-        self._find_extremes()
-        means: dict[str, float] = {}
-        for name, changed in self._changed.items():
-            if changed.encoder.scales is not None:
-                mean = self._mean(name, changed, changed.encoder.scales)
-                self._measured[name] = (torch.tensor(mean, dtype=torch.float32),)
-                means[name] = mean
-        return means
-
-    def _mean(self, name: str, changed: Changed, scales_of: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        found: list[torch.Tensor] = []
-        for box in changed.windows():
-            values = self._gather(name, box, 0)
-            with self._ranks.agree(_LABEL):
-                if values is not None:
-                    _refuse_endless(name, bool(values.isfinite().all()))
-                    found.append(scales_of(values))
-        return self._ranks.on_first(_LABEL, lambda: float(torch.cat(found).mean()))
-
-    def _find_extremes(self) -> None:
-        def own() -> dict[str, list[float]]:
-            return {n: found for n, c in self._changed.items() if c.encoder.once and (found := self._ends(n))}
-
-        def all_of(ends: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-            found: dict[str, list[float]] = {}
-            for some in ends:
-                for name, (low, high) in some.items():
-                    before = found.get(name, [low, high])
-                    found[name] = [min(low, before[0]), max(high, before[1])]
-            return found
-
-        for name, (low, high) in self._ranks.reduce(_LABEL, own, all_of, lambda ends: ends).items():
-            dtype = torch_dtype(self._changed[name].spec.dtype)
-            self._measured[name] = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
-
-    def _ends(self, name: str) -> list[float]:
-        """The least and largest of this rank's elements of a tensor."""
-        found: list[float] = []
-        for elements in self._elements(name):
-            low, high = (float(end) for end in torch.aminmax(elements))
-            _refuse_endless(name, low - low + high - high == 0)
-            found = [min([low, *found]), max([high, *found])]
-        return found
-
-    def _elements(self, name: str) -> Iterator[torch.Tensor]:
-        for box in self._changed[name].windows():
-            for _, elements in self._parts(name, box):
-                yield elements
-
-    def _parts(self, name: str, box: Box) -> Iterator[tuple[Transfer, torch.Tensor]]:
-        """This rank's elements of a window: views of them, for now, and where they lie in it."""
-        code, shape = self._changed[name].spec
-        window = StoredTensor(name, code, shape, (Chunk(box, name, 0),))
-        for wanted, tile in self._brought.get(name, ()):
-            for part in cut(tile, "source", box):
-                for held, elements, _ in self._weights.elements(wanted, (part,)):
-                    for transfer in transfers_of(part, held, {name: window}):
-                        yield transfer, elements.strided(transfer)
-
-    def all_windows(self, output: HubFiles) -> Iterator[Writes]:
-        """Every window of every tensor, in turns of one for each rank; with each turn, what writes this rank's window.
-
-        Every rank must go through it. Nothing fails on one rank alone but what it yields, which is rank-local.
-        """
-        windows = [(name, box) for name, changed in self._changed.items() for box in changed.windows()]
-        size = self._ranks.world_size
-        for begin in range(0, len(windows), size):
-            write: Writes = _nothing
-            for rank, (name, box) in enumerate(windows[begin : begin + size]):
-                values = self._gather(name, box, rank)
-                if values is not None:
-                    write = partial(self.write, name, box, values, output)
-            yield write
-
-    def into(self, window: Window, owner: int, filler: Filler | None, output: HubFiles) -> None:
-        """Write what a window of a file has of these tensors, on the rank ``owner``. Every rank must call it."""
-        inside = {stored for stored, _ in window.parts}
-        for name, changed in self._changed.items():
-            roles = [r for r in changed.encoder.makes if changed.one.parts[r].name in inside]
-            for box in changed.windows() if roles else ():
-                if not any(self._reaches(name, role, box, window, output) for role in roles):
-                    continue
-                values = self._gather(name, box, owner)
-                with self._ranks.agree(_LABEL):
-                    if values is not None and filler is not None:
-                        self.write(name, box, values, output, filler)
-
-    def _reaches(self, name: str, role: str, box: Box, window: Window, output: HubFiles) -> bool:
-        """Whether a window of a tensor has bytes of one of its parts in a window of a file. Sure if not."""
-        changed = self._changed[name]
-        part, held = changed.one.parts[role], changed.one.rule.boxes(box)[role]
-        if not held.numel:
-            return False
-        first, last = (_place(index, part.shape) for index in (held.start, [n - 1 for n in held.stop]))
-        size, begin = itemsize(part.dtype), output.tensors[part.name].chunks[0].offset_bytes
-        return begin + first * size < window.stop and window.start < begin + (last + 1) * size
-
-    def _gather(self, name: str, box: Box, owner: int) -> torch.Tensor | None:
-        """The elements of a window, on the rank ``owner``; None elsewhere. Collective."""
-        dtype = torch_dtype(self._changed[name].spec.dtype)
-        nbytes = box.numel * dtype.itemsize
-
-        def fill(words: torch.Tensor) -> None:
-            flat = words.view(dtype)
-            for transfer, elements in self._parts(name, box):
-                sizes = [loop.size for loop in transfer.loops]
-                strides = [loop.source_stride for loop in transfer.loops]
-                flat.as_strided(sizes, strides, transfer.offset_bytes // dtype.itemsize).copy_(elements)
-            self._ranks.tick(nbytes)
-
-        words = brought_to(owner, nbytes, fill, _LABEL, self._ranks)
-        return None if words is None else words.view(dtype)[: box.numel].view(box.sizes)
-
-    def write(self, name: str, box: Box, values: torch.Tensor, output: HubFiles, filler: Filler) -> None:
-        """Encode a window and write its parts. Rank-local."""
-        changed = self._changed[name]
-        one, encoder = changed.one, changed.encoder
-        _refuse_endless(name, bool(values.isfinite().all()))
-        boxes = one.rule.boxes(box)
-        kept = {
-            role: self._read(one.parts[role], b) for role, b in boxes.items() if role not in encoder.makes
-        }
-        made = encoder.encode(Values(box, values, kept, self._measured.get(name, ())))
-        for role, elements in made.items():
-            if role in encoder.once and any(box.start):
-                continue  # the first window writes it
-            part = one.parts[role]
-            assert (elements.dtype, tuple(elements.shape)) == (torch_dtype(part.dtype), boxes[role].sizes), (
-                name
-            )
-            place = output.tensors[part.name].chunks[0]
-            chunk = Chunk(whole(part.shape), place.path, place.offset_bytes)
-            file = StoredTensor(part.name, part.dtype, part.shape, (chunk,))
-            wanted = wanted_box(part.name, part.dtype, part.shape, boxes[role])
-            transfers = transfers_of(identity(part.name, part.shape), wanted, {part.name: file})
-            write_back(transfers, filler, Destination({part.name: elements.contiguous()}), self._staging)
-
-    def _read(self, part: StoredTensor, box: Box) -> torch.Tensor:
-        wanted = wanted_box(part.name, part.dtype, part.shape, box)
-        return read_box(
-            wanted, (identity(part.name, part.shape),), {part.name: part}, self._files, self._staging
-        )
 
 
 def _nothing(_: Filler) -> None:
@@ -420,7 +253,8 @@ class AsSourceJob(Job):
         self._hub = HubTensors({}, {})
         self._touched: set[str] = set()
         self._changed: dict[str, Changed] = {}
-        self._requantizer: Requantizer | None = None
+        self._brought: Mapping[str, Sequence[tuple[Wanted, Tile]]] = {}
+        self._measured: dict[str, tuple[torch.Tensor, ...]] = {}
         self._states: dict[str, bytes] = {}
 
     # What changed
@@ -444,8 +278,8 @@ class AsSourceJob(Job):
         self._touched = set(differing)
         with ranks.agree("compare with the source"):
             self._changed = self._encoded()
-        self._requantizer = Requantizer(self._changed, self._weights, shares, self._source.files, ranks)
-        means = self._requantizer.measure()
+        self._brought = by_hub(shares)
+        means = self._measure(ranks)
         with ranks.agree("compare with the source"):
             self._states = dict(self._state(name, mean) for name, mean in means.items())
 
@@ -507,6 +341,158 @@ class AsSourceJob(Job):
         (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
         return state, json.dumps({**json.loads(content[state]), "nested_offset": mean}).encode()
 
+    # What is quantized again: windows of whole blocks are brought together, and each rank encodes some of them
+
+    def _measure(self, ranks: Ranks) -> dict[str, float]:
+        """Find what some formats need of a whole tensor: extremes, the mean of its scales. Returns the means by name.
+
+        Every rank must call it. For means, rank 0 holds all scales of one tensor before they are quantized.
+        """
+        self._find_extremes(ranks)
+        means: dict[str, float] = {}
+        for name, changed in self._changed.items():
+            if changed.encoder.scales is not None:
+                mean = self._mean(name, changed.encoder.scales, ranks)
+                self._measured[name] = (torch.tensor(mean, dtype=torch.float32),)
+                means[name] = mean
+        return means
+
+    def _mean(self, name: str, scales_of: Callable[[torch.Tensor], torch.Tensor], ranks: Ranks) -> float:
+        found: list[torch.Tensor] = []
+        for box in self._changed[name].windows():
+            values = self._gather(name, box, 0, ranks)
+            with ranks.agree(_LABEL):
+                if values is not None:
+                    _refuse_endless(name, bool(values.isfinite().all()))
+                    found.append(scales_of(values))
+        return ranks.on_first(_LABEL, lambda: float(torch.cat(found).mean()))
+
+    def _find_extremes(self, ranks: Ranks) -> None:
+        def own() -> dict[str, list[float]]:
+            return {n: found for n, c in self._changed.items() if c.encoder.once and (found := self._ends(n))}
+
+        def all_of(ends: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+            found: dict[str, list[float]] = {}
+            for some in ends:
+                for name, (low, high) in some.items():
+                    before = found.get(name, [low, high])
+                    found[name] = [min(low, before[0]), max(high, before[1])]
+            return found
+
+        for name, (low, high) in ranks.reduce(_LABEL, own, all_of, lambda ends: ends).items():
+            dtype = torch_dtype(self._changed[name].spec.dtype)
+            self._measured[name] = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+
+    def _ends(self, name: str) -> list[float]:
+        """The least and largest of this rank's elements of a tensor."""
+        found: list[float] = []
+        windows = self._changed[name].windows()
+        for _, elements in (part for box in windows for part in self._parts(name, box)):
+            low, high = (float(end) for end in torch.aminmax(elements))
+            _refuse_endless(name, low - low + high - high == 0)
+            found = [min([low, *found]), max([high, *found])]
+        return found
+
+    def _parts(self, name: str, box: Box) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        """This rank's elements of a window: views of them, for now, and where they lie in it."""
+        code, shape = self._changed[name].spec
+        window = StoredTensor(name, code, shape, (Chunk(box, name, 0),))
+        for wanted, tile in self._brought.get(name, ()):
+            for part in cut(tile, "source", box):
+                for held, elements, _ in self._weights.elements(wanted, (part,)):
+                    for transfer in transfers_of(part, held, {name: window}):
+                        yield transfer, elements.strided(transfer)
+
+    def together(self, output: HubFiles, ranks: Ranks) -> Iterator[Writes]:
+        """The tensors that are quantized again: their windows in turns of one for each rank; with each turn, what writes this rank's window.
+
+        Nothing fails on one rank alone but what it yields.
+        """
+        windows = [(name, box) for name, changed in self._changed.items() for box in changed.windows()]
+        size = ranks.world_size
+        for begin in range(0, len(windows), size):
+            write: Writes = _nothing
+            for rank, (name, box) in enumerate(windows[begin : begin + size]):
+                values = self._gather(name, box, rank, ranks)
+                if values is not None:
+                    write = partial(self._write_encoded, name, box, values, output)
+            yield write
+
+    def fill_together(
+        self, window: Window, owner: int, filler: Filler | None, output: HubFiles, ranks: Ranks
+    ) -> None:
+        """What a window of a file has of the tensors that are quantized again."""
+        inside = {stored for stored, _ in window.parts}
+        for name, changed in self._changed.items():
+            roles = [r for r in changed.encoder.makes if changed.one.parts[r].name in inside]
+            for box in changed.windows() if roles else ():
+                if not any(self._reaches(name, role, box, window, output) for role in roles):
+                    continue
+                values = self._gather(name, box, owner, ranks)
+                with ranks.agree(_LABEL):
+                    if values is not None and filler is not None:
+                        self._write_encoded(name, box, values, output, filler)
+
+    def _reaches(self, name: str, role: str, box: Box, window: Window, output: HubFiles) -> bool:
+        """Whether a window of a tensor has bytes of one of its parts in a window of a file. Sure if not."""
+        changed = self._changed[name]
+        part, held = changed.one.parts[role], changed.one.rule.boxes(box)[role]
+        if not held.numel:
+            return False
+        first, last = (_place(index, part.shape) for index in (held.start, [n - 1 for n in held.stop]))
+        size, begin = itemsize(part.dtype), output.tensors[part.name].chunks[0].offset_bytes
+        return begin + first * size < window.stop and window.start < begin + (last + 1) * size
+
+    def _gather(self, name: str, box: Box, owner: int, ranks: Ranks) -> torch.Tensor | None:
+        """The elements of a window, on the rank ``owner``; None elsewhere. Collective."""
+        dtype = torch_dtype(self._changed[name].spec.dtype)
+        nbytes = box.numel * dtype.itemsize
+
+        def fill(words: torch.Tensor) -> None:
+            flat = words.view(dtype)
+            for transfer, elements in self._parts(name, box):
+                sizes = [loop.size for loop in transfer.loops]
+                strides = [loop.source_stride for loop in transfer.loops]
+                flat.as_strided(sizes, strides, transfer.offset_bytes // dtype.itemsize).copy_(elements)
+            ranks.tick(nbytes)
+
+        words = brought_to(owner, nbytes, fill, _LABEL, ranks)
+        return None if words is None else words.view(dtype)[: box.numel].view(box.sizes)
+
+    def _write_encoded(
+        self, name: str, box: Box, values: torch.Tensor, output: HubFiles, filler: Filler
+    ) -> None:
+        """Encode a window and write its parts. Rank-local."""
+        changed = self._changed[name]
+        one, encoder = changed.one, changed.encoder
+        _refuse_endless(name, bool(values.isfinite().all()))
+        boxes = one.rule.boxes(box)
+        kept = {
+            role: self._stored_box(one.parts[role], part)
+            for role, part in boxes.items()
+            if role not in encoder.makes
+        }
+        made = encoder.encode(Values(box, values, kept, self._measured.get(name, ())))
+        for role, elements in made.items():
+            if role in encoder.once and any(box.start):
+                continue  # the first window writes it
+            part = one.parts[role]
+            assert (elements.dtype, tuple(elements.shape)) == (torch_dtype(part.dtype), boxes[role].sizes), (
+                name
+            )
+            place = output.tensors[part.name].chunks[0]
+            chunk = Chunk(whole(part.shape), place.path, place.offset_bytes)
+            file = StoredTensor(part.name, part.dtype, part.shape, (chunk,))
+            wanted = wanted_box(part.name, part.dtype, part.shape, boxes[role])
+            transfers = transfers_of(identity(part.name, part.shape), wanted, {part.name: file})
+            write_back(transfers, filler, Destination({part.name: elements.contiguous()}), self.staging)
+
+    def _stored_box(self, part: StoredTensor, box: Box) -> torch.Tensor:
+        """A box of a tensor of the source, as it is stored."""
+        wanted = wanted_box(part.name, part.dtype, part.shape, box)
+        tile = identity(part.name, part.shape)
+        return read_box(wanted, (tile,), {part.name: part}, self._source.files, self.staging)
+
     # What is written
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
@@ -561,15 +547,10 @@ class AsSourceJob(Job):
     def copy(self, name: str, box: Box, output: HubFiles, filler: Filler) -> None:
         """Copy a box of a stored tensor. Rank-local."""
         stored = self._source.stored.tensors[name]
-        wanted, tile = wanted_box(name, stored.dtype, stored.shape, box), identity(name, stored.shape)
-        piece = read_box(wanted, (tile,), {name: stored}, self._source.files, self.staging)
-        transfers = transfers_of(tile, wanted, {name: output.tensors[name]})
+        wanted = wanted_box(name, stored.dtype, stored.shape, box)
+        piece = self._stored_box(stored, box)
+        transfers = transfers_of(identity(name, stored.shape), wanted, {name: output.tensors[name]})
         write_back(transfers, filler, Destination({name: piece}), self.staging)
-
-    def together(self, output: HubFiles) -> Iterator[Writes]:
-        """The tensors that are quantized again."""
-        assert self._requantizer is not None
-        yield from self._requantizer.all_windows(output)
 
     def windows(
         self, contents: HubTensors, output: HubFiles, ranks: Ranks
@@ -594,10 +575,6 @@ class AsSourceJob(Job):
         self, wanted: Wanted, tiles: Sequence[Tile]
     ) -> Iterable[tuple[Wanted, Destination, Sequence[Tile]]]:
         return self._weights.elements(wanted, tiles)
-
-    def fill_together(self, window: Window, owner: int, filler: Filler | None, output: HubFiles) -> None:
-        assert self._requantizer is not None
-        self._requantizer.into(window, owner, filler, output)
 
     def sums(self) -> list[int]:
         return self._weights.sums()

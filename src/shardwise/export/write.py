@@ -327,7 +327,7 @@ class Job:
         """Write this rank's elements of all files, in any order."""
         self.put(self.shares(contents, ranks), output, filler)
 
-    def together(self, output: HubFiles) -> Iterable[Writes]:
+    def together(self, output: HubFiles, ranks: Ranks) -> Iterable[Writes]:
         """What ranks only make together, after :meth:`write`. Every rank must go through it, and call each in one round."""
         return ()
 
@@ -356,7 +356,9 @@ class Job:
 
         return fill
 
-    def fill_together(self, window: Window, owner: int, filler: Filler | None, output: HubFiles) -> None:
+    def fill_together(
+        self, window: Window, owner: int, filler: Filler | None, output: HubFiles, ranks: Ranks
+    ) -> None:
         """Write, on the rank ``owner``, which alone gives a filler, what ranks only make together. Collective."""
 
     def finish(self, ranks: Ranks) -> None:
@@ -471,7 +473,7 @@ class ToDirectory:
         with ranks.agree("write export"), FileFiller(self._temporary, tick) as filler:
             self._counted.guess(lambda: job.share_bytes(contents, output, ranks))
             job.write(contents, output, filler, ranks)
-        together = job.together(output)
+        together = job.together(output, ranks)
         if together == ():  # a round of agreement less
             return filler.bytes_written
         with ExitStack() as stack:
@@ -702,7 +704,7 @@ class ToStore:
                     ranks,
                 )
                 into = None if words is None else _Memory(window, words)
-                job.fill_together(window, rank, into, self._output)
+                job.fill_together(window, rank, into, self._output, ranks)
                 if words is not None:
                     own = window, words
                 del words

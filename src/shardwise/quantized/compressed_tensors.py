@@ -23,11 +23,36 @@ __all__ = ["find_compressed_tensors", "read_settings"]
 # ----------------------------------------------------------------------------------------------------
 # What ``quantization_config`` of compressed-tensors says: which modules are stored in which format.
 
-#: Formats that store one element each; the library decodes them all alike.
-ONE_EACH = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
-PACKED = "pack-quantized"
-FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-_FORMATS = (*ONE_EACH, PACKED, *FP4, "dense")
+_FLOATS = ("BF16", "F16", "F32")
+
+
+@frozen
+class Format:
+    """What a format stores of a module's weight."""
+
+    codes: str = "weight"
+    """The end of the codes' name."""
+    dtype: str = ""
+    """Of the codes; "": F8_E4M3 for floats, I8 for integers, one element each."""
+    scales: tuple[str, ...] = _FLOATS
+    """Their dtypes. Bytes are exponents of two."""
+    more: str = ""
+    """The end of the name of another part that there must be."""
+    kind: str = ""
+    """Of the numbers, in words."""
+
+
+#: The library decodes all formats alike that store one element each.
+FORMATS: Mapping[str, Format] = {
+    "float-quantized": Format(),
+    "int-quantized": Format(),
+    "naive-quantized": Format(),
+    "mxfp8-quantized": Format(scales=("U8",), kind="MXFP"),
+    "pack-quantized": Format("weight_packed", "I32", more="weight_shape", kind="packed INT"),
+    "nvfp4-pack-quantized": Format("weight_packed", "U8", ("F8_E4M3",), "weight_global_scale", "NVFP"),
+    "mxfp4-pack-quantized": Format("weight_packed", "U8", ("U8",), kind="MXFP"),
+    "dense": Format(),
+}
 #: Transforms of these are part of the stored weights.
 _OFFLINE = frozenset({"weight_input", "weight_output"})
 _IS_EXPRESSION = "re:"
@@ -52,15 +77,14 @@ class Scheme:
     """Elements of a block in each dim; (0, 0) for other strategies."""
 
     @property
-    def is_mx(self) -> bool:
-        """Whether scales are exponents of two, a byte each."""
-        return self.format.startswith("mx")
+    def is_grouped(self) -> bool:
+        """Whether some columns of a row share a scale."""
+        return self.strategy in ("group", "tensor_group")
 
     @property
     def words(self) -> str:
         """In words, for reports."""
-        kind = {PACKED: "packed INT", FP4[0]: "NVFP", FP4[1]: "MXFP"}.get(self.format)
-        kind = kind or ("MXFP" if self.is_mx else "FP" if self.is_float else "INT")
+        kind = FORMATS[self.format].kind or ("FP" if self.is_float else "INT")
         scope = {
             "tensor": "per tensor",
             "channel": "per channel",
@@ -172,8 +196,8 @@ def _strings(value: Any) -> tuple[str, ...]:
 def _scheme(where: str, group: Mapping[str, Any], default_format: Any) -> Scheme | str:
     """The scheme of a group, or what is wrong with it."""
     form, weights = group.get("format") or default_format, group["weights"]
-    if form not in _FORMATS:
-        return f"{where} has format {brief(form)}; known are {', '.join(_FORMATS)}"
+    if not isinstance(form, str) or form not in FORMATS:
+        return f"{where} has format {brief(form)}; known are {', '.join(FORMATS)}"
     if not isinstance(weights, Mapping):
         return f"{where}.weights is {brief(weights)}; expected its settings"
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
@@ -182,7 +206,8 @@ def _scheme(where: str, group: Mapping[str, Any], default_format: Any) -> Scheme
     if kind not in ("int", "float"):
         return f"{where}.weights has type {brief(kind)}; expected 'int' or 'float'"
     size, block = weights.get("group_size"), _block(weights.get("block_structure"))
-    strategy = weights.get("strategy") or _implied_strategy(size)
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.get("strategy") or implied
     if strategy not in _STRATEGIES:
         return f"{where}.weights has strategy {brief(strategy)}; known are {', '.join(_STRATEGIES)}"
     if strategy in ("group", "tensor_group") and (type(size) is not int or size < 1):
@@ -204,12 +229,6 @@ def _scheme(where: str, group: Mapping[str, Any], default_format: Any) -> Scheme
         size if grouped and type(size) is int else 0,
         block if strategy == "block" and block else (0, 0),
     )
-
-
-def _implied_strategy(group_size: Any) -> str:
-    if group_size is None:
-        return "tensor"
-    return "channel" if group_size == -1 else "group"
 
 
 def _block(value: Any) -> tuple[int, int] | None:
@@ -236,15 +255,13 @@ def _contradictions(scheme: Scheme) -> list[str]:
 
 def _expected(scheme: Scheme) -> str | None:
     """The numbers that a format holds, if the scheme has others."""
-    grouped = scheme.strategy in ("group", "tensor_group")
-    if scheme.format in FP4:
-        right = scheme.is_float and scheme.num_bits == 4 and scheme.symmetric and grouped
-        return None if right else "symmetric floats of 4 bits in groups"
-    if scheme.format == PACKED:
+    dtype, is_mx = FORMATS[scheme.format].dtype, scheme.format == "mxfp8-quantized"
+    if dtype == "I32":
         return None if not scheme.is_float and scheme.strategy != "block" else "integers, not in blocks"
-    if scheme.format == "mxfp8-quantized":
-        right = scheme.is_float and scheme.num_bits == 8 and scheme.symmetric and grouped
-        return None if right else "symmetric floats of 8 bits in groups"
+    if dtype == "U8" or is_mx:
+        bits = 8 if is_mx else 4
+        right = scheme.is_float and scheme.num_bits == bits and scheme.symmetric and scheme.is_grouped
+        return None if right else f"symmetric floats of {bits} bits in groups"
     if scheme.format == "int-quantized" and scheme.is_float:
         return "integers"
     if scheme.format == "float-quantized" and not scheme.is_float:
@@ -265,7 +282,6 @@ ROLES = {
     "weight_shape": "shape",
     "weight_g_idx": "groups",
 }
-_FLOATS = ("BF16", "F16", "F32")
 _INTEGERS = {"I32": "<i4", "I64": "<i8"}
 _Shape = tuple[int, ...]
 
@@ -303,30 +319,24 @@ class StoredModule:
     # What there must be
 
     @property
-    def _packs(self) -> bool:
-        return self.scheme.format not in ONE_EACH
-
-    @property
-    def _codes_end(self) -> str:
-        return "weight_packed" if self._packs else "weight"
+    def _format(self) -> Format:
+        return FORMATS[self.scheme.format]
 
     @property
     def _codes(self) -> StoredTensor:
-        return self.stored[self._codes_end]
+        return self.stored[self._format.codes]
 
     @property
     def _scales(self) -> StoredTensor:
         return self.stored["weight_scale"]
 
     def _wanted(self) -> Iterator[str]:
-        yield self._codes_end
+        yield self._format.codes
         yield "weight_scale"
         if not self.scheme.symmetric:
             yield "weight_zero_point"
-        if self.scheme.format == FP4[0]:
-            yield "weight_global_scale"
-        if self.scheme.format == PACKED:
-            yield "weight_shape"
+        if self._format.more:
+            yield self._format.more
 
     def _missing(self) -> Iterator[str]:
         held = next(
@@ -337,7 +347,7 @@ class StoredModule:
                 yield f"{held} has no {self.name}.{end} next to it, which {self._says()} asks for"
 
     def _surplus(self) -> Iterator[str]:
-        wanted = {*self._wanted(), *(["weight_g_idx"] if self.scheme.format == PACKED else [])}
+        wanted = {*self._wanted(), *(["weight_g_idx"] if self._format.dtype == "I32" else [])}
         for end, part in self.stored.items():
             if end not in wanted:
                 yield f"{part.name} is not among the parts that {self._says()} has: {', '.join(self._wanted())}"
@@ -349,29 +359,21 @@ class StoredModule:
 
     def _wrong_codes(self) -> list[str]:
         """What is wrong with the codes and the number of dims of the scales, from which the shape follows."""
-        dtype = {PACKED: "I32"}.get(self.scheme.format, "U8" if self._packs else self._code_dtype)
-        wrong = (
-            []
-            if self._codes.dtype == dtype
-            else [self._differs(self._codes, "dtype", self._codes.dtype, dtype)]
-        )
+        dtype = self._format.dtype or ("F8_E4M3" if self.scheme.is_float else "I8")
+        wrong = []
+        if self._codes.dtype != dtype:
+            wrong.append(self._differs(self._codes, "dtype", self._codes.dtype, dtype))
         if len(self._codes.shape) != 2:
             wrong.append(self._differs(self._codes, "shape", self._codes.shape, "two dims"))
         if self.scheme.group_size and len(self._scales.shape) != 2:
             wrong.append(self._differs(self._scales, "shape", self._scales.shape, "two dims"))
         return wrong
 
-    @property
-    def _code_dtype(self) -> str:
-        return "F8_E4M3" if self.scheme.is_float else "I8"
-
     def _shape(self) -> tuple[int, int] | str:
         """The weight's shape, or what is wrong with what tells it."""
         rows, columns = self._codes.shape
-        if not self._packs:
-            return rows, columns
-        if self.scheme.format in FP4:
-            return rows, 2 * columns
+        if self._format.dtype != "I32":
+            return rows, 2 * columns if self._format.dtype == "U8" else columns
         if self.scheme.group_size:  # scales tell it; weight_shape need not be read
             return rows, self._scales.shape[1] * self.scheme.group_size
         part = self.stored["weight_shape"]
@@ -390,18 +392,13 @@ class StoredModule:
         bits, size = self.scheme.num_bits, self.scheme.group_size
         if size and columns % size:
             yield self._differs(self._codes, "columns", columns, f"a multiple of group_size {size}")
-        if self.scheme.format == PACKED:
+        if self._format.dtype == "I32":
             yield from self._differences("weight_packed", ["I32"], [(rows, packed_size(columns, bits))])
             yield from self._differences("weight_shape", list(_INTEGERS), [(2,)])
             yield from self._differences("weight_g_idx", list(_INTEGERS), [(columns,)])
-        yield from self._differences("weight_scale", self._scale_dtypes(), self._scale_shapes(shape))
+        yield from self._differences("weight_scale", self._format.scales, self._scale_shapes(shape))
         yield from self._differences("weight_zero_point", *self._zeros(rows))
         yield from self._differences("weight_global_scale", ["F32"], [(1,)])
-
-    def _scale_dtypes(self) -> Sequence[str]:
-        if self.scheme.is_mx:
-            return ["U8"]
-        return ["F8_E4M3"] if self.scheme.format in FP4 else _FLOATS
 
     def _scale_shapes(self, shape: tuple[int, int]) -> Sequence[_Shape]:
         if self.scheme.strategy == "tensor":
@@ -416,7 +413,7 @@ class StoredModule:
 
     @property
     def _packed_zeros(self) -> bool:
-        return self.scheme.format == PACKED and self.scheme.strategy in ("group", "channel")
+        return self._format.dtype == "I32" and self.scheme.strategy in ("group", "channel")
 
     def _block(self, shape: tuple[int, int]) -> tuple[int, int]:
         whole = max(1, shape[0]), max(1, shape[1])
@@ -461,14 +458,14 @@ class StoredModule:
     def _rule(self, shape: tuple[int, int], order: bool) -> Scaled:
         bits, dims = self.scheme.num_bits, len(self._scales.shape)
         codes: Codes = OneEach(bits=bits)
-        if self._packs:
-            codes = PackedIntegers(bits) if self.scheme.format == PACKED else Fp4Pairs()
+        if self._format.dtype:
+            codes = PackedIntegers(bits) if self._format.dtype == "I32" else Fp4Pairs()
         zeros: Codes = PackedIntegers(bits, dim=0) if self._packed_zeros else OneEach(dims)
         return Scaled(
             _METHOD,
             self.scheme.words,
             f"{self.name}.weight".removeprefix("."),
-            "BF16" if self.scheme.is_mx or self.scheme.format in FP4 else self._scales.dtype,
+            self._scales.dtype if self._format.scales == _FLOATS else "BF16",
             codes,
             OneEach(dims),
             self._block(shape),
