@@ -20,7 +20,7 @@ from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..models.classes import import_code, in_turn
-from ..models.layers import has_blocks, kept_in
+from ..models.layers import blocks_in, kept_in
 from ..objects import frozen
 from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
@@ -106,7 +106,8 @@ def export_hf(
             rank merges its own shards; only the adapters are gathered.
         quantize: ``"as-source"`` writes the model in the format of the quantized source from which it was loaded: the same codes, scales,
             names and ``quantization_config``. A tensor that still equals the source's dequantized tensor, bit for bit, is copied from
-            there byte for byte; any other is quantized again by the format's own rule, which the report names. Default: plain weights.
+            there byte for byte; any other is quantized again by the format's own rule, which the report names (GPTQ and AWQ have none: their
+            scales come from calibration data). Default: plain weights.
         source: with ``quantize``, the quantized source, a directory or a URL. Default: the source of the live model's last load, which must not
             have changed since; required for a stored model.
         max_shard_bytes: payload per file, unless a single tensor is larger.
@@ -210,7 +211,7 @@ def _live_as_source(
             "quantize='as-source' needs plain weights, and this model holds the source's own codes and scales: without quantize= they "
             "are exported as they are, in the source's format"
         )
-    if has_blocks(live.root):
+    if blocks_in(live.root):
         raise ValueError(
             "quantize='as-source' needs plain weights, and this model holds 4-bit codes: without quantize= they are exported "
             "dequantized; a load with quantized='dequantize' can be exported as its source"
@@ -282,16 +283,6 @@ def dtype_code(dtype: torch.dtype | str | None) -> str | None:
     return code_of(found)
 
 
-def _refuse_for_kept(live: LiveModel, dtype: str | None, merge: bool) -> None:
-    """Raises :class:`ValueError` for what can't be done with a source's own codes: a cast would change their scales alone."""
-    held = kept_in(live.root)
-    if held and (dtype is not None or merge):
-        raise ValueError(
-            f"{next(iter(held))!r} and {len(held) - 1} other layers hold a source's codes and scales, which are written as they are: "
-            f"{'merge=True' if merge else 'dtype='} needs plain weights; load with quantized='dequantize'"
-        )
-
-
 def _live_job(
     live: LiveModel, io: IOOptions, adapters: str | Sequence[str] | None, merge: bool, dtype: str | None
 ) -> Job:
@@ -302,8 +293,13 @@ def _live_job(
             "merge=True merges the active adapters of a live PeftModel (model.set_adapter chooses them); "
             + ("leave adapters= out" if is_peft else "this model is none")
         )
-    _refuse_for_kept(live, dtype, merge and not adapters)
-    if not merge and (is_peft or not has_blocks(live.root)):
+    held = kept_in(live.root)
+    if held and (dtype is not None or merge):  # a cast would change scales alone
+        raise ValueError(
+            f"{next(iter(held))!r} and {len(held) - 1} other layers hold a source's codes and scales, which are written as they are: "
+            f"{'merge=True' if merge else 'dtype='} needs plain weights; load with quantized='dequantize'"
+        )
+    if not merge and (is_peft or not blocks_in(live.root)):
         return LiveJob(live, io, adapters)
     return MergedJob(live, io, merge=merge)
 
@@ -377,7 +373,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
                 "a model with PEFT adapters has no Hub names: naming='adapter' gives the active adapter, "
                 "naming='module' all tensors under the model's own names"
             )
-        if has_blocks(live.root):
+        if blocks_in(live.root):
             raise CheckpointError(
                 "a model that holds 4-bit codes has no full weights under Hub names: naming='module' gives its blocks; export_hf "
                 "dequantizes them"

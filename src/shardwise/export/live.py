@@ -106,10 +106,11 @@ def _dtype(tiles: Sequence[Tile], output: HubFiles) -> str:
     return output.tensors[tiles[0].source].dtype
 
 
-def _parts(live: Live, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
-    cut = InParts(live_piece, _PART_BYTES)
+def _parts(live: Live, rank: int, part_bytes: int = _PART_BYTES) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A rank's boxes of a tensor, in parts."""
+    in_parts = InParts(live_piece, part_bytes)
     for held in boxes_on(live.stored, rank):
-        yield from cut.parts_of(Piece(live, held))
+        yield from in_parts.parts_of(Piece(live, held))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -282,7 +283,10 @@ def _gather(
     """The full tensors of a bucket. Every rank must call it; no rank enters a collective until all have their part."""
     with ranks.agree("gather full tensors"):
         words = [torch.zeros(-(-one.stored.nbytes // 8), dtype=torch.int64, device=device) for one in bucket]
-        views = [_view(own, one.stored) for own, one in zip(words, bucket, strict=True)]
+        views = [
+            own.view(torch_dtype(one.stored.dtype))[: math.prod(one.stored.shape)].view(one.stored.shape)
+            for own, one in zip(words, bucket, strict=True)
+        ]
         for view, one in zip(views, bucket, strict=True):
             _fill(view, one, parts)
             ranks.tick(one.stored.nbytes)
@@ -290,11 +294,6 @@ def _gather(
         for work in [dist.all_reduce(own, async_op=True) for own in words if own.numel()]:
             work.wait()
     return deque((one.stored.name, view) for one, view in zip(bucket, views, strict=True))
-
-
-def _view(words: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    elements = words.view(torch_dtype(stored.dtype))
-    return elements[: math.prod(stored.shape)].view(stored.shape)
 
 
 def _fill(full: torch.Tensor, one: Full, parts: Destination) -> None:
@@ -447,25 +446,24 @@ class MergedJob(LiveJob):
             return
         tensor = one.held.tensor
         t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self.live.geometries[wanted.name])
-        cut_small = InParts(live_piece, _PART_BYTES // (4 if one.layer is not None else 1))
-        for local in boxes_on(t, self._rank):
-            for box, held in cut_small.parts_of(Piece(Live(t, tensor), local)):
-                if one.layer is not None and box.sizes[1] != t.shape[1]:
-                    raise CheckpointError(
-                        f"{t.name}: its blocks of codes are cut between ranks; shard it by dim 0"
-                    )
-                parts = one.boxes(box)
-                of_parts = [[x for x in tiles if any(True for _ in cut(x, "target", part))] for part in parts]
-                if not any(of_parts):
+        part_bytes = _PART_BYTES // (4 if one.layer is not None else 1)
+        for box, held in _parts(Live(t, tensor), self._rank, part_bytes):
+            if one.layer is not None and box.sizes[1] != t.shape[1]:
+                raise CheckpointError(
+                    f"{t.name}: its blocks of codes are cut between ranks; shard it by dim 0"
+                )
+            parts = one.boxes(box)
+            of_parts = [[x for x in tiles if any(True for _ in cut(x, "target", part))] for part in parts]
+            if not any(of_parts):
+                continue
+            for part, values, some in zip(parts, one.values(box, held), of_parts, strict=True):
+                if not some:
                     continue
-                for part, values, some in zip(parts, one.values(box, held), of_parts, strict=True):
-                    if not some:
-                        continue
-                    for delta in one.deltas:
-                        added = delta.of(part, self._factors, values.device)
-                        values.add_(added.to(values.dtype) if delta.is_rounded else added)
-                    made = Destination({t.name: values.cpu().contiguous()})
-                    yield wanted_box(t.name, *one.spec, part), made, some
+                for delta in one.deltas:
+                    added = delta.of(part, self._factors, values.device)
+                    values.add_(added.to(values.dtype) if delta.is_rounded else added)
+                made = Destination({t.name: values.cpu().contiguous()})
+                yield wanted_box(t.name, *one.spec, part), made, some
 
     def assets(self) -> Mapping[str, bytes]:
         """Those of the base. Its config says nothing of a quantization: its weights are plain."""

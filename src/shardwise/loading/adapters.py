@@ -24,7 +24,7 @@ from ..internals.torch import local_tensor
 from ..internals.transformers import is_transformers_model
 from ..limits import MAX_ADAPTER_RANK, brief, cause, read_shallow_json
 from ..models.classes import Rule
-from ..models.layers import has_blocks, kept_in
+from ..models.layers import blocks_in, kept_in
 from ..models.meta import meta_init
 from ..names import children, own_parameter
 from ..objects import frozen
@@ -389,7 +389,7 @@ def _refuse(
     """Raise :class:`PlanError` for what has no sharded form, or is not what ``configs``, the model's, say."""
     problems = []
     quantized = getattr(getattr(base, "config", None), "quantization_config", None)
-    is_ours = has_blocks(base) or bool(kept_in(base))
+    is_ours = bool(blocks_in(base) or kept_in(base))
     if not is_ours and (quantized is not None or getattr(base, "hf_quantizer", None) is not None):
         problems.append(
             f"the base {type(base).__name__} is quantized ({type(quantized).__name__}), and can't be sharded; load it by "

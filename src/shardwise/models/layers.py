@@ -31,7 +31,6 @@ __all__ = [
     "asked_of",
     "blocks_in",
     "freeze",
-    "has_blocks",
     "kept_in",
     "kept_in_checkpoint",
     "product",
@@ -179,11 +178,6 @@ def blocks_in(model: nn.Module) -> dict[str, Any]:
     """The layers of a model that hold 4-bit blocks (:class:`.ShardedLinear4bit`), by path. Never imports bitsandbytes."""
     kind = getattr(sys.modules.get(f"{__package__}.linear4bit"), "ShardedLinear4bit", ())
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, kind)}
-
-
-def has_blocks(model: nn.Module) -> bool:
-    """Whether a model has such layers."""
-    return bool(blocks_in(model))
 
 
 # ----------------------------------------------------------------------------------------------------

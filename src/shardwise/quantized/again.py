@@ -13,7 +13,7 @@ from ..errors import UnsupportedConversionError
 from ..objects import frozen
 from ..tensors.boxes import Box
 from .bitsandbytes import FourBit, book_of
-from .rules import Fp4Pairs, PackedIntegers, Scaled, in_blocks, packed_size
+from .rules import Fp4Pairs, PackedIntegers, Scaled, by_blocks, packed_size
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +137,8 @@ def _encode_fp8(block: tuple[int, ...], codes: str, scales: str, power_of_two: b
     stored = made.to(torch.float8_e8m0fnu if scales == "U8" else torch_dtype(scales))
     if stored.dtype != torch.float32 or power_of_two:
         factors = 1.0 / stored.float()
-    for each, factor in in_blocks(values, factors, window.box, block) if values.numel() else ():
-        each.mul_(factor)
+    if values.numel():
+        by_blocks(torch.Tensor.mul_, values, factors, window.box, block)
     return {
         "codes": values.clamp_(-most, most).to(code_type),
         "scales": stored.view(torch_dtype(scales)),

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..catalog.records import Coded, Rule, StoredTensor
 from ..dtypes import torch_dtype
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
 from ..internals.low_bit import dequantize_4bit, quantize_4bit
 from ..limits import MAX_QUANT_STATE_BYTES, brief, numel_of, parse_json
 from ..objects import frozen
 from ..tensors.boxes import Box, whole
 from .open import Found, Source
-from .rules import OneEach, Scaled, check, coded, covering, finite, in_blocks, looked_up, require, reshaped
+from .rules import OneEach, Scaled, by_blocks, check, coded, covering, finite, looked_up, require, reshaped
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +121,8 @@ class FourBit(Rule):
             first = covering(*_span(box, self.shape), self.block)[0]
             values.mul_(scales[_places(box, self.shape) // self.block - first])
         else:
-            for view, each in in_blocks(values, scales, box, (*(1 for _ in self.shape[:-1]), self.block)):
-                view.mul_(each)
+            block = (*(1 for _ in self.shape[:-1]), self.block)
+            by_blocks(torch.Tensor.mul_, values, scales, box, block)
         return values.to(dtype)
 
     def _values(self, box: Box, codes: torch.Tensor) -> torch.Tensor:
@@ -209,14 +209,11 @@ def find_bitsandbytes(source: Source) -> Found:
     if (source.settings.get("quant_method") or "bitsandbytes") != "bitsandbytes":
         return found
     four = _four_bit_names(source)
+    for name, states in four.items():
+        found.take(partial(_four_bit, source, name, states))
     stems = [stem for stem in _eight_bit_stems(source) if f"{stem}weight" not in four]
-    makers = [partial(_four_bit, source, name, states) for name, states in four.items()]
-    makers += [partial(_eight_bit, source, stem) for stem in stems]
-    for make in makers:
-        try:
-            found.add(make())
-        except SourceError as error:
-            found.problems.append(str(error))
+    for stem in stems:
+        found.take(partial(_eight_bit, source, stem))
     found.problems += _without_scales(source, four)
     of_state = {one for name, states in four.items() for one in (*states, f"{name}.quant_map")}
     found.unused = (of_state | {f"{stem}weight_format" for stem in stems}) & source.tensors.keys()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from ..catalog.records import Coded, StoredTensor
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
 from ..limits import brief
 from ..objects import frozen
 from ..tensors.boxes import whole
@@ -159,11 +160,7 @@ def _described(shape: Sequence[int], block: Sequence[int]) -> str:
         return "with one scale a tensor"
     if block[-1] >= shape[-1] and set(block[:-1]) == {1}:
         return "with a scale a channel"
-    return f"in blocks of {_times([b for b in block if b > 1])}"
-
-
-def _times(sizes: Sequence[Any]) -> str:
-    return " x ".join(map(str, sizes))
+    return f"in blocks of {' x '.join(str(b) for b in block if b > 1)}"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -270,10 +267,7 @@ def _each_module(
         found.problems.append(f"{stems[0]}qweight can't be decoded, as {len(stems)} modules in all: {error}")
         return found
     for stem in stems:
-        try:
-            found.add(make(source, stem, settings))
-        except SourceError as error:
-            found.problems.append(str(error))
+        found.take(partial(make, source, stem, settings))
     return found
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ..catalog.quantized import Quantized, method_of_config, quantized, stands_beside, way_out
-from ..catalog.records import Catalog, Coded, Quantization, StoredTensor
+from ..catalog.records import Catalog, Coded, StoredTensor
 from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionError
 from ..names import Named
 from ..objects import frozen
@@ -51,6 +50,13 @@ class Found:
 
     def add(self, one: Coded) -> None:
         self.coded[one.tensor.name] = one
+
+    def take(self, make: Callable[[], Coded]) -> None:
+        """Add what ``make`` gives, or the error that it raises as a problem."""
+        try:
+            self.add(make())
+        except SourceError as error:
+            self.problems.append(str(error))
 
     def parts(self) -> Iterable[str]:
         """Names of the stored tensors that are parts."""
@@ -164,7 +170,13 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[Named]] | None = No
 
 def _found(catalog: Catalog, family: Family, method: str, held: Collection[str]) -> Found:
     """The parts of a source. ``held``: last names of the model's own tensors. Raises :class:`PlanError` unless all fit together."""
-    source = Source(catalog.tensors, catalog.quantization.settings, partial(_content, catalog.quantization))
+
+    def content(name: str) -> bytes:
+        if name not in catalog.quantization.content:
+            raise FormatError("is too large, or in parts, for a tensor that describes others", path=name)
+        return catalog.quantization.content[name]
+
+    source = Source(catalog.tensors, catalog.quantization.settings, content)
     try:
         found = family(source)
     except SourceError as error:  # of a small tensor that describes others
@@ -193,12 +205,6 @@ def _surplus(catalog: Catalog, found: Found, held: Collection[str]) -> Iterator[
         beside = stands_beside(name, catalog.tensors)
         if beside is not None and name.rpartition(".")[2] not in held:
             yield f"surplus: {name!r} goes with {beside!r}, which is stored in another way, or with other scales"
-
-
-def _content(known: Quantization, name: str) -> bytes:
-    if name not in known.content:
-        raise FormatError("is too large, or in parts, for a tensor that describes others", path=name)
-    return known.content[name]
 
 
 def has_family(method: str) -> bool:

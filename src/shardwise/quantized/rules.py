@@ -26,13 +26,13 @@ __all__ = [
     "OneEach",
     "PackedIntegers",
     "Scaled",
+    "by_blocks",
     "check",
     "coded",
     "covering",
     "fields",
     "finite",
     "floats",
-    "in_blocks",
     "looked_up",
     "packed_size",
     "require",
@@ -115,6 +115,8 @@ class Scaled(Rule):
         zeros = None if self.zeros is None else _numbers(self.zeros, blocks, parts["zeros"])
         if zeros is not None and bool((zeros == zeros[:1, :1]).all()):  # symmetric codes: nothing to gather
             zeros = zeros[:1, :1]
+        if self.codes.in_halves:
+            scales = scales.half()
         groups = None if self.groups is None else self._check_groups(parts["groups"], box)
         numbers, lifted = self.codes.opened(box, parts["codes"]), cache(lambda lift: _lifted(scales, lift))
 
@@ -132,12 +134,10 @@ class Scaled(Rule):
             scales, rest = lifted(lift)
             block = (1, 1) if self._is_by_index else self.block
             if zeros is not None:
-                for view, each in in_blocks(values, of_blocks(slab, zeros), slab, block):
-                    view.sub_(each)
+                by_blocks(torch.Tensor.sub_, values, of_blocks(slab, zeros), slab, block)
             if rest != 1:
                 values.mul_(rest)
-            for view, each in in_blocks(values, of_blocks(slab, scales), slab, block):
-                view.mul_(each)
+            by_blocks(torch.Tensor.mul_, values, of_blocks(slab, scales), slab, block)
             return values if self.factor == 1 else values.mul_(self.factor)
 
         def decode(inner: Box) -> torch.Tensor:
@@ -145,7 +145,9 @@ class Scaled(Rule):
                 return torch.empty(inner.sizes, dtype=dtype)
             if self.is_turned or self.dtype == "F32":  # F32 holds what 16 bits do, and is faster to cast from
                 values = values_of(inner)
-                return values.copy_(values.to(dtype)) if self.dtype == "F16" else values
+                if self.dtype != "F16" or self.codes.in_halves:
+                    return values.to(torch.float32)
+                return values.copy_(values.to(dtype))
             found = torch.empty(inner.sizes, dtype=dtype)
             for slab in _slabs(inner):
                 found[slab.slices_in(inner)] = values_of(slab)
@@ -258,19 +260,23 @@ def _all_finite(numbers: torch.Tensor) -> bool:
     return isfinite(numbers.sum().item()) or bool(numbers.isfinite().all())
 
 
-def in_blocks(
-    values: torch.Tensor, scales: torch.Tensor, box: Box, block: tuple[int, ...]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The elements of a box and the scales of its blocks, as views that broadcast. Scales are copied as little as possible.
+def by_blocks(
+    operation: Callable[[torch.Tensor, torch.Tensor], object],
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    box: Box,
+    block: tuple[int, ...],
+) -> None:
+    """Change the elements of a box in place by the scales (or zero points) of its blocks, which are copied as little as possible.
 
-    Blocks are dims of their own in the views, along the last dim that is cut into blocks. So the blocks that are whole come as one
-    view, and a block at an end that is cut as its own. Scales are spread along the other dims.
+    Blocks are dims of their own in the views that ``operation`` gets, along the last dim that is cut into blocks. So the blocks that are
+    whole come as one view, and a block at an end that is cut as its own. Scales are spread along the other dims.
     """
     cut = [d for d, n in enumerate(block) if n > 1 and scales.shape[d] > 1]
     for d in cut[:-1]:
         scales = scales.repeat_interleave(block[d], d).narrow(d, box.start[d] % block[d], box.sizes[d])
     if not cut:
-        yield values, scales
+        operation(values, scales)
         return
     dim = cut[-1]
     start, stop, n = box.start[dim], box.stop[dim], block[dim]
@@ -280,7 +286,7 @@ def in_blocks(
         if begin < end:
             first, last = begin // n - start // n, -(-end // n) - start // n
             view = values.narrow(dim, begin - start, end - begin).unflatten(dim, (last - first, -1))
-            yield view, scales.narrow(dim, first, last - first).unsqueeze(dim + 1)
+            operation(view, scales.narrow(dim, first, last - first).unsqueeze(dim + 1))
 
 
 def covering(start: int, stop: int, unit: int) -> tuple[int, int]:
@@ -306,6 +312,8 @@ class Codes:
     """Whether the last two dims are stored the other way round."""
     columns_in_word = 1
     """Columns that share a word."""
+    in_halves = False
+    """Whether numbers are in F16, for arithmetic in F16 that is exact, and all with the same number added."""
 
     def box(self, box: Box) -> Box:
         """The box of the stored tensor that holds the numbers of a box."""
@@ -610,7 +618,7 @@ class FieldWords(Codes):
 class AwqWords(Codes):
     """Fields of 4 bits in words along the rows, in the order of AutoAWQ (MIT): its ``AWQ_REVERSE_ORDER``."""
 
-    bits, is_turned = 4, True
+    bits, is_turned, in_halves = 4, True, True
 
     def box(self, box: Box) -> Box:
         word, end = covering(box.start[0], box.stop[0], 8)
@@ -631,8 +639,9 @@ class AwqWords(Codes):
                 4
             ):  # field k of a half: row 2 * k of the first half of a word, 2 * k + 1 of the second
                 torch.bitwise_right_shift(halves, 4 * k, out=found[:, k])
-            rows = found.bitwise_and_(15).flatten(0, 2)[inner.start[0] % 8 :][: inner.sizes[0]]
-            return rows.to(torch.float32), 0
+            # F16 with 1024 units: its mantissa's last bits are those of a small integer that was added to it.
+            rows = found.bitwise_and_(15).bitwise_or_(0x6400).view(torch.float16).flatten(0, 2)
+            return rows[inner.start[0] % 8 :][: inner.sizes[0]], 0
 
         return numbers
 
