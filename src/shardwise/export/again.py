@@ -85,7 +85,9 @@ class QuantizedSource:
                     f"{self.root}: is not quantized, and quantize='as-source' writes the format of a quantized source; leave "
                     f"quantize= out, or give source="
                 )
-            self.config: Mapping[str, Any] = _config(self.stored)
+            file = join(self.stored.root, "config.json")
+            config = read_shallow_json(file) if is_file(file) else {}
+            self.config: Mapping[str, Any] = config if isinstance(config, dict) else {}
             self.files = SourceReader(on_progress, files=self.stored.files, io=io)
             self.files.hold(file.path for file in self.stored.files)
         except (SourceError, OSError) as error:
@@ -113,12 +115,6 @@ def place_of_source(live: LiveModel, given: str | os.PathLike[str] | None) -> tu
             "quantize='as-source': can't tell which quantized source this model was loaded from; give source="
         )
     return home, None
-
-
-def _config(stored: Catalog) -> Mapping[str, Any]:
-    file = join(stored.root, "config.json")
-    found = read_shallow_json(file) if is_file(file) else {}
-    return found if isinstance(found, dict) else {}
 
 
 def _with_quantization(config: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,11 +170,6 @@ def windows_in(shape: tuple[int, ...], unit: tuple[int, ...], most: int) -> Iter
 
 def _nothing(_: Filler) -> None:
     """What a rank without a window writes."""
-
-
-def _place(index: Sequence[int], shape: tuple[int, ...]) -> int:
-    """The place of an element in row-major order."""
-    return sum(i * s for i, s in zip(index, contiguous_strides(shape), strict=True))
 
 
 def _refuse_endless(name: str, finite: bool) -> None:
@@ -439,8 +430,10 @@ class AsSourceJob(Job):
         part, held = changed.one.parts[role], changed.one.rule.boxes(box)[role]
         if not held.numel:
             return False
-        first, last = (_place(index, part.shape) for index in (held.start, [n - 1 for n in held.stop]))
         size, begin = itemsize(part.dtype), output.tensors[part.name].chunks[0].offset_bytes
+        strides = contiguous_strides(part.shape)
+        first = sum(n * s for n, s in zip(held.start, strides, strict=True))
+        last = sum((n - 1) * s for n, s in zip(held.stop, strides, strict=True))
         return begin + first * size < window.stop and window.start < begin + (last + 1) * size
 
     def _gather(self, name: str, box: Box, owner: int, ranks: Ranks) -> torch.Tensor | None:

@@ -656,6 +656,8 @@ class ToStore:
 
     def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
         self.final, self._output, self._ranks, self._counted = url, output, ranks, counted
+        self._writer: ObjectWriter | None = None  # of the file that this rank writes
+        self._bytes_written = 0
 
     def prepare(self) -> None:
         self.final = self._ranks.on_first("claim the URL of the export", self._claim)
@@ -668,7 +670,6 @@ class ToStore:
 
     def write(self, job: Job, contents: HubTensors) -> int:
         ranks, output = self._ranks, self._output
-        objects = _Objects(self.final, output, ranks, self._counted)
         with ranks.agree("write export"):
             own = self._windows_of(ranks.rank)
             self._counted.expect(lambda: sum(window.nbytes for window in own))
@@ -676,19 +677,19 @@ class ToStore:
             for window in self._windows_of(ranks.rank) if job.reads_everything else ():
                 words = torch.zeros(-(-window.nbytes // 8), dtype=torch.int64)
                 fill(window, _Memory(window, words))
-                objects.write(window, words)
+                self._append(window, words)
         if not job.reads_everything:
-            self._gather(job, fill, objects)
+            self._gather(job, fill)
         with ranks.agree("write export"):
             job.finish(ranks)
-        return objects.bytes_written
+        return self._bytes_written
 
     def _windows_of(self, rank: int) -> Iterator[Window]:
         """The windows of the files that a rank writes, in order."""
         for file in list(self._output.headers)[rank :: self._ranks.world_size]:
             yield from windows_of(self._output, file)
 
-    def _gather(self, job: Job, fill: Callable[[Window, Filler], None], objects: _Objects) -> None:
+    def _gather(self, job: Job, fill: Callable[[Window, Filler], None]) -> None:
         """Bring the ranks' elements together. In each turn every rank gets a window of its own, and then all write theirs."""
         ranks = self._ranks
         for turn in zip_longest(*(self._windows_of(rank) for rank in range(ranks.world_size))):
@@ -703,14 +704,29 @@ class ToStore:
                     "gather for the store",
                     ranks,
                 )
-                into = None if words is None else _Memory(window, words)
+                into = None if words is None else _Overlap(window, words)
                 job.fill_together(window, rank, into, self._output, ranks)
                 if words is not None:
                     own = window, words
                 del words
             with ranks.agree("write export"):
                 if own is not None:
-                    objects.write(*own)
+                    self._append(*own)
+
+    def _append(self, window: Window, words: torch.Tensor) -> None:
+        """Append a window to its object, which appears with its last one."""
+        header, nbytes = self._output.headers[window.file], self._output.sizes[window.file]
+        if window.start == len(header):
+            path = inside(self.final, window.file)
+            self._writer = ObjectWriter(path, self._ranks.tick, expected_bytes=nbytes)
+            self._writer.write(header)
+        assert self._writer is not None
+        self._writer.write(words.view(torch.uint8).numpy().data[: window.nbytes])
+        self._bytes_written += window.nbytes
+        self._counted.add(window.nbytes)
+        if window.stop == nbytes:
+            self._writer.close()
+            self._writer = None
 
     def publish(self, assets: Mapping[str, bytes]) -> None:
         url, output = self.final, self._output
@@ -731,38 +747,23 @@ class ToStore:
 
 
 class _Memory:
-    """As :class:`.Filler`: takes the bytes of one window, and leaves others out."""
+    """As :class:`.Filler`: takes the bytes of one window."""
 
     def __init__(self, window: Window, words: torch.Tensor) -> None:
         self._window, self._view = window, memoryview(words.view(torch.uint8).numpy().data)
 
     def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
         at = offset_bytes - self._window.start
+        assert name == self._window.file
+        assert 0 <= at <= self._window.nbytes - view.nbytes
+        self._view[at : at + view.nbytes] = view
+
+
+class _Overlap(_Memory):
+    """As :class:`.Filler`: of the bytes that it is given, takes those of one window."""
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        at = offset_bytes - self._window.start
         first, last = max(0, -at), min(view.nbytes, self._window.nbytes - at)
         if name == self._window.file and first < last:
-            self._view[at + first : at + last] = view[first:last]
-
-
-class _Objects:
-    """The objects that one rank writes, one after another."""
-
-    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
-        self.bytes_written = 0
-        self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
-        self._writer: ObjectWriter | None = None
-
-    def write(self, window: Window, words: torch.Tensor) -> None:
-        """Append a window to its file, which appears with its last one."""
-        header, nbytes = self._output.headers[window.file], self._output.sizes[window.file]
-        if window.start == len(header):
-            self._writer = ObjectWriter(
-                inside(self._url, window.file), self._ranks.tick, expected_bytes=nbytes
-            )
-            self._writer.write(header)
-        assert self._writer is not None
-        self._writer.write(words.view(torch.uint8).numpy().data[: window.nbytes])
-        self.bytes_written += window.nbytes
-        self._counted.add(window.nbytes)
-        if window.stop == nbytes:
-            self._writer.close()
-            self._writer = None
+            super().write_at(name, offset_bytes + first, view[first:last])
