@@ -193,6 +193,19 @@ def test_a_save_imports_nothing_that_loads_or_exports(tmp_path: Path) -> None:
     assert [name for name in imported if name.startswith(NOT_FOR_A_SAVE)] == []
 
 
+def test_a_load_of_plain_weights_imports_no_quantized_format(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, shardwise as sw; from safetensors.torch import save_file\n"
+        f"model, file = torch.nn.Linear(2, 2), {str(tmp_path / 'model.safetensors')!r}\n"
+        "save_file(dict(model.state_dict()), file); sw.load(model, file); sw.load_pretrained\n"
+        "print(*(name[10:] for name in sys.modules if name.startswith('shardwise.')))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    imported = ran.stdout.split()
+    assert "loading.pretrained" in imported, ran.stderr
+    assert [name for name in imported if name.startswith("quantized.")] == ["quantized.open"]
+
+
 #: Modules for users of the package: their names, and those of its reports.
 OF_USERS = {"__main__", "api", "reports"}
 
