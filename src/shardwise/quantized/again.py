@@ -89,7 +89,7 @@ def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
         made = _Grouped(rule, one.tensor.shape, one.parts["codes"].dtype, one.parts["scales"].dtype).encoder()
     if made is None:
         raise UnsupportedConversionError(
-            f"{one.tensor.name}: was changed, and can't be requantized as {rule.format}: {reason}. Export without quantize=, "
+            f"{one.tensor.name}: was changed and can't be requantized as {rule.format}: {reason}. Export without quantize=, "
             f"for plain weights"
         )
     return made
