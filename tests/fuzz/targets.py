@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.checkpoint.sites import OneForAll
+from shardwise.checkpoint.sites import Hosts
 from shardwise.cli.commands import main
 from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
@@ -137,7 +137,7 @@ def resumed(place: Path) -> None:
 
 def trainer_resumed(place: Path) -> None:
     """The newest checkpoint of a Trainer that is of its form, its place in the data, and the rest of the epoch."""
-    path = newest([trainer_line_of(str(place))], {}, OneForAll())
+    path = newest([trainer_line_of(str(place))], {}, Hosts())
     data = DataPlace(lambda _: None, reads_again=True)
     state = state_of(3, trained=False)
     state = dataclasses.replace(state, dataloader=None, extra={"trainer": {}, "data": data})

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.checkpoint.sites import OneForAll
+from shardwise.checkpoint.sites import Hosts
 from shardwise.errors import FormatError, LockedError
 from shardwise.format.manifest import read_manifest
 from shardwise.integrations._folders import trainer_line_of
@@ -55,7 +55,7 @@ def stem_of(step: Path) -> str:
 def test_what_a_trainer_writes_is_taken(step: Path) -> None:
     assert check_place(str(step), read_manifest(step), stem_of(step))["extra.data"]["consumed"] == 2
     assert contents(str(step))["trainer"]["global_batch_size"] == 4
-    assert newest([trainer_line_of(str(step.parent))], {}, OneForAll()) == str(step)
+    assert newest([trainer_line_of(str(step.parent))], {}, Hosts()) == str(step)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_search_passes_a_malformed_one_by(step: Path) -> None:
     edit_documents(step, lambda d: d.pop("extra.trainer"))
     damaged: dict[str, tuple[int, str]] = {}
     with pytest.raises(sw.errors.NoCheckpointError):
-        newest([trainer_line_of(str(step.parent))], damaged, OneForAll())
+        newest([trainer_line_of(str(step.parent))], damaged, Hosts())
     assert "contains no extra.trainer" in damaged[str(step)][1]
 
 

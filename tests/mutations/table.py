@@ -1200,8 +1200,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "            self._lineage = None  # no save",
-        "            self._lineage = Lineage(report.run_id, one.step)  # no save",
+        "        self._lineage = None  # no save",
+        '        self._lineage = Lineage("", step)  # no save',
         (
             "tests/storage/test_runs.py::test_no_save_goes_on_from_a_resume_that_could_not_set_newer_steps_aside",
         ),
@@ -1705,8 +1705,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "        self._lineage, self._on_disk = self._lineage.at(step), step\n        self._places.after_save(step, place, ranks)",
-        "        self._on_disk = step\n        self._places.after_save(step, place, ranks)",
+        "        self._lineage, self._on_disk = self._lineage.at(step), step\n        self._after_save(step, place, ranks)",
+        "        self._on_disk = step\n        self._after_save(step, place, ranks)",
         (f"{CLI}::test_inspect_a_checkpoint",),
         "a step does not name the step before it",
     ),
@@ -1795,15 +1795,15 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/hosts.py",
-        "        return count < _MOST_ALONE and nbytes + part.nbytes <= _MOST_BYTES_ALONE\n",
+        "        return count < self._most_alone and nbytes + part.nbytes <= _MOST_BYTES_ALONE\n",
         "        return False\n",
         ("tests/publish/test_units.py::test_short_reads_come_alone_until_there_are_many",),
         "every rank of a run brings 16 MiB for a number",
     ),
     Mutation(
-        "ranks/ranks.py",
-        "        for k in range(1, min(copies, self.hosts)):\n            there",
-        "        for k in range(0, min(copies, self.hosts) - 1):\n            there",
+        "publish/sites.py",
+        "        for k in range(1, min(copies, len(self.places))):\n            there",
+        "        for k in range(0, min(copies, len(self.places)) - 1):\n            there",
         ("tests/publish/test_units.py::test_each_slice_lies_on_as_many_hosts_as_there_are_copies",),
         "a host copies its own slices",
     ),
@@ -1860,8 +1860,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/held.py",
-        '            and (not name.startswith("rank/") or rank_of_file(name) in beside)',
-        '            and not name.startswith("rank/")',
+        '(not name.startswith("rank/") or rank_of_file(name) in beside)',
+        'not name.startswith("rank/")',
         ("tests/publish/test_memory_tier.py::test_a_host_brings_what_its_ranks_read",),
         "documents of a lost host's ranks are not brought",
     ),
@@ -2319,7 +2319,7 @@ MUTATIONS = (
         "a part of a step counts as a damaged checkpoint",
     ),
     Mutation(
-        "checkpoint/sites.py",
+        "checkpoint/checkpointer.py",
         "set.intersection(*map(set, lists))",
         "set.union(*map(set, lists))",
         (f"{LOCAL}::test_hosts_agree_on_the_steps_that_stay",),
@@ -2341,10 +2341,10 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/sites.py",
-        """                target.seal(text)
+        """                    self._seal(text)
 """,
-        """                target.seal(text)
-                target.appear()
+        """                    self._seal(text)
+                    self._appear()
 """,
         (f"{LOCAL}::test_no_part_appears_before_all_are_sealed",),
         "a part appears before the others are sealed",
@@ -2406,16 +2406,16 @@ MUTATIONS = (
         "Accelerate deletes the sealed parts of other names, and keeps those of its own",
     ),
     Mutation(
-        "publish/places.py",
-        "if self._temporary is not None and not self._is_sealed:",
-        "if self._temporary is not None:",
+        "publish/sites.py",
+        "and self._temporary is not None and not self._is_sealed:",
+        "and self._temporary is not None:",
         (f"{LOCAL}::test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start",),
         "a failed save deletes a sealed part, though another host may have published its own",
     ),
     Mutation(
         "publish/sites.py",
-        "        if ranks.is_settled(error):\n",
-        "        if not ranks.is_settled(error):\n",
+        "            if ranks.is_settled(error):",
+        "            if not ranks.is_settled(error):",
         (f"{LOCAL}::test_no_part_appears_before_all_are_sealed",),
         "a sealed part stays on the disk after a save that no host has published",
     ),
@@ -2463,14 +2463,14 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/sites.py",
-        "        numbers.update(range(first // BLOCK_BYTES, last // BLOCK_BYTES + 1))\n",
-        "        numbers.update(range(first // BLOCK_BYTES, last // BLOCK_BYTES))\n",
+        "            remote.read_into(name, offset_bytes, target)\n",
+        "            remote.read_into(name, offset_bytes, target[:-1])\n",
         (f"{LOCAL}::test_parts_resume_bitwise_and_merge_into_a_checkpoint",),
-        "the last block that a rank needs is not fetched",
+        "the last byte of a read from another host is not fetched",
     ),
     Mutation(
-        "publish/places.py",
-        """        names = files_by_place(manifest)[self._own]
+        "publish/sites.py",
+        """        names = files_by_place(manifest)[self._sites.own]
 """,
         """        names = files_by_place(manifest)[0]
 """,

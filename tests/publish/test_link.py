@@ -18,7 +18,7 @@ import pytest
 
 from shardwise.errors import CheckpointError, IntegrityError, ShardwiseError
 from shardwise.format.manifest import FileEntry
-from shardwise.publish.hosts import Reader, Server, own_address, proved_units, receive_bytes
+from shardwise.publish.hosts import Reader, Server, own_address, proved_units, receive
 from shardwise.publish.ring import Ring
 
 SECRET, CONTENT = b"word", os.urandom(700_000)
@@ -239,7 +239,7 @@ def test_what_was_altered_once_is_asked_for_again(
 ) -> None:
     with closing(Between(serve())) as between, reader_of(between.port) as reader:
         memory = memoryview(bytearray(100))
-        done = pool.submit(receive_bytes, reader, NAME, 0, memory)
+        done = pool.submit(receive, reader, NAME, 0, memory)
         for turn in range(2):
             between.meet()
             between.server.sendall(received(between.reader, request_of(NAME)))

@@ -12,7 +12,6 @@ from typing import Any
 from shardwise.checkpoint import checkpointer
 from shardwise.checkpoint import save as async_save
 from shardwise.checkpoint import sites as local_parts
-from shardwise.checkpoint import sites as part_view
 from shardwise.checkpoint import take as stage
 from shardwise.publish import lock
 from shardwise.publish import lock as shared_fs
@@ -140,7 +139,7 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     yield local_parts, "address_toward_store", lambda: f"address of host{on.world.process.host}"
     yield local_parts, "Server", on.network.server
     yield local_parts, "Reader", on.network.reader
-    yield part_view, "open", opened_new(hands)
+    yield local_parts, "open", opened_new(hands)
     for name, function in hands.functions().items():
         yield os, name, function
 

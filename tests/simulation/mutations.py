@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpoint import run as directories
+from shardwise.checkpoint import checkpointer
 from shardwise.checkpoint import run as run_steps
-from shardwise.checkpoint import save
-from shardwise.checkpoint import sites as local_directories
 from shardwise.checkpoint import sites as local_parts
 from shardwise.errors import IntegrityError
-from shardwise.format.manifest import absent_places, read_manifest
+from shardwise.format.manifest import absent_places, files_by_place, parse_manifest, read_manifest
 from shardwise.publish import hosts as copies
 from shardwise.publish import line, lock
-from shardwise.publish import places as part_target
 from shardwise.publish import places as publish
-from shardwise.publish import sites as local_places
 from shardwise.publish import sites as parts
 from shardwise.ranks import protocol, ranks
 from shardwise.ranks import protocol as beats
@@ -92,21 +88,21 @@ def _without_ticks(method: Callable[..., Any]) -> Callable[..., Any]:
     return silent
 
 
-def _in_one_phase(target: Any, manifest: Callable[[], Any], current: Any) -> None:
-    text = current.on_first("make the manifest", lambda: target.text_of(manifest()))
+def _in_one_phase(self: Any, manifest: Callable[[], Any], current: Any) -> None:
+    text = current.on_first("make the manifest", lambda: manifest().to_text().encode())
     with current.agree("publish the parts"):
-        if current.rank == target.leader:
-            target.seal(text)
-            target.appear()
+        if self._sites.leads(current.rank):
+            self._seal(text)
+            self._appear()
 
 
-def _without_end(target: Any, manifest: Callable[[], Any], current: Any) -> None:
-    text = current.on_first("make the manifest", lambda: target.text_of(manifest()))
+def _without_end(self: Any, manifest: Callable[[], Any], current: Any) -> None:
+    text = current.on_first("make the manifest", lambda: manifest().to_text().encode())
     with current.agree("seal the parts"):
-        if current.rank == target.leader:
-            target.seal(text)
-    if current.rank == target.leader:
-        target.appear()
+        if self._sites.leads(current.rank):
+            self._seal(text)
+    if self._sites.leads(current.rank):
+        self._appear()
 
 
 def _unchecked_parts(path: str, step: int, tick: Any, *, heads: bool = True) -> tuple[Any, list[int]]:
@@ -127,20 +123,22 @@ def _brings_anything(*unit: Any) -> bool:
 
 
 def _of_no_other_host(root: str) -> list[Any]:
-    return [replace(part, places=[]) for part in part_target.sealed_parts(root)]
+    return [replace(part, places=[]) for part in publish.sealed_parts(root)]
 
 
 def _new_id(root: str) -> str:
-    return local_places.secrets.token_hex(8)
+    return parts.secrets.token_hex(8)
 
 
-def _sealed_without_name(temporary: str, text: bytes, files: Any) -> None:
-    publish.check_written(temporary, publish._files_in(temporary), files)
-    publish._seal(temporary, text, files)
+def _sealed_without_name(self: Any, text: bytes) -> None:
+    manifest = parse_manifest(text, self.final)
+    names = files_by_place(manifest)[self._sites.own]
+    publish.seal(self._temporary, text, {name: manifest.files[name] for name in names})
+    self._is_sealed = len(self.places) > 1
 
 
-def _sweep_all(root: str, places: Any, current: Any) -> None:
-    places.on_each("look for parts", lambda: publish.sweep_leftovers(root), current)
+def _sweep_all(root: str, sites: Any, current: Any) -> None:
+    sites.on_each("look for parts", lambda: publish.sweep_leftovers(root), current)
 
 
 #: By name: where the check is, its name there, and what stands in its place.
@@ -176,40 +174,32 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether the lock's file has its name", lock.DirectoryLock, "_has_its_name", lambda self: True),
     ("whether all files are there", publish, "check_written", _nothing),
     ("whether a step is newer than those there", run_steps.RunSteps, "name_of_next", None),
-    ("whether a step is whole, on resume", directories, "quick_check", _nothing),
+    ("whether a step is whole, on resume", checkpointer, "quick_check", _nothing),
     ("whether a step is whole, for retention", run_steps, "_is_whole", lambda *_: True),
-    ("whether all parts are sealed before one appears", save, "publish_parts", _in_one_phase),
-    ("whether all parts have appeared", save, "publish_parts", _without_end),
+    ("whether all parts are sealed before one appears", parts.PartTarget, "commit", _in_one_phase),
+    ("whether all parts have appeared", parts.PartTarget, "commit", _without_end),
     ("whether a part is whole, on resume", local_parts, "check_parts", _unchecked_parts),
-    ("whether every part of a step is there", local_parts._Held, "lost", property(lambda self: [])),
-    (
-        "whether a part is whole, for retention",
-        local_directories.LocalDirectories,
-        "_is_own_part_whole",
-        lambda self, current: lambda path, step: True,
-    ),
+    ("whether every part of a step is there", local_parts.Found, "lost", property(lambda self: [])),
+    ("whether a part is whole, for retention", run_steps, "_has_own_part", lambda *_: True),
     ("whether bytes of another host are right", copies, "_bring", _brings_anything),
     ("whether bytes of another host are right when read again", copies, "_ATTEMPTS", 1),
-    ("whether a sealed part is of a published step", local_directories, "settle_parts", _sweep_all),
+    ("whether a sealed part is of a published step", checkpointer, "settle_parts", _sweep_all),
     ("whether other parts may have appeared, after a failure", ranks.Ranks, "is_settled", lambda *_: True),
     ("whether a host that is away has the part", local_parts, "_refuse_lost", _lost),
     ("whether another host may have published its part", parts, "sealed_parts", _of_no_other_host),
-    ("whether a directory has an id", local_directories, "id_of_place", _new_id),
+    ("whether a directory has an id", parts, "id_of_place", _new_id),
     ("whether newer steps are there, after a resume", run_steps.RunSteps, "go_on_from", lambda *_: []),
     ("whether steps were lost", run_steps.RunSteps, "raise_if_lost", _nothing),
     ("whether killed saves left something", publish, "sweep_leftovers", lambda root: []),
     ("whether killed saves left something, on a host", parts, "sweep_leftovers", lambda *_: []),
-    ("whether a sealed part has its name on the disk", part_target, "seal_part", _sealed_without_name),
-    ("whether a newer step has made sealed parts useless", local_directories, "delete_sealed", _nothing),
+    ("whether a sealed part has its name on the disk", parts.PartTarget, "_seal", _sealed_without_name),
+    ("whether a newer step has made sealed parts useless", checkpointer, "delete_sealed", _nothing),
     ("whether a directory of links is deleted", local_parts, "remove_ours", _nothing),
 )
 
 
 #: Where only schedules of hosts with directories of their own come.
-_ONLY_LOCAL = (
-    *(local_directories, local_directories.LocalDirectories, local_parts, local_parts._Held),
-    *(parts, part_target, copies),
-)
+_ONLY_LOCAL = (local_parts, local_parts.Found, parts, parts.PartTarget, copies)
 
 
 def _no_failures(self: Any, request: Any, own_status: Any) -> Any:

@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError, LockedError, ShardwiseError
 from shardwise.format.manifest import read_manifest
 from shardwise.publish.places import ObjectTarget
 from shardwise.publish.write import ObjectWriter, delete_below
+from shardwise.ranks.ranks import Ranks
 from shardwise.storage import exists, files_below, is_file, read_range, read_whole
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
@@ -360,12 +361,13 @@ def test_a_failure_after_the_commit_deletes_nothing(proxy: Proxy) -> None:
     url = f"{ROOT}/committed"
     sw.save(small_state(1), f"{ROOT}/other")
     target = ObjectTarget(url)
-    target.begin([])
+    ranks = Ranks.current()
+    target.begin([], lambda: None, ranks)
     for name in files_below(f"{ROOT}/other"):
         if name != "manifest.json":
             write(f"{url}/{name}", read_whole(f"{ROOT}/other/{name}", 10**6))
-    target.commit(read_manifest(f"{ROOT}/other"))
-    target.discard()
+    target.commit(lambda: read_manifest(f"{ROOT}/other"), ranks)
+    target.discard(ranks)
     assert sw.verify(url).ok
 
 

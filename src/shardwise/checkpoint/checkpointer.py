@@ -7,35 +7,34 @@ import logging
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-from ..engine.files import arriving
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.header import checked_step
 from ..objects import gc_paused
-from ..operations.operation import announced
+from ..operations.operation import announced, this_operation
 from ..planning.plan import IOOptions
-from ..publish.places import Target, target_of
-from ..ranks.ranks import Ranks
+from ..publish.lock import open_for_all
+from ..publish.places import Target, delete_sealed, target_of
+from ..publish.sites import PartTarget, Sites, meet, settle_parts
+from ..ranks.ranks import Ranks, patiently
 from ..ranks.stop import PreemptionPolicy, Stops
 from ..state.optimizer import TrainState
 from ..storage import absolute
 from ..storage.records import counting, is_url
-from .held import HeldStep, MemorySteps
+from .held import MemorySteps
 from .resume_report import ResumeReport, logged
 from .run import (
     SAVED,
-    Directories,
+    Candidate,
     Due,
     FailurePolicy,
     Failures,
-    OneDirectory,
     RefusalError,
     Retention,
     RunSteps,
@@ -45,298 +44,21 @@ from .run import (
     way_for_all,
 )
 from .save import AsyncSave, SaveReport, reserve_for, write_checkpoint
+from .sites import opened
 from .take import InMemoryCheckpoints, Lineage, StagingBuffer, collect
+from .verify import quick_check
 
 __all__ = [
     "Checkpointer",
-    "Remembering",
-    "Resuming",
-    "Stopping",
     "save",
     "save_at",
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The half of a Checkpointer that keeps steps in memory and takes them back from there.
-
 _log = logging.getLogger(__name__)
-
-
-class Remembering(ABC):
-    """The memory methods of :class:`.checkpointer.Checkpointer`."""
-
-    _memory: MemorySteps | None
-    _lineage: Lineage | None
-    _steps: RunSteps
-    _io: IOOptions
-    _on_disk: int | None
-    _stops: Stops
-
-    @abstractmethod
-    def _check_open(self) -> None: ...
-
-    @abstractmethod
-    def _ranks(self) -> Ranks: ...
-
-    @abstractmethod
-    def _begin_run(self, ranks: Ranks) -> Lineage: ...
-
-    @abstractmethod
-    def _name_of_next(self, step: int, place: int) -> str: ...
-
-    def _begin_memory(self, tier: InMemoryCheckpoints) -> MemorySteps:
-        return MemorySteps(tier, self._steps.root_of(0), self._ranks())
-
-    def _close_memory(self) -> None:
-        """Give the memory back, unless it holds a step that disk does not, or the run was told to stop."""
-        memory = self._memory
-        if memory is not None:
-            is_newer = memory.wait() is not None and (
-                self._on_disk is None or (memory.newest or 0) > self._on_disk
-            )
-            memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
-
-    def remember(self, state: TrainState, step: int) -> int:
-        """Keep ``state`` in the hosts' memory if ``step`` is divisible by ``InMemoryCheckpoints.every``. Returns how many bytes this rank copied.
-
-        Call it after each step; it does nothing without ``memory=``. It returns once the state is copied; during the copy, a thread compares
-        it with the state of the other ranks. In the background, the thread then hashes the copy and exchanges slices with other hosts. Returns 0 if the step isn't due,
-        if the previous step is still being copied on some rank, or if ranks are missing. Failures (tmpfs is full, a host was lost)
-        are logged, and training continues. Every rank must call it. Raises :class:`StateError` for state that can't be
-        stored, and :class:`CheckpointError` for a directory with another run's steps.
-        """
-        memory, step = self._memory, checked_step(step)
-        if memory is None or not memory.is_due(step):
-            return 0
-        self._check_open()
-        ranks = self._ranks()
-        if self._lineage is None:
-            ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, 0))
-            self._lineage = self._begin_run(ranks)
-        return memory.save(state, step, self._lineage, ranks)
-
-    def wait_for_memory(self) -> int | None:
-        """Block until the step that :meth:`remember` copied is complete on all hosts. Returns the newest step in memory."""
-        return None if self._memory is None else self._memory.wait()
-
-    def _resume_from_memory(
-        self, state: TrainState, held: HeldStep, ranks: Ranks, restore: Callable[..., ResumeReport]
-    ) -> ResumeReport | str:
-        """A report, or why the step can't be had from memory. Collective."""
-        assert self._memory is not None
-        view = None
-        try:
-            view = self._memory.view(held, ranks)
-            with ranks.agree("bring documents from memory"):
-                view.bring_documents()
-            with arriving(view.read_into):
-                report = restore(state, view.path, ranks, self._io)
-        except ShardwiseError as error:
-            if not is_damage(error) and not _is_of_memory(error):
-                raise
-            return str(error)
-        finally:
-            if view is not None:
-                view.remove()
-        path = f"memory: {self._memory.path_of(held)}"
-        return replace(report, path=path, from_memory=True, fetched=dict(view.taken))
-
-    def _from_memory(
-        self,
-        state: TrainState,
-        asked: int | None,
-        newest: int,
-        ranks: Ranks,
-        restore: Callable[..., ResumeReport],
-    ) -> ResumeReport | None:
-        """The newest step in memory that is not older than ``newest``, the next one on disk. Collective."""
-        if self._memory is None:
-            return None
-        for held in self._memory.candidates(ranks):
-            if held.step < newest or asked not in (None, held.step) or held in self._memory.failed:
-                continue
-            found = self._resume_from_memory(state, held, ranks, restore)
-            if isinstance(found, ResumeReport):
-                self._lineage = None
-                newer = ranks.on_first("rename newer steps", partial(self._steps.go_on_from, held.step, {}))
-                self._memory.begin_line(held.step, ranks)
-                self._memory.took(held)
-                self._lineage = Lineage(found.run_id, held.step)
-                return found.with_history({}, tuple(newer))
-            self._memory.failed.append(held)
-            if ranks.rank == 0:
-                _log.warning("skipping step %d in memory: %s", held.step, found)
-        return None
-
-
-def _is_of_memory(error: ShardwiseError) -> bool:
-    """Whether memory does not hold a step, on whichever rank: then disk may."""
-    if isinstance(error, CheckpointError):
-        return True
-    causes = getattr(error, "causes", {})
-    return bool(causes) and all(
-        c.startswith(("CheckpointError", "LowSpaceError", "IntegrityError")) for c in causes.values()
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The half of a Checkpointer that resumes: the newest valid step, from disk or from memory.
-
-
-class Resuming(Remembering):
-    """The resuming methods of :class:`.checkpointer.Checkpointer`."""
-
-    _places: Directories
-
-    @abstractmethod
-    def wait(self) -> SaveReport | None:
-        """The Checkpointer's."""
-
-    @logged
-    @announced("resume", "step")
-    def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
-        """Restore the newest valid step (or exactly ``step``). Returns None only if nothing was ever published here.
-
-        Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed one are renamed to
-        ``step-N.superseded-…``, so that the next restart resumes from this run's steps. A step also counts as damaged if its manifest
-        belongs to a different step (an old manifest, or a renamed directory), or if one of its documents is malformed. Every rank must call it.
-
-        Raises :class:`NoCheckpointError` if there are steps but none is valid, and :class:`PlanError` or :class:`StateError` if a
-        valid step doesn't fit the live objects (nothing is renamed then).
-        """
-        with counting() as asked:
-            report = self._resume(state, step, self._ranks())
-        return None if report is None else replace(report, requests=asked.total)
-
-    def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
-        from .restore import restore_into  # and with it what loads, for which no first save waits
-
-        self._check_open()
-        self.wait()
-        damaged: dict[int, dict[int, str]] = {}
-        for one in self._places.candidates(step, ranks):
-            if found := self._from_memory(state, step, one.step, ranks, restore_into):
-                return found
-            try:
-                report = self._places.restore(restore_into, state, one, ranks, self._io)
-            except ShardwiseError as error:
-                if is_unreadable(error):
-                    self._places.raise_if_taken(ranks)
-                if not is_damage(error):
-                    raise
-                damaged.setdefault(one.place, {})[one.step] = str(error)
-                if ranks.rank == 0:
-                    _log.warning("skipping damaged %s: %s", one.path, error)
-                continue
-            self._lineage = None  # no save goes on from this step while newer ones are not set aside
-            newer = self._places.go_on_from(one.step, damaged, ranks)
-            if self._memory is not None:
-                self._memory.begin_line(one.step, ranks)
-            self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
-            bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
-            return report.with_history(bad, tuple(s for s in newer if s not in bad))
-        if found := self._from_memory(state, step, 0, ranks, restore_into):
-            return found
-        self._places.raise_if_lost(step, damaged, ranks)
-        return None
-
-
-# ----------------------------------------------------------------------------------------------------
-# The half of a Checkpointer that ends a run which was asked to stop.
-
-
-class Stopping(ABC):
-    """The stopping methods of :class:`.checkpointer.Checkpointer`."""
-
-    _stops: Stops
-    _times: SaveTimes
-    _pending: AsyncSave | None
-    _lineage: Lineage | None
-
-    @abstractmethod
-    def save(self, state: TrainState, step: int) -> SaveReport:
-        """The Checkpointer's."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The Checkpointer's."""
-
-    @abstractmethod
-    def _settle(self) -> tuple[int, str] | None: ...
-
-    @abstractmethod
-    def _check_open(self) -> None: ...
-
-    @abstractmethod
-    def _ranks(self) -> Ranks: ...
-
-    def should_stop(self, step: int) -> bool:
-        """Whether the run was asked to stop, by a signal on any rank or by :meth:`request_stop`. True in the same call on every rank.
-
-        Call it after each step, and as often as you like in between: during a warm-up, or for each batch of an evaluation (with the training
-        step's number). Every rank must make the same calls with the same steps, from the main thread. A call isn't a collective, and
-        only waits for rank 0. It takes about a microsecond, and every 20 ms or so it also checks the process group's store
-        (docs/howto/preemption.md has numbers). If calls are 0.5 s or more apart, all ranks stop at the call in which rank 0 learns of the
-        signal, or at the next one. With more frequent calls, they stop at most 12 calls later.
-
-        When it returns True, call :meth:`stop` and exit with :attr:`exit_code`. Raises :class:`RankError` on all ranks if their calls differ, or if
-        rank 0 doesn't make the call within ``IOOptions.timeout_s``.
-        """
-        if not self._stops.has_stopped:
-            self._check_open()
-        return self._stops.should_stop(checked_step(step), self._ranks())
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop, as a signal would: at a time limit, or when the loss is NaN, for example. One rank's call is enough."""
-        self._stops.request()
-
-    @property
-    def exit_code(self) -> int:
-        """Pass this to ``sys.exit``: ``exit_status`` (75) if the run was stopped, so that the scheduler or launcher restarts it, otherwise 0."""
-        return self._stops.exit_code
-
-    def stop(self, state: TrainState, step: int) -> int | None:
-        """Save ``state`` as ``step`` in the fastest way that is safe, then :meth:`close`. Returns the newest published step.
-
-        A step that is already saved, or about to be published by an async save, isn't saved again. A pending save is always awaited, because
-        no new save could be faster. If the time left until ``deadline_s`` is shorter than previous saves took, the run ends with the
-        previous step. A second signal, 2 s or more after the first, means that no time is left. If the scheduler kills the process during the save,
-        the previous step is unaffected. Every rank must call it. Raises the errors of :meth:`save` and :meth:`close`.
-        """
-        step, ranks = checked_step(step), self._ranks()
-        for _ in range(2):  # what fails is tried once more, an async save in the fallback
-            saves, why = ranks.combine(
-                "plan the last save", lambda: self._situation(step).to_list(), way_for_all
-            )
-            if not saves:
-                if ranks.rank == 0 and why != SAVED:
-                    _log.warning("step %d was not saved: %s", step, why)
-                break
-            self.save(state, step)
-            self._settle()
-        self.close()
-        newest = None if self._lineage is None else self._lineage.parent_step
-        if ranks.rank == 0:
-            _log.warning("stopped after step %d; the newest saved step is %s", step, newest)
-        return newest
-
-    def _situation(self, step: int) -> Situation:
-        pending, newest = self._pending, None if self._lineage is None else self._lineage.parent_step
-        return Situation(
-            step,
-            newest,
-            None if pending is None else pending.step,
-            0.0 if pending is None else pending.seconds,
-            self._times.longest_s,
-            self._stops.left_s(),
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-# ``save`` and ``Checkpointer``: training state in and out of a checkpoint directory (format: docs/format.md).
-
 _NUMBERS = itertools.count()
+#: ``restore_into``, which is imported by a resume only.
+Restore = Callable[[TrainState, str, Ranks, IOOptions], ResumeReport]
 
 
 def save(
@@ -365,7 +87,7 @@ def _new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-class Checkpointer(Stopping, Resuming):
+class Checkpointer:
     """Save the checkpoints of one run to a directory, delete old ones, and resume from the newest valid one.
 
     Args:
@@ -445,7 +167,7 @@ class Checkpointer(Stopping, Resuming):
             fallback,
             sweeps=not local,  # what another host knows decides about parts of steps
         )
-        self._places = self._directories(local=local)
+        self._sites = Sites()
         self._io, self._due = io or IOOptions(), Due(save_every)
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
@@ -453,24 +175,18 @@ class Checkpointer(Stopping, Resuming):
         self._closed = False
         self._lineage: Lineage | None = None
         self._place = 0  # of the next async save
-        self._memory, self._on_disk = None, None
+        self._memory: MemorySteps | None = None
+        self._on_disk: int | None = None
         with (
             ExitStack() as undo
         ):  # also if another rank failed or is missing: the caller gets no object to close
             undo.callback(self._steps.close)
-            self._channel = self._places.open(self._open, self._ranks())
+            self._channel = self._open(self._ranks(), local=local)
             self._stops = Stops(preemption, self._ranks())
             undo.callback(self._stops.close)
             if memory is not None:
-                self._memory = self._begin_memory(memory)
+                self._memory = MemorySteps(memory, self.root, self._ranks())
             undo.pop_all()
-
-    def _directories(self, *, local: bool) -> Directories:
-        if not local:
-            return OneDirectory(self._steps)
-        from .sites import LocalDirectories  # and with it what reads other hosts' parts
-
-        return LocalDirectories(self._steps)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -483,13 +199,20 @@ class Checkpointer(Stopping, Resuming):
                 raise
             _log.warning("the async save failed, too: %s", error)  # the body's own error comes first
 
-    def _open(self) -> str:
-        """Lock the directory. Returns the channel of the background thread's agreements. For rank 0.
-
-        Each Checkpointer has a channel of its own, because two may write at a time.
+    def _open(self, ranks: Ranks, *, local: bool) -> str:
+        """Lock the directory, or each host's, and look whether all ranks can work there. Collective. Returns the channel of the background
+        thread's agreements: each Checkpointer has one of its own, because two may write at a time.
         """
-        self._steps.open()
-        return f"async-{next(_NUMBERS)}-"
+
+        def take() -> str:
+            self._steps.open()
+            return f"async-{next(_NUMBERS)}-"
+
+        if not local:
+            return open_for_all(self.root, take, ranks)
+        self._sites, channels = meet(self.root, "lock checkpoint directories", take, ranks)
+        settle_parts(self.root, self._sites, ranks)
+        return channels[0]
 
     def close(self) -> None:
         """Wait for the pending async save and the mirror, then release the directory. Later saves and resumes raise.
@@ -621,17 +344,21 @@ class Checkpointer(Stopping, Resuming):
 
     def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks, called: float) -> SaveReport:
         try:
-            name = self._places.name_of_next(lambda: self._name_of_next(step, place), ranks)
+            name = self._name_for(step, place, ranks)
         except CheckpointError as error:
             raise RefusalError(error) from error
-        target = self._places.target(name, place)
+        target = (
+            PartTarget(self._steps.path_of(place, name), self._sites)
+            if self._sites.places
+            else self._steps.target(name, place)
+        )
         if self._lineage is None:
             self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
             return self._save_async(state, target, step, place, self._buffer, called)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage, self._on_disk = self._lineage.at(step), step
-        self._places.after_save(step, place, ranks)
+        self._after_save(step, place, ranks)
         self._times.add(report.seconds)
         return report
 
@@ -654,19 +381,261 @@ class Checkpointer(Stopping, Resuming):
                 target,
                 buffer,
                 ranks_of_thread,
-                lambda: self._places.after_save(step, place, ranks_of_thread),
+                lambda: self._after_save(step, place, ranks_of_thread),
                 called,
             )
         self._pending = pending
         return pending.copy()
 
+    # -- resuming ------------------------------------------------------------------------------------------
+
+    @logged
+    @announced("resume", "step")
+    def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
+        """Restore the newest valid step (or exactly ``step``). Returns None only if nothing was ever published here.
+
+        Damaged steps are skipped with a warning and renamed to ``step-N.damaged-…``. Steps newer than the resumed one are renamed to
+        ``step-N.superseded-…``, so that the next restart resumes from this run's steps. A step also counts as damaged if its manifest
+        belongs to a different step (an old manifest, or a renamed directory), or if one of its documents is malformed. Every rank must call it.
+
+        Raises :class:`NoCheckpointError` if there are steps but none is valid, and :class:`PlanError` or :class:`StateError` if a
+        valid step doesn't fit the live objects (nothing is renamed then).
+        """
+        with counting() as asked:
+            report = self._resume(state, step, self._ranks())
+        return None if report is None else replace(report, requests=asked.total)
+
+    def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
+        from .restore import restore_into  # and with it what loads, for which no first save waits
+
+        self._check_open()
+        self.wait()
+        damaged: dict[int, dict[int, str]] = {}
+        for one in self._candidates(step, ranks):
+            if found := self._from_memory(state, step, one.step, ranks, restore_into):
+                return found
+            try:
+                report = self._restore(restore_into, state, one, ranks)
+            except ShardwiseError as error:
+                if is_unreadable(error):
+                    self._sites.on_each("check the steps again", self._steps.raise_if_taken, ranks)
+                if not is_damage(error):
+                    raise
+                damaged.setdefault(one.place, {})[one.step] = str(error)
+                if ranks.rank == 0:
+                    _log.warning("skipping damaged %s: %s", one.path, error)
+                continue
+            newer = self._go_on_from(one.step, damaged, ranks)
+            self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
+            bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
+            return report.with_history(bad, tuple(s for s in newer if s not in bad))
+        if found := self._from_memory(state, step, 0, ranks, restore_into):
+            return found
+        self._sites.on_each("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged), ranks)
+        return None
+
+    def _candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
+        """The steps to try, newest first. Of hosts with directories of their own, each may lack some."""
+        asked = None if self._sites.places else step
+        lists = self._sites.on_each("scan checkpoint directory", lambda: self._steps.candidates(asked), ranks)
+        every = {(s, place): name for found in lists for s, place, name in found}
+        if asked != step and all(s != step for s, _ in every):
+            raise CheckpointError(
+                f"{self._steps.root_of(0)}: no step {step} on any host; there are {sorted({s for s, _ in every})}"
+            )
+        names = sorted(every.items(), key=lambda one: (-one[0][0], one[0][1]))
+        return [
+            Candidate(s, place, self._steps.path_of(place, n)) for (s, place), n in names if step in (None, s)
+        ]
+
+    def _restore(self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks) -> ResumeReport:
+        """Check a step, and restore it. Raises damage as :func:`.is_damage` says."""
+        if not self._sites.places:
+            with ranks.agree(f"check step {one.step}"):
+                if ranks.rank == 0:
+                    patiently(quick_check, one.path, one.step, ranks.tick)
+            this_operation().begin_again(one.path)
+            return restore(state, one.path, ranks, self._io)
+        with opened(one.path, one.step, self._sites, ranks, self._io) as there:
+            this_operation().begin_again(one.path)
+            return replace(restore(state, there.path, ranks, there.io), path=one.path)
+
+    def _go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
+        """Rename the steps newer than a resumed one. Returns them, newest first. Collective."""
+        self._lineage = None  # no save goes on from this step while newer ones are not set aside
+        newer = self._sites.on_each(
+            "rename newer steps", partial(self._steps.go_on_from, step, damaged), ranks
+        )
+        if self._memory is not None:
+            self._memory.begin_line(step, ranks)
+        return sorted(set().union(*newer), reverse=True)
+
+    # -- steps in memory -----------------------------------------------------------------------------------
+
+    def remember(self, state: TrainState, step: int) -> int:
+        """Keep ``state`` in the hosts' memory if ``step`` is divisible by ``InMemoryCheckpoints.every``. Returns how many bytes this rank copied.
+
+        Call it after each step; it does nothing without ``memory=``. It returns once the state is copied; during the copy, a thread compares
+        it with the state of the other ranks. In the background, the thread then hashes the copy and exchanges slices with other hosts. Returns 0 if the step isn't due,
+        if the previous step is still being copied on some rank, or if ranks are missing. Failures (tmpfs is full, a host was lost)
+        are logged, and training continues. Every rank must call it. Raises :class:`StateError` for state that can't be
+        stored, and :class:`CheckpointError` for a directory with another run's steps.
+        """
+        memory, step = self._memory, checked_step(step)
+        if memory is None or not memory.is_due(step):
+            return 0
+        self._check_open()
+        ranks = self._ranks()
+        if self._lineage is None:
+            self._name_for(step, 0, ranks)
+            self._lineage = self._begin_run(ranks)
+        return memory.save(state, step, self._lineage, ranks)
+
+    def wait_for_memory(self) -> int | None:
+        """Block until the step that :meth:`remember` copied is complete on all hosts. Returns the newest step in memory."""
+        return None if self._memory is None else self._memory.wait()
+
+    def _from_memory(
+        self, state: TrainState, asked: int | None, newest: int, ranks: Ranks, restore: Restore
+    ) -> ResumeReport | None:
+        """The newest step in memory that is not older than ``newest``, the next one on disk. Collective."""
+        memory = self._memory
+        if memory is None:
+            return None
+        for held in memory.candidates(ranks):
+            if held.step < newest or asked not in (None, held.step) or held in memory.failed:
+                continue
+            try:
+                with memory.opened(held, ranks) as (view, brought):
+                    report = restore(state, view, ranks, self._io)
+            except ShardwiseError as error:
+                if not is_damage(error) and not _is_of_memory(error):
+                    raise
+                memory.failed.append(held)
+                if ranks.rank == 0:
+                    _log.warning("skipping step %d in memory: %s", held.step, error)
+                continue
+            newer = self._go_on_from(held.step, {}, ranks)
+            memory.took(held)
+            self._lineage = Lineage(report.run_id, held.step)
+            path = f"memory: {memory.path_of(held)}"
+            report = replace(report, path=path, from_memory=True, fetched=dict(brought))
+            return report.with_history({}, tuple(newer))
+        return None
+
+    def _close_memory(self) -> None:
+        """Give the memory back, unless it holds a step that disk does not, or the run was told to stop."""
+        memory = self._memory
+        if memory is not None:
+            is_newer = memory.wait() is not None and (
+                self._on_disk is None or (memory.newest or 0) > self._on_disk
+            )
+            memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
+
+    # -- stopping ------------------------------------------------------------------------------------------
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the run was asked to stop, by a signal on any rank or by :meth:`request_stop`. True in the same call on every rank.
+
+        Call it after each step, and as often as you like in between: during a warm-up, or for each batch of an evaluation (with the training
+        step's number). Every rank must make the same calls with the same steps, from the main thread. A call isn't a collective, and
+        only waits for rank 0. It takes about a microsecond, and every 20 ms or so it also checks the process group's store
+        (docs/howto/preemption.md has numbers). If calls are 0.5 s or more apart, all ranks stop at the call in which rank 0 learns of the
+        signal, or at the next one. With more frequent calls, they stop at most 12 calls later.
+
+        When it returns True, call :meth:`stop` and exit with :attr:`exit_code`. Raises :class:`RankError` on all ranks if their calls differ, or if
+        rank 0 doesn't make the call within ``IOOptions.timeout_s``.
+        """
+        if not self._stops.has_stopped:
+            self._check_open()
+        return self._stops.should_stop(checked_step(step), self._ranks())
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, as a signal would: at a time limit, or when the loss is NaN, for example. One rank's call is enough."""
+        self._stops.request()
+
+    @property
+    def exit_code(self) -> int:
+        """Pass this to ``sys.exit``: ``exit_status`` (75) if the run was stopped, so that the scheduler or launcher restarts it, otherwise 0."""
+        return self._stops.exit_code
+
+    def stop(self, state: TrainState, step: int) -> int | None:
+        """Save ``state`` as ``step`` in the fastest way that is safe, then :meth:`close`. Returns the newest published step.
+
+        A step that is already saved, or about to be published by an async save, isn't saved again. A pending save is always awaited, because
+        no new save could be faster. If the time left until ``deadline_s`` is shorter than previous saves took, the run ends with the
+        previous step. A second signal, 2 s or more after the first, means that no time is left. If the scheduler kills the process during the save,
+        the previous step is unaffected. Every rank must call it. Raises the errors of :meth:`save` and :meth:`close`.
+        """
+        step, ranks = checked_step(step), self._ranks()
+        for _ in range(2):  # what fails is tried once more, an async save in the fallback
+            saves, why = ranks.combine(
+                "plan the last save", lambda: self._situation(step).to_list(), way_for_all
+            )
+            if not saves:
+                if ranks.rank == 0 and why != SAVED:
+                    _log.warning("step %d was not saved: %s", step, why)
+                break
+            self.save(state, step)
+            self._settle()
+        self.close()
+        newest = None if self._lineage is None else self._lineage.parent_step
+        if ranks.rank == 0:
+            _log.warning("stopped after step %d; the newest saved step is %s", step, newest)
+        return newest
+
+    def _situation(self, step: int) -> Situation:
+        pending, newest = self._pending, None if self._lineage is None else self._lineage.parent_step
+        return Situation(
+            step,
+            newest,
+            None if pending is None else pending.step,
+            0.0 if pending is None else pending.seconds,
+            self._times.longest_s,
+            self._stops.left_s(),
+        )
+
+    # -- for all of these ----------------------------------------------------------------------------------
+
+    def _after_save(self, step: int, place: int, ranks: Ranks) -> None:
+        """Apply retention, and let the mirror follow. Collective. Steps in parts count if every host has its own part whole; so all hosts
+        delete the same steps."""
+        steps, sites = self._steps, self._sites
+        agreed: set[int] | None = None
+        if sites.places:
+            own = sites.places[sites.own].id
+            lists = sites.on_each(
+                "look at the steps", lambda: steps.newest_whole(step, own, ranks.tick), ranks
+            )
+            agreed = set.intersection(*map(set, lists))
+        with ranks.agree("retention"):
+            if sites.leads(ranks.rank):
+                steps.after_save(step, ranks.tick, place, agreed)
+                if sites.places:
+                    delete_sealed(self.root)  # those of older steps are of no use now
+
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; create a new one")
 
-    def _name_of_next(self, step: int, place: int) -> str:
-        self._check_open()
-        return self._steps.name_of_next(step, has_begun=self._lineage is not None, place=place)
+    def _name_for(self, step: int, place: int, ranks: Ranks) -> str:
+        """The name of the next step's directory. Collective."""
+
+        def name() -> str:
+            self._check_open()
+            return self._steps.name_of_next(step, has_begun=self._lineage is not None, place=place)
+
+        return self._sites.on_each("check checkpoint directory", name, ranks)[0]
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
+
+
+def _is_of_memory(error: ShardwiseError) -> bool:
+    """Whether memory does not hold a step, on whichever rank: then disk may."""
+    if isinstance(error, CheckpointError):
+        return True
+    causes = getattr(error, "causes", {})
+    return bool(causes) and all(
+        c.startswith(("CheckpointError", "LowSpaceError", "IntegrityError")) for c in causes.values()
+    )

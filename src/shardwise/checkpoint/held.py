@@ -9,8 +9,9 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ from ..digests import partial_sum, partial_sums
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError, FormatError, IntegrityError, RankError, ShardwiseError
 from ..format.manifest import (
-    BLOCK_BYTES,
     MANIFEST_NAME,
     FileEntry,
     Manifest,
@@ -34,6 +34,7 @@ from ..format.manifest import (
 from ..format.slices import header_bytes
 from ..limits import inside, parse_json, read_small
 from ..objects import frozen
+from ..operations.operation import this_operation
 from ..publish.hosts import (
     Holdings,
     Reader,
@@ -59,9 +60,12 @@ from ..publish.ring import (
     write_record,
     write_whole,
 )
-from ..ranks.ranks import Peer, Places, Ranks, remove_tree
+from ..publish.sites import Sites
+from ..publish.write import Blocks
+from ..ranks.ranks import Ranks, remove_tree
 from ..state.optimizer import TrainState
-from .save import checked_text, file_records, manifest_of_written, merged_records, outline_of, write_documents
+from .save import checked_texts, folders_of, manifest_of_written, records_on_first, write_small_files
+from .sites import has_slices, make_view, reading_from
 from .snapshot import OwnFile, Piece, agree_on_forms, boxes_on
 from .take import (
     Collected,
@@ -80,7 +84,6 @@ __all__ = [
     "Host",
     "MemorySave",
     "MemorySteps",
-    "MemoryView",
 ]
 
 
@@ -98,14 +101,16 @@ class Host:
 
     tier: InMemoryCheckpoints
     ring: Ring
-    places: Places
+    sites: Sites
+    peers: Sequence[Sequence[Any]]
+    """For each rank its host's name, and the address and port at which others reach it."""
     secret: bytes
     maps: Maps
 
     def reader(self, rank: int) -> Reader:
         """Reads from the ring of another rank's host."""
-        peer = self.places.peers[rank]
-        return Reader(peer.host, peer.address, peer.port, self.secret, self.tier.timeout_s)
+        host, address, port = self.peers[rank]
+        return Reader(host, address, port, self.secret, self.tier.timeout_s)
 
 
 @dataclass(slots=True)
@@ -204,14 +209,14 @@ class MemorySave:
         self._copied.set()
 
     def _copy(self, taken: Taken) -> None:
-        rank, places = self._ranks.rank, self._host.places
+        rank, sites = self._ranks.rank, self._host.sites
         self.slot.clear()
         self._files = [_File(f, header_bytes(f.slices)) for part in taken.own for f in part.files]
         sizes = {f.name: f.nbytes for f in self._files}
         if not self._host.maps.has(self.slot, sizes):  # else there is nothing to make room for
             self.slot.keep_only({rank}, sizes.keys())
-            if places.is_leader(rank):
-                others = {rank_of_file(n) for n in self.slot.files()}.difference(places.beside(rank))
+            if sites.leads(rank):
+                others = {rank_of_file(n) for n in self.slot.files()}.difference(sites.beside)
                 self.slot.keep_only(others, ())
         memories = self._host.maps.of(self.slot, sizes)
         contents = LiveContents(piece for file in self._files for piece in file.own.pieces)
@@ -268,18 +273,17 @@ class MemorySave:
         with ranks.agree("keep a step in memory"):
             files, sums = self._records(collected)
             text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
-            write_whole(self._records_path(ranks.rank), text)
-        merged: list[dict[str, Any]] = []
-        ranks.reduce(
-            "file records in memory",
-            lambda: file_records(collected, ranks.rank, files, sums),
-            merged_records,
-            merged.append,
-        )
-        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(collected, merged[0]))
-        text = self._sent_manifest(checksum)
+            write_whole(os.path.join(f"{self.slot.path}.files", f"{ranks.rank:05d}.json"), text)
+        merged = records_on_first("file records in memory", collected, ranks, files, sums)
+
+        def write_manifest() -> str:
+            text = manifest_of_written(collected, ranks, *merged).to_text().encode()
+            write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
+            return xxhash.xxh3_64_hexdigest(text)
+
+        text = self._sent_manifest(ranks.on_first("manifest in memory", write_manifest))
         with ranks.agree("take the manifest in memory"):
-            if self._host.places.is_leader(ranks.rank):
+            if self._host.sites.leads(ranks.rank):
                 self._take_manifest(text)
         self.is_complete = True
         problems = self._copy_others()
@@ -307,41 +311,22 @@ class MemorySave:
                     totals[id(live)] += partial_sum(values, box.start)
                 at += nbytes
                 self._behind.tick()
-            payload = file.memory[len(file.header) :].numpy().data
-            blocks = [
-                xxhash.xxh3_64_hexdigest(payload[a : a + BLOCK_BYTES])
-                for a in range(0, payload.nbytes, BLOCK_BYTES)
-            ]
-            files[file.name] = FileEntry(
-                file.nbytes, len(file.header), xxhash.xxh3_64_hexdigest(file.header), tuple(blocks)
-            )
+            blocks = Blocks()
+            blocks.add(file.memory[len(file.header) :].numpy().data)
+            header_xxh3 = xxhash.xxh3_64_hexdigest(file.header)
+            files[file.name] = FileEntry(file.nbytes, len(file.header), header_xxh3, blocks.finish())
             file.memory = None
         for v in counted:
             if v.refers:
                 boxes = boxes_on(v.stored, rank)
                 totals[id(v)] = sum(partial_sums((live_piece(Piece(v, b)), b.box.start) for b in boxes))
-        self._write_documents(collected, files)
+        root, ranks = self.slot.path, self._behind
+        self.slot.keep_only({rank}, files.keys())  # not the documents of an older step
+        for folder in folders_of(collected):
+            os.makedirs(os.path.join(root, folder), 0o700, exist_ok=True)
+        texts = checked_texts(collected, ranks, root)
+        write_small_files(root, collected, texts, ranks, files, this_operation())
         return files, [totals[id(v)] % 2**64 for v in counted]
-
-    def _write_documents(self, collected: Collected, files: dict[str, FileEntry]) -> None:
-        ranks = self._behind
-        self.slot.keep_only({ranks.rank}, {f.name for f in self._files})  # not the documents of an older step
-        documents: dict[str, Mapping[str, Any]] = {f"rank/{ranks.rank:05d}": collected.local}
-        if ranks.rank == 0:
-            documents["state"] = collected.shared
-        outline = outline_of(collected, ranks)
-        for stem, of_stem in documents.items():
-            text = checked_text(of_stem, outline, stem, self.slot.path)
-            os.makedirs(os.path.dirname(os.path.join(self.slot.path, stem)), 0o700, exist_ok=True)
-            write_documents(self.slot.path, stem, text, of_stem, files)
-        for name, content in collected.assets.items() if ranks.rank == 0 else ():
-            write_whole(os.path.join(self.slot.path, name), content)
-            files[name] = FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
-
-    def _write_manifest(self, collected: Collected, merged: Mapping[str, Any]) -> str:
-        text = manifest_of_written(collected, self._behind, merged).to_text().encode()
-        write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
-        return xxhash.xxh3_64_hexdigest(text)
 
     def _sent_manifest(self, checksum: str) -> bytes:
         """The manifest, on the first rank of each host. Collective.
@@ -352,14 +337,24 @@ class MemorySave:
 
         def fetch() -> bool:
             nonlocal text
-            if not self._host.places.is_leader(ranks.rank):
+            if not self._host.sites.leads(ranks.rank):
                 return True
             text = self._manifest_of_first()
             return xxhash.xxh3_64_hexdigest(text) == checksum
 
         if ranks.combine("fetch the manifest in memory", fetch, all):
             return text
-        return ranks.on_first("send the manifest in memory", self._sendable_manifest)
+
+        def sendable() -> bytes:
+            text = self._manifest_of_first()
+            if len(text) * ranks.world_size > _MOST_SENT_BYTES:
+                raise CheckpointError(
+                    f"rank 0's host does not send the manifest to all hosts, and it is too large for the group's store: {len(text):,} "
+                    f"bytes for each rank"
+                )
+            return text
+
+        return ranks.on_first("send the manifest in memory", sendable)
 
     def _manifest_of_first(self) -> bytes:
         """Empty if rank 0's host does not send it."""
@@ -373,23 +368,14 @@ class MemorySave:
         finally:
             reader.close()
 
-    def _sendable_manifest(self) -> bytes:
-        text = self._manifest_of_first()
-        if len(text) * self._behind.world_size > _MOST_SENT_BYTES:
-            raise CheckpointError(
-                f"rank 0's host does not send the manifest to all hosts, and it is too large for the group's store: {len(text):,} "
-                f"bytes for each rank"
-            )
-        return text
-
     def _take_manifest(self, text: bytes) -> None:
         """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more. Deletes files of
         ranks whose slices this host does not copy."""
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
-        if min(self._host.tier.copies, self._host.places.hosts) > 1:
-            held, places, copies = self._held, self._host.places, self._host.tier.copies
+        if min(self._host.tier.copies, len(self._host.sites.places)) > 1:
+            held, sites, copies = self._held, self._host.sites, self._host.tier.copies
             write_whole(os.path.join(held.path, MANIFEST_NAME), text)
-            sources = {s for r in places.beside(self._ranks.rank) for s in places.sources_of(r, copies)}
+            sources = {s for r in sites.beside for s in sites.sources_of(r, copies)}
             held.keep_only({rank_of_file(name) for name in held.files()} - sources, ())
 
     @property
@@ -397,13 +383,10 @@ class MemorySave:
         number = self._number % self._host.tier.received_slots
         return self._host.ring.slot(f"held-{number}")
 
-    def _records_path(self, rank: int) -> str:
-        return os.path.join(f"{self.slot.path}.files", f"{rank:05d}.json")
-
     def _copy_others(self) -> str:
         """Copy the slices of other hosts' ranks. Returns what went wrong; never raises for a host that is away."""
         problems, held = [], self._held
-        for source in self._host.places.sources_of(self._ranks.rank, self._host.tier.copies):
+        for source in self._host.sites.sources_of(self._ranks.rank, self._host.tier.copies):
             reader = self._host.reader(source)
             try:
                 self._copy_rank(reader, source, held)
@@ -424,91 +407,6 @@ class MemorySave:
             entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
             path = held.room_for(name, entry.nbytes)
             copy_units(reader, f"{slot}/{name}", units_of(entry, path=name), path, self._behind.tick)
-
-
-# ----------------------------------------------------------------------------------------------------
-# One step in memory as a directory for a restore: what other hosts hold arrives when it is read.
-
-
-class MemoryView:
-    """A directory with every file of a step: links to those that this host holds whole, and documents that its ranks bring from other hosts.
-    Slices that it lacks come when they are read, and stay on their hosts."""
-
-    def __init__(self, host: Host, ranks: Ranks, manifest: Manifest, text: bytes, holdings: Holdings) -> None:
-        self.manifest = manifest
-        self._host, self._ranks, self._holdings = host, ranks, holdings
-        self._missing = {name for name in manifest.files if self._whole_here(name) is None}
-        self._remote = RemoteFiles(manifest.files, holdings, host.reader, ranks.tick)
-        leader = host.places.beside(ranks.rank)[0]
-        made = ranks.combine("name views", lambda: host.ring.new_view() if ranks.rank == leader else "", list)
-        self.path = made[leader]
-        with ranks.agree("make a view"):
-            if ranks.rank == leader:
-                host.ring.sweep_views()
-                self._make(text)
-
-    def _make(self, text: bytes) -> None:
-        write_whole(os.path.join(self.path, MANIFEST_NAME), text)
-        for name, entry in self.manifest.files.items():
-            path = inside(self.path, name)
-            try:
-                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-                if whole := self._whole_here(name):
-                    os.link(whole, path)
-                else:
-                    with open(path, "xb") as file:
-                        file.truncate(entry.nbytes)
-            except OSError as error:
-                raise unwritten(path, error) from error
-
-    def _whole_here(self, name: str) -> str | None:
-        count, beside = units_in(self.manifest.files[name]), self._host.places.beside(self._ranks.rank)
-        for rank, slot, runs in self._holdings[name]:
-            if rank in beside and are_all(runs, count):
-                return inside(self._host.ring.slot(slot).path, name)
-        return None
-
-    def bring_documents(self) -> None:
-        """Bring what this host lacks of the files that a restore reads whole: those without slices, of other hosts' ranks excepted.
-
-        Rank-local: the ranks of a host share the work. Raises as :meth:`read_into`; :class:`LowSpaceError` if there is no room.
-        """
-        beside = self._host.places.beside(self._ranks.rank)
-        documents = [
-            name
-            for name in sorted(self._missing)
-            if not os.path.basename(name).startswith("shard-")
-            and (not name.startswith("rank/") or rank_of_file(name) in beside)
-        ]
-        for name in documents[beside.index(self._ranks.rank) :: len(beside)]:
-            self._remote.copy(name, inside(self.path, name))
-        self._missing.difference_update(documents)
-
-    def read_into(self, path: str, offset_bytes: int, view: memoryview) -> bool:
-        """Fill ``view`` with bytes of a slice file that this host lacks. False: the host has the file. Rank-local.
-
-        Raises as :meth:`.RemoteFiles.read_into`.
-        """
-        name = os.path.relpath(path, self.path)
-        if name not in self._missing:
-            return False
-        self._remote.read_into(name, offset_bytes, view)
-        return True
-
-    @property
-    def taken(self) -> dict[str, int]:
-        """Bytes that this rank brought here, by host."""
-        found = Counter[str]()
-        for rank, nbytes in self._remote.taken.items():
-            found[self._host.places.peers[rank].host] += nbytes
-        return found
-
-    def remove(self) -> None:
-        """Give its memory back. Collective."""
-        self._remote.close()
-        with self._ranks.agree("remove the view"):
-            if self._host.places.is_leader(self._ranks.rank):
-                remove_tree(self.path)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -562,14 +460,14 @@ class MemorySteps:
             if self._server is not None:
                 self._server.close()
             raise
-        places = Places([Peer(*one) for one in peers])
-        self._host = Host(tier, self._ring, places, secret.encode(), Maps())
-        if ranks.rank == 0 and places.hosts < tier.copies:
+        sites = Sites.of_hosts([host for host, *_ in peers], ranks.rank)
+        self._host = Host(tier, self._ring, sites, peers, secret.encode(), Maps())
+        if ranks.rank == 0 and (count := len(sites.places)) < tier.copies:
             _log.warning(
                 "in-memory checkpoints: you asked for %d copies but have %d hosts, so each slice is kept on %d",
                 tier.copies,
-                places.hosts,
-                min(places.hosts, tier.copies),
+                count,
+                min(count, tier.copies),
             )
 
     # -- keeping ------------------------------------------------------------------------------------------
@@ -584,8 +482,18 @@ class MemorySteps:
         if not self._has_line:
             self.begin_line(None, ranks)
         forms = agree_on_forms(state, ranks)
-        saving = None if self._saving is not None or self._is_off else self._new_save(step, ranks)
-        if saving is None or not saving.start():
+        level = (
+            logging.INFO if self._has_warned else logging.WARNING
+        )  # one warning, until a step is held whole
+
+        def warn(text: str) -> None:
+            self._has_warned = True
+            if ranks.rank == 0:
+                _log.log(level, "%s", text)
+
+        behind = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
+        saving = MemorySave(step, self._host, 1 - self._slot, ranks, behind, warn)
+        if self._saving is not None or self._is_off or not saving.start():
             compare(lambda: None, ranks)
             return 0
         self._saving = (
@@ -600,19 +508,6 @@ class MemorySteps:
             self._saving = None
             return 0
         return saving.nbytes
-
-    def _new_save(self, step: int, ranks: Ranks) -> MemorySave:
-        behind = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
-        level = (
-            logging.INFO if self._has_warned else logging.WARNING
-        )  # one warning, until a step is held whole
-
-        def warn(text: str) -> None:
-            self._has_warned = True
-            if ranks.rank == 0:
-                _log.log(level, "%s", text)
-
-        return MemorySave(step, self._host, 1 - self._slot, ranks, behind, warn)
 
     def wait(self) -> int | None:
         """Wait for the thread. Returns the newest step that is held."""
@@ -638,7 +533,7 @@ class MemorySteps:
         assert self._server is not None
         self._server.close()
         self._host.maps.forget()
-        if not keep and self._host.places.is_leader(ranks.rank):
+        if not keep and self._host.sites.leads(ranks.rank):
             self._ring.remove()
 
     def begin_line(self, step: int | None, ranks: Ranks) -> None:
@@ -648,7 +543,7 @@ class MemorySteps:
         def begin() -> int:
             """The slot on this host that holds the step; -1: none."""
             found = -1
-            if self._host.places.is_leader(ranks.rank):
+            if self._host.sites.leads(ranks.rank):
                 is_ours = self._line in self._ring.lines
                 for name in self._ring.slots():
                     held = _held_in(self._ring.slot(name))
@@ -659,7 +554,10 @@ class MemorySteps:
                 self._ring.set_lines([self._line, line] if is_ours else [line])
             return found
 
-        self._slot = ranks.combine("begin a line", begin, _agreed_slot)
+        # The slot that must stay, from the hosts that have one.
+        self._slot = ranks.combine(
+            "begin a line", begin, lambda found: max((n for n in found if n >= 0), default=1)
+        )
         ranks.on_first("write the line", lambda: write_record(self._root, Record(self._name, line)))
         self.newest, self._line, self._has_line = None, line, True
 
@@ -683,12 +581,61 @@ class MemorySteps:
             found = [_held_in(self._ring.slot(name)) for name in self._ring.slots()]
             return [[one.step, one.checksum] for one in found if one is not None]
 
-        seen = ranks.combine("look into memory", look, _newest_first)
-        return [HeldStep(*one) for one in seen]
+        def newest_first(every: list[list[list[Any]]]) -> list[list[Any]]:
+            return sorted(([*one] for one in {tuple(one) for found in every for one in found}), reverse=True)
 
-    def view(self, held: HeldStep, ranks: Ranks) -> MemoryView:
-        """Prove a step, and make a directory of it on this host. Collective; raises :class:`CheckpointError` alike if any unit is
-        held by no host."""
+        return [HeldStep(*one) for one in ranks.combine("look into memory", look, newest_first)]
+
+    @contextmanager
+    def opened(self, held: HeldStep, ranks: Ranks) -> Iterator[tuple[str, Mapping[str, int]]]:
+        """Prove a step, and open it for the block: the path of a directory of it on this host, and the bytes that this rank has brought there,
+        by host. Collective; raises :class:`CheckpointError` alike if any unit is held by no host, :class:`LowSpaceError` without room for
+        documents.
+
+        The directory has links to the files that this host holds whole, and the documents of other hosts that a restore reads whole, but for
+        those of other hosts' ranks. Slices come when this thread reads them, and stay on their hosts.
+        """
+        manifest, text, holdings = self._find(held, ranks)
+        host, beside = self._host, self._host.sites.beside
+        here: dict[str, str] = {}
+        for name, entry in manifest.files.items():
+            for rank, slot, runs in holdings[name]:
+                if rank in beside and are_all(runs, units_in(entry)):
+                    here.setdefault(name, inside(self._ring.slot(slot).path, name))
+        leads, lacking = host.sites.leads(ranks.rank), sorted(manifest.files.keys() - here.keys())
+        remote = RemoteFiles(manifest.files, holdings, host.reader, ranks.tick)
+        view = ranks.combine("name views", lambda: self._ring.new_view() if leads else "", list)[beside[0]]
+        with ranks.agree("make a view"):
+            if leads:
+                self._ring.sweep_views()
+                try:
+                    os.mkdir(view, 0o700)
+                    make_view(view, text, manifest, here, os.link)
+                except OSError as error:
+                    raise unwritten(view, error) from error
+        brought = Counter[str]()
+        try:
+            with ranks.agree("bring documents from memory"):
+                documents = [
+                    name
+                    for name in lacking
+                    if not has_slices(name) and (not name.startswith("rank/") or rank_of_file(name) in beside)
+                ]
+                # The ranks of a host share the work.
+                for name in documents[beside.index(ranks.rank) :: len(beside)]:
+                    remote.copy(name, inside(view, name))
+            with reading_from(remote, view, filter(has_slices, lacking)):
+                yield view, brought
+            for rank, nbytes in remote.taken.items():
+                brought[host.peers[rank][0]] += nbytes
+        finally:
+            remote.close()
+            with ranks.agree("remove the view"):
+                if leads:
+                    remove_tree(view)
+
+    def _find(self, held: HeldStep, ranks: Ranks) -> tuple[Manifest, bytes, Holdings]:
+        """The manifest of a step, its text, and who holds which units, proved. Collective."""
         mine: dict[str, list[str]] = {}  # this host's slots of the step, and their files
         text = b""
 
@@ -704,7 +651,9 @@ class MemorySteps:
             return mine
 
         first, only_copies = ranks.combine("who has the manifest", find, _first_and_copies)
-        text = ranks.combine("send the manifest", lambda: text if first == ranks.rank else b"", _only)
+        text = ranks.combine(
+            "send the manifest", lambda: text if first == ranks.rank else b"", lambda found: found[first]
+        )
         with ranks.agree("read the manifest in memory"):
             manifest = parse_manifest(text, self._ring.path)
         # Hosts prove their own slices, and at once copies of those whose own host is lost; other copies only where those are damaged.
@@ -724,7 +673,7 @@ class MemorySteps:
             )
         if lost:
             raise CheckpointError(f"step {held.step} in memory: no host has all of {', '.join(lost[:5])}")
-        return MemoryView(self._host, ranks, manifest, text, holdings)
+        return manifest, text, holdings
 
     def _proved(
         self,
@@ -734,7 +683,7 @@ class MemorySteps:
         ranks: Ranks,
     ) -> dict[str, Any]:
         """What this rank proves of the files that are wanted of each kind of slot; the ranks of a host share the work."""
-        beside = self._host.places.beside(ranks.rank)
+        beside = self._host.sites.beside
         index = beside.index(ranks.rank)
         found: dict[str, Any] = {}
         for slot, files in slots.items():
@@ -763,15 +712,6 @@ def _held_in(slot: Slot) -> HeldStep | None:
         return None
 
 
-def _agreed_slot(found: list[int]) -> int:
-    """The slot that must stay, from the hosts that have one."""
-    return max((n for n in found if n >= 0), default=1)
-
-
-def _newest_first(found: list[list[list[Any]]]) -> list[list[Any]]:
-    return sorted(([s, c] for s, c in {tuple(one) for of in found for one in of}), reverse=True)
-
-
 def _first_and_copies(found: list[dict[str, list[str]]]) -> list[Any]:
     """The first rank whose host has the manifest, and the files of which only copies are there, on other hosts than their own."""
     by_kind: dict[str, set[str]] = {"own": set(), "held": set()}
@@ -782,10 +722,6 @@ def _first_and_copies(found: list[dict[str, list[str]]]) -> list[Any]:
     if first is None:
         raise CheckpointError("the step in memory is gone: no host has its manifest any more")
     return [first, sorted(by_kind["held"] - by_kind["own"])]
-
-
-def _only(found: list[bytes]) -> bytes:
-    return next(text for text in found if text)
 
 
 def _merged(manifest: Manifest, before: Holdings, new: Sequence[Mapping[str, Any]]) -> list[Any]:

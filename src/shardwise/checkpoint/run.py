@@ -8,11 +8,11 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from ..errors import (
@@ -26,39 +26,30 @@ from ..errors import (
 )
 from ..format.manifest import read_manifest
 from ..objects import frozen
-from ..operations.operation import this_operation
-from ..planning.plan import IOOptions
 from ..publish.line import Line, line_of
-from ..publish.lock import open_for_all
 from ..publish.places import Target, dcp_directories
 from ..ranks.ranks import Ranks, patiently
-from ..state.optimizer import TrainState
 from ..storage import bytes_below, place_at, real
 from ..storage.records import is_url, join
-from .resume_report import ResumeReport
 from .save import SaveReport
-from .verify import check_files, quick_check
+from .verify import check_files, check_parts
 
 if TYPE_CHECKING:
     from ..publish.copy import Mirror
 
 __all__ = [
     "Candidate",
-    "Directories",
     "Due",
     "FailurePolicy",
     "Failures",
     "LastSave",
-    "OneDirectory",
     "RefusalError",
-    "Restore",
     "Retention",
     "RunSteps",
     "SAVED",
     "SaveTimes",
     "Situation",
     "Stored",
-    "Way",
     "may_pass",
     "way_of",
 ]
@@ -74,6 +65,10 @@ _log = logging.getLogger(__name__)
 _MORE_STEPS = 2
 
 
+#: Whether retention may count a step, by its path and number.
+IsWhole = Callable[[str, int], bool]
+
+
 @frozen
 class Retention:
     """Which steps stay: the newest valid ones, and those that are kept for good. See :class:`.Checkpointer`."""
@@ -81,32 +76,23 @@ class Retention:
     keep_last: int | None
     keep_every: int | None
 
-    def excess(self, line: Line, newest: int, on_progress: Callable[[], object]) -> list[int]:
-        """The steps of a line up to ``newest`` that go. Reads manifests, and compares sizes of files with them. What another run or program has
+    def apply(self, line: Line, newest: int, is_whole: IsWhole, *, spared: int | None = None) -> None:
+        """Delete the steps of a line up to ``newest`` that go, but for the step that is ``spared`` this time. What another run or program has
         put there neither counts nor goes.
-
-        Raises :class:`CheckpointError`, :class:`SourceError`.
-        """
-        if self.keep_last is None:
-            return []
-        steps = {s: name for s, name in line.own_steps().items() if s <= newest}
-        valid, found = 0, []
-        for step, name in steps.items() if len(steps) > self.keep_last else ():
-            if valid < self.keep_last:
-                valid += _is_whole(join(line.root, name), step, on_progress)
-            elif self.keep_every is None or step % self.keep_every:
-                found.append(step)
-        return found
-
-    def apply(
-        self, line: Line, newest: int, on_progress: Callable[[], object], *, spared: int | None = None
-    ) -> None:
-        """Delete what goes, but for the step that is ``spared`` this time.
 
         Never makes a save fail: the step is published, and an extra old step does no harm.
         """
+        if self.keep_last is None:
+            return
+        valid, gone = 0, []
         try:
-            line.remove(s for s in self.excess(line, newest, on_progress) if s != spared)
+            steps = {s: name for s, name in line.own_steps().items() if s <= newest}
+            for step, name in steps.items() if len(steps) > self.keep_last else ():
+                if valid < self.keep_last:
+                    valid += is_whole(join(line.root, name), step)
+                elif step != spared and (self.keep_every is None or step % self.keep_every):
+                    gone.append(step)
+            line.remove(gone)
         except (CheckpointError, SourceError) as error:
             _log.warning("no step is deleted: %s", error)
 
@@ -159,7 +145,7 @@ class RunSteps:
         if mirror is not None:
             from ..publish.copy import Mirror  # and with it what copies
 
-            self.mirror = Mirror(line_of(mirror), self._line, retention.apply)
+            self.mirror = Mirror(line_of(mirror), self._line, partial(retention.apply, is_whole=_is_whole))
 
     @property
     def _lines(self) -> list[Line]:
@@ -213,44 +199,41 @@ class RunSteps:
                 )
         return self._lines[place].fresh_name(step)
 
-    def after_save(self, step: int, on_progress: Callable[[], object], place: int = 0) -> None:
-        """Apply retention where the step was saved, and let the mirror follow."""
+    def after_save(
+        self,
+        step: int,
+        on_progress: Callable[[], object],
+        place: int = 0,
+        agreed: Collection[int] | None = None,
+    ) -> None:
+        """Apply retention where the step was saved, and let the mirror follow. ``agreed``: the steps that count, where hosts have agreed on
+        them."""
+
+        def is_whole(path: str, one: int) -> bool:
+            return _is_whole(path, one, on_progress) if agreed is None else one in agreed
+
+        line = self._lines[place]
+        line.tidy(step)
+        spared = None if place or self.mirror is None else self.mirror.copying
+        self._retention.apply(line, step, is_whole, spared=spared)
         if place:
-            self._lines[place].tidy(step)
-            self._retention.apply(self._lines[place], step, on_progress)
             return
-        self._line.tidy(step)
-        self._retention.apply(
-            self._line, step, on_progress, spared=None if self.mirror is None else self.mirror.copying
-        )
-        if self._retention.keep_last is not None and is_url(self._line.root):
+        if self._retention.keep_last is not None and is_url(line.root):
             self._look_what_is_stored()
         if self.mirror is not None:
             self.mirror.follow()
 
-    def newest_whole(self, newest: int, is_whole: Callable[[str, int], bool]) -> list[int]:
-        """The steps up to ``newest`` that one place may count: some more than are kept, because other places may count others."""
+    def newest_whole(self, newest: int, place_id: str, on_progress: Callable[[], object]) -> list[int]:
+        """The steps up to ``newest`` of which this host, whose place has this id, has its own part whole: some more than are kept, because
+        other hosts may lack others."""
         if self._retention.keep_last is None:
             return []
         steps = [(s, name) for s, name in self._line.own_steps().items() if s <= newest]
         return [
             s
             for s, name in steps[: self._retention.keep_last + _MORE_STEPS]
-            if is_whole(join(self._line.root, name), s)
+            if _has_own_part(join(self._line.root, name), s, place_id, on_progress)
         ]
-
-    def keep_newest(self, newest: int, whole: Sequence[int]) -> None:
-        """As :meth:`after_save`, where the places have agreed on the steps that are ``whole``, newest first."""
-        self._line.tidy(newest)
-        keep_last, keep_every = self._retention.keep_last, self._retention.keep_every
-        if keep_last is not None and len(whole) >= keep_last:
-            oldest = whole[keep_last - 1]
-            try:
-                self._line.remove(
-                    s for s in self._line.own_steps() if s < oldest and (keep_every is None or s % keep_every)
-                )
-            except CheckpointError as error:
-                _log.warning("no step is deleted: %s", error)
 
     def _look_what_is_stored(self) -> None:
         """One request for each 1,000 objects, and two for the head. Never makes a save fail."""
@@ -380,99 +363,27 @@ class RunSteps:
             )
 
 
-def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
+def _is_whole(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> bool:
     """Whether retention may count a step. A step that can't be read does not count: then fewer are deleted."""
+    return _checked(path, lambda: bool(check_files(path, step, on_progress)))
+
+
+def _has_own_part(path: str, step: int, place_id: str, on_progress: Callable[[], object]) -> bool:
+    """As :func:`_is_whole`, of the part of one place."""
+
+    def is_here() -> bool:
+        manifest, here = check_parts(path, step, on_progress, heads=False)
+        return all(number in here for number, p in enumerate(manifest.places) if p.id == place_id)
+
+    return _checked(path, is_here)
+
+
+def _checked(path: str, check: Callable[[], bool]) -> bool:
     try:
-        patiently(check_files, path, step, on_progress)
+        return patiently(check)
     except ShardwiseError as error:
         _log.warning("retention does not count %s: %s", path, error)
         return False
-    return True
-
-
-# ----------------------------------------------------------------------------------------------------
-# Who does the work on a run's directory: rank 0 for one that all ranks see, or one rank of each host.
-
-#: ``restore_into``, which is imported by a resume only.
-Restore = Callable[[TrainState, str, Ranks, IOOptions], ResumeReport]
-
-
-class Directories(Protocol):
-    """Every rank makes one. Its methods are collective, but for :meth:`target`, and raise alike on all ranks."""
-
-    def open(self, take: Callable[[], str], ranks: Ranks) -> str:
-        """Lock the run's places by ``take``, and look whether all ranks can work there. Returns rank 0's result of ``take``."""
-
-    def name_of_next(self, name: Callable[[], str], ranks: Ranks) -> str:
-        """The name of the next step's directory, by :meth:`.RunSteps.name_of_next`."""
-
-    def target(self, name: str, place: int) -> Target:
-        """Where the save under this name publishes."""
-
-    def after_save(self, step: int, place: int, ranks: Ranks) -> None:
-        """Apply retention, and let the mirror follow."""
-
-    def candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
-        """The steps to try, newest first."""
-
-    def restore(
-        self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks, io: IOOptions
-    ) -> ResumeReport:
-        """Check a step, and restore it. Raises damage as :func:`.is_damage` says."""
-
-    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
-        """As :meth:`.RunSteps.go_on_from`."""
-
-    def raise_if_taken(self, ranks: Ranks) -> None:
-        """As :meth:`.RunSteps.raise_if_taken`."""
-
-    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
-        """As :meth:`.RunSteps.raise_if_lost`."""
-
-
-class OneDirectory:
-    """A directory or store that all ranks see. Rank 0 does the work."""
-
-    def __init__(self, steps: RunSteps) -> None:
-        self._steps = steps
-
-    def open(self, take: Callable[[], str], ranks: Ranks) -> str:
-        return open_for_all(self._steps.root_of(0), take, ranks)
-
-    def name_of_next(self, name: Callable[[], str], ranks: Ranks) -> str:
-        return ranks.on_first("check checkpoint directory", name)
-
-    def target(self, name: str, place: int) -> Target:
-        return self._steps.target(name, place)
-
-    def after_save(self, step: int, place: int, ranks: Ranks) -> None:
-        with ranks.agree("retention"):
-            if ranks.rank == 0:
-                self._steps.after_save(step, ranks.tick, place)
-
-    def candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
-        found: list[list[Any]] = ranks.on_first(
-            "scan checkpoint directory", lambda: self._steps.candidates(step)
-        )
-        return [Candidate(s, place, self._steps.path_of(place, name)) for s, place, name in found]
-
-    def restore(
-        self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks, io: IOOptions
-    ) -> ResumeReport:
-        with ranks.agree(f"check step {one.step}"):
-            if ranks.rank == 0:
-                patiently(quick_check, one.path, one.step, ranks.tick)
-        this_operation().begin_again(one.path)
-        return restore(state, one.path, ranks, io)
-
-    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
-        return ranks.on_first("rename newer steps", partial(self._steps.go_on_from, step, damaged))
-
-    def raise_if_taken(self, ranks: Ranks) -> None:
-        ranks.on_first("check the steps again", self._steps.raise_if_taken)
-
-    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
-        ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -683,29 +594,22 @@ class Situation:
         return list(astuple(self))
 
 
-@frozen
-class Way:
-    """What to do. A pending save is waited for in any case: it has written a part already, so that no new save is faster."""
-
-    saves: bool
-    why: str
-
-
-def way_of(found: Situation) -> Way:
-    """The way to the newest published step in the time that is left. Without any step a save is tried in any time: at worst it is
-    killed, and leaves nothing."""
+def way_of(found: Situation) -> tuple[bool, str]:
+    """Whether to save, and why, to have the newest published step in the time that is left. A pending save is waited for in any case: it has
+    written a part already, so that no new save is faster. Without any step a save is tried in any time: at worst it is killed, and leaves
+    nothing."""
     if found.step in (found.newest, found.pending):
-        return Way(saves=False, why=SAVED)
+        return False, SAVED
     if found.newest is None and found.pending is None:
-        return Way(saves=True, why="there is no step yet")
+        return True, "there is no step yet"
     pending_s = 0.0 if found.pending is None else max(0.0, found.save_s - found.pending_s)
     needed_s = _MARGIN * (pending_s + found.save_s)
     if found.left_s is None or needed_s <= found.left_s:
-        return Way(saves=True, why="there is time")
+        return True, "there is time"
     step = found.newest if found.pending is None else found.pending
-    return Way(
-        saves=False,
-        why=f"{found.left_s:.1f} s are left, but a save takes {found.save_s:.1f} s; the run will resume from step {step}",
+    return (
+        False,
+        f"{found.left_s:.1f} s are left, but a save takes {found.save_s:.1f} s; the run will resume from step {step}",
     )
 
 
@@ -713,15 +617,13 @@ def way_for_all(found: list[list[Any]]) -> list[Any]:
     """Whether to save, and why, from the situations of all ranks: the slowest rank, and the least time that is left."""
     ranks = [Situation(*one) for one in found]
     left = [one.left_s for one in ranks if one.left_s is not None]
-    way = way_of(
-        replace(
-            ranks[0],
-            pending_s=min(one.pending_s for one in ranks),
-            save_s=max(one.save_s for one in ranks),
-            left_s=min(left, default=None),
-        )
+    slowest = replace(
+        ranks[0],
+        pending_s=min(one.pending_s for one in ranks),
+        save_s=max(one.save_s for one in ranks),
+        left_s=min(left, default=None),
     )
-    return [way.saves, way.why]
+    return list(way_of(slowest))
 
 
 class SaveTimes:
@@ -740,12 +642,10 @@ class SaveTimes:
         return max(self._last, default=0.0)
 
 
-class LastSave:
+class LastSave(SaveTimes):
     """Whether there is time for the last save, in a run whose program or trainer makes the saves. The same calls on every rank."""
 
-    def __init__(self) -> None:
-        self._times = SaveTimes()
-        self._has_step = False
+    _has_step = False
 
     def resumed(self) -> None:
         """There is a step to go on from."""
@@ -753,11 +653,11 @@ class LastSave:
 
     def saved(self, seconds: float) -> None:
         """Note a save that was published."""
-        self._times.add(seconds)
+        self.add(seconds)
         self._has_step = True
 
     def refusal(self, left_s: float | None, ranks: Ranks) -> str | None:
         """Why a new step isn't saved in the time that is left on this rank; None if it is. Collective."""
-        now = Situation(1, 0 if self._has_step else None, None, 0.0, self._times.longest_s, left_s)
+        now = Situation(1, 0 if self._has_step else None, None, 0.0, self.longest_s, left_s)
         saves, why = ranks.combine("plan the last save", now.to_list, way_for_all)
         return None if saves else str(why)

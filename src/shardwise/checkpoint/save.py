@@ -44,15 +44,14 @@ from ..objects import frozen, gc_paused
 from ..operations.operation import Operation, announced, in_background, note, operation, phase, this_operation
 from ..operations.printed import Printed
 from ..publish.lock import wait_for_folders
-from ..publish.places import PartTarget, Target
-from ..publish.sites import begin_parts, publish_parts
+from ..publish.places import Target
 from ..publish.write import fsync_directory, make_directories, write_file, write_slices
 from ..ranks.ranks import Ranks, patiently
 from ..state.optimizer import Drained, TrainState
 from ..state.typed_json import Encoded
 from ..storage.records import counting, is_url
 from ..tensors.placements import Geometry
-from .snapshot import Live, ModelPart, OptimizerPart, OwnPart, Piece, Snapshot, plain_tensors
+from .snapshot import Live, ModelPart, OptimizerPart, Piece, Snapshot, plain_tensors
 from .stored import check_each
 from .take import (
     Collected,
@@ -73,17 +72,21 @@ __all__ = [
     "AsyncSave",
     "SaveReport",
     "checked_text",
+    "checked_texts",
+    "folders_of",
     "file_records",
     "manifest_of",
     "merged_records",
     "outline_of",
     "payload_bytes",
     "publish_collected",
+    "records_on_first",
     "refuse_low_space",
     "reserve_for",
     "show_at_top",
     "write_checkpoint",
     "write_documents",
+    "write_small_files",
 ]
 
 
@@ -211,6 +214,17 @@ def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"files": files, "sums": added_sums([one["sums"] for one in records])}
 
 
+def records_on_first(
+    label: str, collected: Collected, ranks: Ranks, files: Mapping[str, FileEntry], sums: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The :func:`merged_records` of all ranks on rank 0; nothing on other ranks. Collective."""
+    merged: list[dict[str, Any]] = []
+    ranks.reduce(
+        label, lambda: file_records(collected, ranks.rank, files, sums), merged_records, merged.append
+    )
+    return merged
+
+
 def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
     """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks.
 
@@ -223,7 +237,12 @@ def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) 
 def manifest_of_written(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
     """As :func:`manifest_of`, where each rank has summed only what it wrote: replicas are not compared."""
     files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
-    return _with_digests(collected, ranks, _digests(collected.snapshot, records["sums"]), files)
+    totals, _ = _totals(collected.snapshot).read(records["sums"])
+    digests = {
+        (part.kind, part.name, v.stored.name): finish(total, v.stored.dtype, v.stored.shape)
+        for (part, v), total in zip(_counted(collected.snapshot), totals.tolist(), strict=True)
+    }
+    return _with_digests(collected, ranks, digests, files)
 
 
 def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
@@ -319,29 +338,16 @@ def _refuse_unequal(snapshot: Snapshot, added: Any) -> None:
         if not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
     ]
     if unequal:
+        hint = ""
+        if any(name.endswith(f".{GRADIENT}") for name in unequal):
+            hint = (
+                ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
+                "every backward"
+            )
         raise StateError(
             f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
-            f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
+            f"apart, and a checkpoint can hold only one of them{hint}"
         )
-
-
-def _digests(snapshot: Snapshot, added: Any) -> Digests:
-    """Digest of every tensor from the shares of all ranks."""
-    counted = _counted(snapshot)
-    totals, _ = _totals(snapshot).read(added)
-    return {
-        (part.kind, part.name, v.stored.name): finish(total, v.stored.dtype, v.stored.shape)
-        for (part, v), total in zip(counted, totals.tolist(), strict=True)
-    }
-
-
-def _hint(unequal: Sequence[str]) -> str:
-    if not any(name.endswith(f".{GRADIENT}") for name in unequal):
-        return ""
-    return (
-        ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
-        "every backward"
-    )
 
 
 def _state_entries(
@@ -535,18 +541,16 @@ def publish_collected(
     final, counted = target.final, this_operation(target.final)
     total = payload_bytes(collected)
     try:
-        first_final, place = ranks.on_first(
-            "make temporary directory", lambda: _begin(target, collected, total)
+        first_final, place = target.begin(
+            folders_of(collected), partial(_refuse, target, collected, total), ranks
         )
-        if isinstance(target, PartTarget):
-            place = begin_parts(target, place, _folders(collected), ranks)
         with phase("write"), ranks.agree("write checkpoint"):
-            if not target.places and first_final != final:
+            if first_final != final:
                 raise CheckpointError(
                     f"rank {ranks.rank} should save to {final}, rank 0 to {first_final}; give every rank the same path "
                     f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
-            texts = _checked_texts(collected, ranks, final)
+            texts = checked_texts(collected, ranks, final)
             refuse_low_space(
                 place,
                 total,
@@ -554,16 +558,10 @@ def publish_collected(
                 lambda: _bytes_to_write(collected, texts, ranks.rank),
             )
             if not is_url(place):
-                wait_for_folders(place, _folders(collected), ranks)
+                wait_for_folders(place, folders_of(collected), ranks)
             counted.expect(lambda: _bytes_to_write(collected, texts, ranks.rank))
             files, sums = _write_rank(place, collected, texts, ranks, contents, counted)
-        merged: list[dict[str, Any]] = []  # on rank 0
-        ranks.reduce(
-            "file records",
-            lambda: file_records(collected, ranks.rank, files, sums),
-            merged_records,
-            merged.append,
-        )
+        merged = records_on_first("file records", collected, ranks, files, sums)
 
         def proved() -> Manifest:
             places = target.places if len(target.places) > 1 else ()  # else one directory holds all of it
@@ -575,20 +573,15 @@ def publish_collected(
             prove(manifest)
             return manifest
 
-        if isinstance(target, PartTarget):
-            publish_parts(target, proved, ranks)
-        else:
-            ranks.on_first("publish checkpoint", lambda: target.commit(proved()))
+        target.commit(proved, ranks)
     except BaseException:
-        if ranks.rank == (target.leader if isinstance(target, PartTarget) else 0):
-            with ranks.patience():
-                target.discard()
+        target.discard(ranks)
         raise
     return sum(f.nbytes for f in files.values())
 
 
-def _begin(target: Target, collected: Collected, total: int) -> list[str]:
-    """Rank 0's path of the checkpoint, and the one that every rank writes below."""
+def _refuse(target: Target, collected: Collected, total: int) -> None:
+    """Refuse the name of another step, and too little space. For rank 0."""
     if misnamed(target.final, collected.step, collected.assets):
         raise CheckpointError(
             f"{target.final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
@@ -596,10 +589,10 @@ def _begin(target: Target, collected: Collected, total: int) -> list[str]:
         )
     if not target.places:  # else each rank looks at the part that it writes
         refuse_low_space(os.path.dirname(target.final), total, f"step {collected.step}")
-    return [target.final, target.begin(_folders(collected))]
 
 
-def _folders(collected: Collected) -> list[str]:
+def folders_of(collected: Collected) -> list[str]:
+    """The folders in a checkpoint that ranks write into."""
     return ["rank", *(directory(p.kind, p.name) for p in collected.snapshot.parts)]
 
 
@@ -609,7 +602,7 @@ def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Enc
     return found | {"state": collected.shared} if ranks.rank == 0 else found
 
 
-def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, bytes]:
+def checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, bytes]:
     """Raises :class:`StateError` for documents of this rank that no reader would take."""
     outline = outline_of(collected, ranks)
     return {
@@ -638,9 +631,29 @@ def _write_rank(
     sums = _Sums(contents)
     for part, own in zip(collected.snapshot.parts, collected.own, strict=True):
         sums.start(v for v in part.live if v.counted)
-        _write_tensors(root, own, files, ranks, sums, counted)
-    for stem, pieces_of_stem in _documents(collected, ranks).items():
-        write_documents(root, stem, texts[stem], pieces_of_stem, files)
+        for file in own.files:
+            slices = map(sums.parts_of, file.pieces)  # the writer takes them in the order of slices
+            path = os.path.join(root, file.name)
+            files[file.name] = write_slices(path, file.slices, slices, counted.counting(ranks.tick))
+        for piece in own.summed:
+            for _ in sums.parts_of(piece):
+                pass
+            ranks.tick()
+    write_small_files(root, collected, texts, ranks, files, counted)
+    return files, sums.finish()
+
+
+def write_small_files(
+    root: str,
+    collected: Collected,
+    texts: Mapping[str, bytes],
+    ranks: Ranks,
+    files: dict[str, FileEntry],
+    counted: Operation,
+) -> None:
+    """Write and sync this rank's documents, and on rank 0 the files next to the models' tensors. Adds their entries to ``files``."""
+    for stem, documents in _documents(collected, ranks).items():
+        write_documents(root, stem, texts[stem], documents, files)
         counted.add(len(texts[stem]))
         if tensors := files.get(f"{stem}.safetensors"):
             counted.expect(partial(int, tensors.nbytes))
@@ -652,7 +665,6 @@ def _write_rank(
                 make_directories(os.path.dirname(file))
             files[name] = write_file(file, content)
             counted.add(len(content))
-    return files, sums.finish()
 
 
 class _Sums:
@@ -685,24 +697,6 @@ class _Sums:
         for index, total in zip(self._summed_by_device, self._contents.device_sums(), strict=True):
             self._totals[index] += total
         return [total % 2**64 for total in self._totals]
-
-
-def _write_tensors(
-    root: str,
-    own: OwnPart,
-    files: dict[str, FileEntry],
-    ranks: Ranks,
-    sums: _Sums,
-    counted: Operation,
-) -> None:
-    for file in own.files:
-        contents = map(sums.parts_of, file.pieces)  # the writer takes them in the order of slices
-        path = os.path.join(root, file.name)
-        files[file.name] = write_slices(path, file.slices, contents, counted.counting(ranks.tick))
-    for piece in own.summed:
-        for _ in sums.parts_of(piece):
-            pass
-        ranks.tick()
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -5,70 +5,44 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
-from ..catalog.records import StoredTensor
-from ..dtypes import itemsize
+from ..engine.files import arriving
 from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_damage
-from ..format.manifest import (
-    BLOCK_BYTES,
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    Place,
-    describe_absent,
-    files_by_place,
-    parse_manifest,
-)
-from ..format.slices import StateKey
+from ..format.manifest import MANIFEST_NAME, Manifest, Place, describe_absent, files_by_place, parse_manifest
 from ..limits import inside, read_small
 from ..objects import frozen
-from ..operations.operation import this_operation
 from ..planning.plan import IOOptions
-from ..publish.hosts import Reader, Server, Unit, address_toward_store, copy_units, units_of
+from ..publish.hosts import Holdings, Reader, RemoteFiles, Server, address_toward_store, units_in
 from ..publish.lock import mark, remove_ours
-from ..publish.places import PartTarget, Target, delete_sealed
-from ..publish.sites import LocalPlaces, id_of_place, settle_parts
+from ..publish.places import Target
+from ..publish.sites import PartTarget, Sites, meet, settle_parts
 from ..ranks.ranks import Ranks, patiently
-from ..state.optimizer import TrainState
 from ..storage.records import is_url
-from ..tensors.boxes import Box, whole
-from ..tensors.live import describe
-from .resume_report import ResumeReport
-from .run import Candidate, Restore, RunSteps
-from .verify import check_parts, model_of
+from .verify import check_parts
 
 __all__ = [
+    "Found",
     "Hosts",
-    "LocalDirectories",
-    "LocalHosts",
-    "OneForAll",
     "Opened",
     "PartFiles",
-    "Parts",
-    "bring",
-    "document_units",
     "find_parts",
+    "has_slices",
     "hosts_of",
     "make_view",
     "opened",
-    "slice_units",
+    "reading_from",
 ]
 
 
 # ----------------------------------------------------------------------------------------------------
 # A step in parts as a directory that a restore reads: links to the files that are here, and the
-# blocks of other hosts' files that this host's ranks need.
-
-#: Where a stored tensor lies in the model of this run: its shape there, and the boxes of this rank.
-_Held = Mapping[str, tuple[tuple[int, ...], Sequence[Box]]]
+# blocks of other hosts' files, which come when this host's ranks read them.
 
 
 @frozen
@@ -85,114 +59,49 @@ class PartFiles:
         return inside(self.path, name)
 
 
-def make_view(view: str, path: str, text: bytes, manifest: Manifest, here: frozenset[str]) -> None:
-    """Make the directory ``view``: links to the files ``here`` below ``path``, and files without content for the others.
+def make_view(
+    view: str, text: bytes, manifest: Manifest, here: Mapping[str, str], link: Callable[[str, str], None]
+) -> None:
+    """Fill the directory ``view``: the manifest, a ``link`` to each file that is ``here``, and files without content for the others.
 
-    Raises :class:`CheckpointError`.
+    ``here``: paths of files, by name. Raises ``OSError``.
     """
-    try:
-        os.mkdir(view)
-        mark(view)
-        with open(os.path.join(view, MANIFEST_NAME), "xb") as file:
-            file.write(text)
-        for name, entry in manifest.files.items():
-            new = inside(view, name)
-            os.makedirs(os.path.dirname(new), exist_ok=True)
-            if name in here:
-                os.symlink(os.path.abspath(inside(path, name)), new)
-            else:
-                with open(new, "xb") as file:
-                    file.truncate(entry.nbytes)  # takes no room until units are written
-    except OSError as error:
-        raise CheckpointError(f"{view}: can't be made: {error.strerror}") from error
+    with open(os.path.join(view, MANIFEST_NAME), "xb") as file:
+        file.write(text)
+    for name, entry in manifest.files.items():
+        new = inside(view, name)
+        os.makedirs(os.path.dirname(new), exist_ok=True)
+        if name in here:
+            link(here[name], new)
+        else:
+            with open(new, "xb") as file:
+                file.truncate(entry.nbytes)  # takes no room until bytes are written
 
 
-def bring(
-    view: str,
-    needed: Mapping[str, Sequence[Unit]],
-    manifest: Manifest,
-    reader_of: Callable[[int], Reader],
-    ranks: Ranks,
-) -> int:
-    """Copy units of files that are not here into a view; each is proved when it arrives. Returns their bytes. Rank-local.
+@contextmanager
+def reading_from(remote: RemoteFiles, view: str, names: Iterable[str]) -> Iterator[None]:
+    """Reads in the block, by this thread, of the files ``names`` of a view get the bytes of other hosts."""
+    by_path = {inside(view, name): name for name in names}
 
-    ``reader_of`` gets the number of the place that holds the files. One connection is open at a time, and none afterwards: a host
-    serves some ranks at a time. Raises :class:`CheckpointError`, :class:`IntegrityError`.
-    """
-    total = 0
-    for number, names in enumerate(files_by_place(manifest)):
-        if wanted := [name for name in names if needed.get(name)]:
-            reader = reader_of(number)
-            try:
-                for name in wanted:
-                    total += copy_units(reader, name, needed[name], inside(view, name), ranks.tick)
-            finally:
-                reader.close()
-    return total
+    def read_into(path: str, offset_bytes: int, target: memoryview) -> bool:
+        name = by_path.get(path)
+        if name is not None:
+            remote.read_into(name, offset_bytes, target)
+        return name is not None
+
+    with arriving(read_into):
+        yield
 
 
-def document_units(
-    manifest: Manifest,
-    lacking: Collection[str],
-    ranks: Ranks,
-    *,
-    with_shared: bool,
-    also: Callable[[str], bool],
-) -> dict[str, list[Unit]]:
-    """The units of the documents among the files ``lacking`` that a restore reads on this rank. Rank-local.
+def has_slices(name: str) -> bool:
+    """Whether a file of a step holds slices of tensors; a restore reads other files whole."""
+    return os.path.basename(name).startswith("shard-")
 
-    ``with_shared``: also the documents of all ranks and the files that ``also`` names, of which a host needs one copy.
-    """
+
+def _documents_for(manifest: Manifest, ranks: Ranks, *, with_shared: bool) -> set[str]:
+    """Names of the documents that a restore reads on this rank. ``with_shared``: also those of all ranks, of which a host needs one copy."""
     stems = ["state"] * with_shared + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
-    names = {f"{stem}.{ending}" for stem in stems for ending in ("json", "safetensors")}
-    names |= {name for name in lacking if with_shared and also(name)}
-    return {name: units_of(manifest.files[name], path=name) for name in sorted(names) if name in lacking}
-
-
-def slice_units(
-    state: TrainState, path: str, manifest: Manifest, lacking: Collection[str]
-) -> dict[str, list[Unit]]:
-    """The units of slices among the files ``lacking`` that a restore of ``state`` reads on this rank. Reads nothing. Rank-local.
-
-    They share an element with what the rank holds; of a tensor that this run does not know under that name and shape, every slice.
-    """
-    names = {inside(path, name): name for name in lacking}
-    spans = defaultdict[str, list[tuple[int, int]]](list)
-    for tensor, held in _tensors(state, path, manifest):
-        parameter = held.get(tensor.name)
-        boxes = [whole(tensor.shape)] if parameter is None or parameter[0] != tensor.shape else parameter[1]
-        for box in boxes:
-            for chunk in tensor.chunks_touching(box):
-                end = chunk.offset_bytes + chunk.box.numel * itemsize(tensor.dtype)
-                if (name := names.get(chunk.path)) is not None:
-                    spans[name].append((chunk.offset_bytes, end))
-    return {name: _touched(manifest.files[name], of) for name, of in spans.items()}
-
-
-def _touched(entry: FileEntry, spans: Sequence[tuple[int, int]]) -> list[Unit]:
-    """The blocks of payload that share a byte with a span."""
-    _, *blocks = units_of(entry)  # first: a manifest may claim a file of any size
-    numbers: set[int] = set()
-    for start, end in spans:
-        first, last = (at - entry.header_bytes for at in (start, end - 1))
-        numbers.update(range(first // BLOCK_BYTES, last // BLOCK_BYTES + 1))
-    return [blocks[number] for number in sorted(numbers)]
-
-
-def _tensors(state: TrainState, path: str, manifest: Manifest) -> Iterator[tuple[StoredTensor, _Held]]:
-    """The stored tensors of the models and optimizers of a run, and where they lie by stored name."""
-    for name, model in state.models.items():
-        if name not in manifest.models:
-            continue  # the restore says so
-        wanted = describe(model).layout().wanted
-        held = {n: (w.shape, [b.box for b in w.boxes]) for w in wanted for n in (w.name, *w.aliases)}
-        for tensor in catalog_of_checkpoint(path, name, manifest=manifest).tensors.values():
-            yield tensor, held
-        for optimizer in state.optimizers:
-            if optimizer in manifest.packed and model_of(manifest, optimizer) == name:
-                for tensor in catalog_of_optimizer(path, manifest, optimizer, name).tensors.values():
-                    parameter = held.get(StateKey.of(tensor.name).parameter)
-                    yield tensor, {} if parameter is None else {tensor.name: parameter}
+    return {f"{stem}.{ending}" for stem in stems for ending in ("json", "safetensors")}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -203,19 +112,27 @@ _log = logging.getLogger(__name__)
 
 @frozen
 class Found:
-    """The parts of a step, by the number of their place in its manifest."""
+    """The parts of a step under one manifest, by the number of their place in it."""
 
+    path: str
+    """Of a part that is there."""
+    places: list[Place]
     here: list[list[int]]
-    """Of each of this run's places, the parts that it holds whole."""
+    """Of each of this run's sites, the parts that it holds whole."""
     sources: list[int]
-    """For each part, the place of this run that holds it."""
+    """For each part, the site of this run that holds it; -1 if none does."""
+
+    @property
+    def lost(self) -> list[int]:
+        """The parts that no site holds."""
+        return [number for number, source in enumerate(self.sources) if source < 0]
 
     @property
     def are_all_everywhere(self) -> bool:
         return all(len(here) == len(self.sources) for here in self.here)
 
 
-def find_parts(path: str, step: int | None, at: LocalPlaces, ranks: Ranks) -> Found:
+def find_parts(path: str, step: int | None, at: Sites, ranks: Ranks) -> Found:
     """Check the parts of a step, and find who holds each. ``path``: of the step's directory on this rank's host. Collective.
 
     ``step``: None takes whichever the manifest says. Raises damage as :func:`.is_damage` says, also where a host of this run has lost
@@ -248,28 +165,14 @@ def find_parts(path: str, step: int | None, at: LocalPlaces, ranks: Ranks) -> Fo
             f"branches of one. Move the directories of one of them away"
         )
     if not complete:  # of several, none of which is whole, one that a host which is away may make whole
-        _refuse_lost(max(found, key=lambda one: _lacks_host(one, at)), damage, at)
-    return Found(complete[0].here, complete[0].sources)
+        present = {place.id for place in at.places}
+        _refuse_lost(
+            max(found, key=lambda one: any(one.places[n].id not in present for n in one.lost)), damage, at
+        )
+    return complete[0]
 
 
-@frozen
-class _HeldPart:
-    """The parts of a step under one manifest."""
-
-    path: str
-    """Of a part that is there."""
-    places: list[Place]
-    here: list[list[int]]
-    sources: list[int]
-    """As of :class:`Found`; -1 for a part that no place holds."""
-
-    @property
-    def lost(self) -> list[int]:
-        """The parts that no place holds."""
-        return [number for number, source in enumerate(self.sources) if source < 0]
-
-
-def _of_manifest(digest: str, seen: Sequence[list[Any] | None]) -> _HeldPart:
+def _of_manifest(digest: str, seen: Sequence[list[Any] | None]) -> Found:
     """Who holds the parts of the step with this manifest. A host that holds a step of this number with another manifest, as a save leaves
     it that one host alone has published, holds none."""
     of = [part if part is not None and part[0] == digest else None for part in seen]
@@ -280,15 +183,10 @@ def _of_manifest(digest: str, seen: Sequence[list[Any] | None]) -> _HeldPart:
         next((n for n, parts in enumerate(here) if number in parts), -1)
         for number in range(max(1, len(places)))
     ]
-    return _HeldPart(path, places, here, sources)
+    return Found(path, places, here, sources)
 
 
-def _lacks_host(held: _HeldPart, at: LocalPlaces) -> bool:
-    present = {place.id for place in at.places}
-    return any(held.places[n].id not in present for n in held.lost)
-
-
-def _refuse_lost(held: _HeldPart, damage: str, at: LocalPlaces) -> NoReturn:
+def _refuse_lost(held: Found, damage: str, at: Sites) -> NoReturn:
     """The text is the same on every rank."""
     path, places, lost = held.path, held.places, held.lost
     present = {place.id for place in at.places}
@@ -299,42 +197,27 @@ def _refuse_lost(held: _HeldPart, damage: str, at: LocalPlaces) -> NoReturn:
     raise IntegrityError(damage or f"{path}: this step's files are missing on {hosts}")
 
 
-class Parts:
-    """A step as this rank's host can read it."""
+@frozen
+class Opened:
+    """A checkpoint while it is read."""
 
-    def __init__(
-        self,
-        path: str,
-        manifest: Manifest,
-        lacking: frozenset[str],
-        fetch: Callable[[Mapping[str, Sequence[Unit]]], None],
-        ranks: Ranks,
-        io: IOOptions,
-    ) -> None:
-        self.path = path
-        """Of a directory with all documents of this host's ranks, and the slices that :meth:`bring` has brought."""
-        self.manifest = manifest
-        self.io = io
-        """For reading there: no rank sees what another host holds."""
-        self._lacking, self._fetch, self._ranks = lacking, fetch, ranks
-
-    def bring(self, state: TrainState) -> None:
-        """Fetch the slices of other hosts that a restore of ``state``, or a load of its models, reads on this rank. Collective."""
-        with self._ranks.agree("bring what other hosts hold"):
-            if self._lacking:
-                self._fetch(slice_units(state, self.path, self.manifest, self._lacking))
+    path: str
+    """Where this rank reads it."""
+    io: IOOptions
+    """How this rank reads it. From parts alone: no rank sees what another host holds."""
 
 
 @contextmanager
 def opened(
     path: str,
     step: int | None,
-    at: LocalPlaces,
+    at: Sites,
     ranks: Ranks,
     io: IOOptions,
     also: Callable[[str], bool] = lambda name: False,
-) -> Iterator[Parts]:
-    """Check a step, and open it for the block. Every host then serves its parts to the others. Collective; raises as :func:`find_parts`.
+) -> Iterator[Opened]:
+    """Check a step in parts, and open it for the block. Every host then serves its parts to the others: all documents of this host's ranks
+    are at the path, and slices come when this thread reads them. Collective; raises as :func:`find_parts`.
 
     ``also``: names of files that each host gets beside the documents.
     """
@@ -343,7 +226,7 @@ def opened(
     text = _text_for_all(path, found, at, ranks)
     manifest = parse_manifest(text, path)
     if found.are_all_everywhere:
-        yield Parts(path, manifest, frozenset(), lambda units: None, ranks, own)
+        yield Opened(path, own)
         return
     nonce, secret = ranks.on_first("name views", lambda: [secrets.token_hex(8), secrets.token_hex(32)])
     files, mine, leads = files_by_place(manifest), found.here[at.own], at.leads(ranks.rank)
@@ -364,28 +247,50 @@ def opened(
 
             peers: list[Any] = ranks.combine("serve parts", serve, list)
 
-            def reader_of(number: int) -> Reader:
-                host, address, port = peers[at.leaders[found.sources[number]]]
+            def reader_of(rank: int) -> Reader:
+                host, address, port = peers[rank]
                 return Reader(host, address, port, secret.encode(), io.timeout_s)
-
-            def fetch(units: Mapping[str, Sequence[Unit]]) -> None:
-                nbytes = bring(view, units, manifest, reader_of, ranks)
-                _log.info("%s: fetched %d bytes from other hosts", path, nbytes)
 
             with ranks.agree("make views"):
                 if leads and lacking:
-                    make_view(view, path, text, manifest, here)
+                    _make_links(view, path, text, manifest, here)
             with ranks.agree("bring documents of other hosts"):
-                if lacking:
-                    fetch(document_units(manifest, lacking, ranks, with_shared=leads, also=also))
-            yield Parts(view, manifest, lacking, fetch, ranks, own)
+                holders = [at.leaders[source] for source in found.sources]
+                holdings = _holdings(manifest, holders)
+                remote = RemoteFiles(manifest.files, holdings, reader_of, ranks.tick, most_alone=0)
+                brought = _documents_for(manifest, ranks, with_shared=leads)
+                brought |= {name for name in lacking if leads and also(name)}
+                for name in sorted(brought & lacking):
+                    remote.copy(name, inside(view, name))
+            if lacking:
+                stack.enter_context(reading_from(remote, view, filter(has_slices, lacking - brought)))
+            yield Opened(view, own)
+        _log.info("%s: fetched %d bytes from other hosts", path, remote.taken.total())
     finally:
         if leads and lacking:
             with ranks.patience():
                 remove_ours(view)
 
 
-def _text_for_all(path: str, found: Found, at: LocalPlaces, ranks: Ranks) -> bytes:
+def _make_links(view: str, path: str, text: bytes, manifest: Manifest, here: Iterable[str]) -> None:
+    try:
+        os.mkdir(view)
+        mark(view)
+        make_view(view, text, manifest, {n: os.path.abspath(inside(path, n)) for n in here}, os.symlink)
+    except OSError as error:
+        raise CheckpointError(f"{view}: can't be made: {error.strerror}") from error
+
+
+def _holdings(manifest: Manifest, holders: Sequence[int]) -> Holdings:
+    """The rank that serves each file, whole. ``holders``: by the number of a file's place."""
+    return {
+        name: [(holders[number], "", [[0, units_in(manifest.files[name])]])]
+        for number, names in enumerate(files_by_place(manifest))
+        for name in names
+    }
+
+
+def _text_for_all(path: str, found: Found, at: Sites, ranks: Ranks) -> bytes:
     """The manifest's text; sent only if a place does not hold it."""
     holder = at.leaders[found.sources[0]]
 
@@ -405,134 +310,56 @@ def _text_for_all(path: str, found: Found, at: LocalPlaces, ranks: Ranks) -> byt
 
 
 # ----------------------------------------------------------------------------------------------------
-# Whose directories the checkpoints of Accelerate and the Trainer lie in: one for all ranks, or one on each host (``local=True``).
-#
-# What the two do with directories goes through one of these, and is the same code for both.
+# Whose directories the checkpoints of Accelerate and the Trainer lie in.
 
 _T = TypeVar("_T")
 
 
-class Opened(Protocol):
-    """A checkpoint while it is read."""
+class Hosts:
+    """Where Accelerate and the Trainer keep checkpoints: in one directory or store for all ranks, or in a directory on each host (``local``).
 
-    @property
-    def path(self) -> str:
-        """Where this rank reads it."""
-
-    @property
-    def io(self) -> IOOptions:
-        """How this rank reads it."""
-
-    def bring(self, state: TrainState) -> None:
-        """Before tensors of ``state`` are read. Collective."""
-
-
-class Hosts(Protocol):
-    """Every rank makes one. Its methods are collective but for :meth:`target`, and raise alike on all ranks.
-
-    ``root``: the directory or URL in which the checkpoints lie, on this rank's host.
+    Every rank makes one. Its methods are collective but for :meth:`target`, and raise alike on all ranks. ``root``: the directory or URL of
+    the checkpoints, on this rank's host.
     """
 
-    is_local: bool
+    def __init__(self, *, local: bool = False) -> None:
+        self.is_local = local
+        self._met: dict[str, Sites] = {}
 
-    def on_each(self, root: str, label: str, work: Callable[[], _T]) -> list[_T]:
-        """Run ``work`` on one rank of each host that has directories of its own, else on rank 0; the results on every rank."""
-
-    def on_own(self, root: str, label: str, work: Callable[[], _T]) -> _T:
-        """As :meth:`on_each`; the result of this rank's host."""
-
-    def target(self, target: Target) -> Target:
-        """Where this rank's host publishes what all would publish at ``target``. After a call with its root."""
-
-    def settle(self, root: str, *, is_held: bool) -> None:
-        """Publish or delete what killed saves left in directories of the hosts' own, as :func:`.settle_parts`."""
-
-    def holds(self, path: str) -> bool:
-        """Whether hosts with directories of their own hold all parts of a checkpoint, as far as a check without payload can tell; says
-        why not. True for a directory of all: its reader finds damage. Raises :class:`CheckpointError` if a host that has a part is away."""
-
-    def opened(
-        self, path: str, step: int | None = None, also: Callable[[str], bool] = lambda name: False
-    ) -> AbstractContextManager[Opened]:
-        """A checkpoint, open for the block. ``also``: files that each host needs beside the documents.
-
-        Raises damage as :func:`.is_damage` says, :class:`CheckpointError` if a host that has a part is away; for one directory of all
-        the reader finds damage.
-        """
-
-
-class _AsItIs:
-    """A checkpoint that every rank reads at its path."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.io = path, IOOptions()
-
-    def bring(self, state: TrainState) -> None:
-        """Nothing: all of it is there."""
-
-
-class OneForAll:
-    """Directories that all ranks see, or stores."""
-
-    is_local = False
-
-    def on_each(self, root: str, label: str, work: Callable[[], _T]) -> list[_T]:
-        return [self.on_own(root, label, work)]
-
-    def on_own(self, root: str, label: str, work: Callable[[], _T]) -> _T:
-        return Ranks.current().on_first(label, work)
-
-    def target(self, target: Target) -> Target:
-        return target
-
-    def settle(self, root: str, *, is_held: bool) -> None:
-        """Nothing."""
-
-    def holds(self, path: str) -> bool:
-        return True
-
-    @contextmanager
-    def opened(
-        self, path: str, step: int | None = None, also: Callable[[str], bool] = lambda name: False
-    ) -> Iterator[Opened]:
-        yield _AsItIs(path)
-
-
-class LocalHosts:
-    """A directory on each host: see :class:`.LocalDirectories`."""
-
-    is_local = True
-
-    def __init__(self) -> None:
-        self._met: dict[str, LocalPlaces] = {}
-
-    def _at(self, root: str) -> LocalPlaces:
+    def _at(self, root: str) -> Sites:
         """The hosts of the run, which meet in their directories when they use them first. Collective."""
+        if not self.is_local:
+            return Sites()
         if is_url(root):
             raise CheckpointError(
                 f"{root}: local=True keeps checkpoints on the hosts' own disks; give a directory"
             )
         if root not in self._met:
-            ranks = Ranks.current()
-            at = LocalPlaces(root, ranks)
-            at.with_ids(at.on_each("name places", lambda: id_of_place(root), ranks))
-            self._met[root] = at
+            self._met[root], _ = meet(root, "name places", lambda: None, Ranks.current())
         return self._met[root]
 
     def on_each(self, root: str, label: str, work: Callable[[], _T]) -> list[_T]:
+        """Run ``work`` on one rank of each host that has a directory of its own, else on rank 0; the results on every rank."""
         return self._at(root).on_each(label, work, Ranks.current())
 
     def on_own(self, root: str, label: str, work: Callable[[], _T]) -> _T:
+        """As :meth:`on_each`; the result of this rank's host."""
         return self.on_each(root, label, work)[self._at(root).own]
 
     def target(self, target: Target) -> Target:
-        at = self._met[os.path.dirname(target.final)]
-        return PartTarget(target.final, at.places, at.own)
+        """Where this rank's host publishes what all would publish at ``target``. After a call with its root."""
+        return PartTarget(target.final, self._at(os.path.dirname(target.final))) if self.is_local else target
 
     def settle(self, root: str, *, is_held: bool) -> None:
-        settle_parts(root, self._at(root), Ranks.current(), is_held=is_held)
+        """Publish or delete what killed saves left in directories of the hosts' own, as :func:`.settle_parts`."""
+        if self.is_local:
+            settle_parts(root, self._at(root), Ranks.current(), is_held=is_held)
 
     def holds(self, path: str) -> bool:
+        """Whether hosts with directories of their own hold all parts of a checkpoint, as far as a check without payload can tell; says
+        why not. True for a directory of all: its reader finds damage. Raises :class:`CheckpointError` if a host that has a part is away."""
+        if not self.is_local:
+            return True
         ranks = Ranks.current()
         try:
             find_parts(path, None, self._at(os.path.dirname(path)), ranks)
@@ -548,95 +375,23 @@ class LocalHosts:
     def opened(
         self, path: str, step: int | None = None, also: Callable[[str], bool] = lambda name: False
     ) -> Iterator[Opened]:
+        """A checkpoint, open for the block. ``also``: files that each host needs beside the documents.
+
+        Raises damage as :func:`.is_damage` says, :class:`CheckpointError` if a host that has a part is away; for one directory of all
+        the reader finds damage.
+        """
+        if not self.is_local:
+            yield Opened(path, IOOptions())
+            return
         at = self._at(os.path.dirname(path))
-        with opened(path, step, at, Ranks.current(), IOOptions(), also) as parts:
-            yield parts
+        with opened(path, step, at, Ranks.current(), IOOptions(), also) as found:
+            yield found
 
 
 def hosts_of(*, local: bool, fallback: str | None) -> Hosts:
     """For an adapter's ``local=`` and ``fallback=``. Raises :class:`CheckpointError` if both are given."""
-    if not local:
-        return OneForAll()
-    if fallback is not None:
+    if local and fallback is not None:
         raise CheckpointError(
             f"{fallback}: local=True keeps each host's part of a checkpoint on its own disk, and takes no fallback; drop one of them"
         )
-    return LocalHosts()
-
-
-# ----------------------------------------------------------------------------------------------------
-# A run whose hosts keep their parts of each step in directories of their own: ``Checkpointer(local=True)``.
-
-
-class LocalDirectories:
-    """See :class:`.Directories`. The first rank of each place does its work."""
-
-    def __init__(self, steps: RunSteps) -> None:
-        self._steps = steps
-        self._root = steps.root_of(0)
-        self._at: LocalPlaces
-
-    def open(self, take: Callable[[], str], ranks: Ranks) -> str:
-        self._at = LocalPlaces(self._root, ranks)
-        found = self._at.on_each(
-            "lock checkpoint directories", lambda: [take(), id_of_place(self._root)], ranks
-        )
-        self._at.with_ids([one for _, one in found])
-        settle_parts(self._root, self._at, ranks)
-        return found[0][0]
-
-    def name_of_next(self, name: Callable[[], str], ranks: Ranks) -> str:
-        return self._at.on_each("check checkpoint directories", name, ranks)[0]
-
-    def target(self, name: str, place: int) -> Target:
-        return PartTarget(self._steps.path_of(place, name), self._at.places, self._at.own)
-
-    def after_save(self, step: int, place: int, ranks: Ranks) -> None:
-        """A step counts if every place holds its own part whole; so all places delete the same steps."""
-        lists = self._at.on_each(
-            "look at the steps", lambda: self._steps.newest_whole(step, self._is_own_part_whole(ranks)), ranks
-        )
-        agreed = sorted(set.intersection(*map(set, lists)), reverse=True)
-        with ranks.agree("retention"):
-            if self._at.leads(ranks.rank):
-                self._steps.keep_newest(step, agreed)
-                delete_sealed(self._root)  # those of older steps are of no use now
-
-    def _is_own_part_whole(self, ranks: Ranks) -> Callable[[str, int], bool]:
-        own = self._at.places[self._at.own].id
-
-        def is_whole(path: str, step: int) -> bool:
-            try:
-                manifest, here = patiently(lambda: check_parts(path, step, ranks.tick, heads=False))
-            except ShardwiseError as error:
-                _log.warning("retention does not count %s: %s", path, error)
-                return False
-            return all(number in here for number, p in enumerate(manifest.places) if p.id == own)
-
-        return is_whole
-
-    def candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
-        lists = self._at.on_each("scan checkpoint directories", lambda: self._steps.candidates(None), ranks)
-        names = {s: name for found in lists for s, _, name in found if step in (None, s)}
-        if step is not None and not names:
-            there = sorted({s for found in lists for s, _, _ in found})
-            raise CheckpointError(f"{self._root}: no step {step} on any host; there are {there}")
-        return [Candidate(s, 0, self._steps.path_of(0, names[s])) for s in sorted(names, reverse=True)]
-
-    def restore(
-        self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks, io: IOOptions
-    ) -> ResumeReport:
-        with opened(one.path, one.step, self._at, ranks, io) as parts:
-            this_operation().begin_again(one.path)
-            parts.bring(state)
-            return replace(restore(state, parts.path, ranks, parts.io), path=one.path)
-
-    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
-        lists = self._at.on_each("rename newer steps", lambda: self._steps.go_on_from(step, damaged), ranks)
-        return sorted(set().union(*lists), reverse=True)
-
-    def raise_if_taken(self, ranks: Ranks) -> None:
-        self._at.on_each("check the steps again", self._steps.raise_if_taken, ranks)
-
-    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> None:
-        self._at.on_each("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged), ranks)
+    return Hosts(local=local)

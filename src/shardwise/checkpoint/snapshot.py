@@ -103,7 +103,12 @@ def agree_on_forms(state: TrainState, ranks: Ranks) -> dict[int, dict[str, Agree
 
     if ranks.combine("compare states of few bits", summary, lambda each: len(set(each)) == 1):
         return {}
-    found = ranks.reduce("compare each state of few bits", lambda: _forms_of(forms), _merged, _of_few_bits)
+
+    def of_few_bits(every: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """The states that are of few bits on any rank."""
+        return {name: [of, is_plain] for name, (of, is_plain) in every.items() if of}
+
+    found = ranks.reduce("compare each state of few bits", lambda: _forms_of(forms), _merged, of_few_bits)
     if two := [name for name, (each, _) in found.items() if len(each) > 1]:
         texts = " and ".join(Form(**form).text for form in found[two[0]][0])
         raise StateError(
@@ -140,11 +145,6 @@ def _merged(of_ranks: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]
             every = sorted([*before, *(f for f in forms if f not in before)], key=json.dumps)
             found[name] = [every[:2], was_plain or is_plain]
     return found
-
-
-def _of_few_bits(found: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The states that are of few bits on any rank."""
-    return {name: [forms, is_plain] for name, (forms, is_plain) in found.items() if forms}
 
 
 def split_low_bit(drained: Drained, geometries: Mapping[str, Geometry]) -> None:
@@ -276,13 +276,20 @@ def take_snapshot(
     lives = {name: describe(model) for name, model in state.models.items()}
     models = tuple(_model_part(name, live, referred(state, live)) for name, live in lives.items())
     optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
-    own = _beyond(state, lives)
+    own = {("model", name): beyond(name, OwnOfModel(live)) for name, live in lives.items()}
+    for name, given in state.given_optimizers.items():
+        own["optimizer", name] = beyond(name, OwnOfOptimizer(given, state.optimizers[name]))
     documents = {
         name: encode(value, where=name)
         for name, value in _documents(state, lives, models, optimizers, step).items()
     }
     functions = {
-        name: _without(encoded.not_stored) for name, encoded in documents.items() if encoded.not_stored
+        name: {
+            path: f"{path}: a function is not stored; this run may have another"
+            for path in encoded.not_stored
+        }
+        for name, encoded in documents.items()
+        if encoded.not_stored
     }
     documents |= {
         name: encode(value, where=name) for name, value in _beyond_documents(own, functions).items()
@@ -304,19 +311,6 @@ def take_snapshot(
             *(line for found in own.values() for line in found.not_stored.values()),
         ),
     )
-
-
-def _beyond(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[tuple[str, str], Beyond]:
-    """By kind and name, what models and optimizers would save besides."""
-    found = {("model", name): beyond(name, OwnOfModel(live)) for name, live in lives.items()}
-    for name, given in state.given_optimizers.items():
-        found["optimizer", name] = beyond(name, OwnOfOptimizer(given, state.optimizers[name]))
-    return found
-
-
-def _without(functions: tuple[str, ...]) -> dict[str, str]:
-    """Lines for the report of a restore, by path."""
-    return {path: f"{path}: a function is not stored; this run may have another" for path in functions}
 
 
 def _beyond_documents(
@@ -378,8 +372,18 @@ def _optimizer_part(
     part = next(p for p in models if p.name == trained_model(optimizer, lives))
     refuse_unreduced(optimizer, lives[part.name])
     drained = drain(optimizer, parameter_names(optimizer, part.named), forms)
-    split_low_bit(drained, lives[part.name].geometries)
-    return OptimizerPart(name, part.name, tuple(_optimizer_live(drained, part)), drained)
+    geometries = lives[part.name].geometries
+    split_low_bit(drained, geometries)
+    found = [
+        (StateKey(of, key).name, tensor, geometries[of])
+        for of, states in drained.tensors.items()
+        for key, tensor in states.items()
+    ]
+    whole = replicated(world_size())
+    found += [(packed_name(key), tensor, whole) for key, tensor in drained.packed.items()]
+    stored = [SliceTensor(n, code_of(t.dtype), tuple(t.shape), geometry) for n, t, geometry in found]
+    live = [Live(one, t) for one, (_, t, _) in zip(assign_owners(stored), found, strict=True)]
+    return OptimizerPart(name, part.name, tuple(live), drained)
 
 
 def trained_model(optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
@@ -387,19 +391,6 @@ def trained_model(optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = (n for n, live in lives.items() if optimized <= {id(t.tensor) for t in live.tensors})
     return next(found, next(iter(lives)))
-
-
-def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
-    geometries = {v.stored.name: v.stored.geometry for v in model.live}
-    found = [
-        (StateKey(name, key).name, tensor, geometries[name])
-        for name, states in drained.tensors.items()
-        for key, tensor in states.items()
-    ]
-    whole = replicated(world_size())
-    found += [(packed_name(key), tensor, whole) for key, tensor in drained.packed.items()]
-    stored = [SliceTensor(name, code_of(t.dtype), tuple(t.shape), geometry) for name, t, geometry in found]
-    return [Live(one, t) for one, (_, t, _) in zip(assign_owners(stored), found, strict=True)]
 
 
 def _documents(

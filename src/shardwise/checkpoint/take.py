@@ -156,7 +156,10 @@ def take(
     _check_names(snapshot)
     assets = _assets(state) if rank == 0 else {}
     seed, own = torch.initial_seed() % 2**63, own_parts(snapshot, rank)
-    return Taken(snapshot, assets, step, lineage, seed, software_versions(state), _hub_tensors(state), own)
+    # Of each loaded model the names and shapes of its source tensors; none if they are its own.
+    origins = {name: recall(model) for name, model in state.models.items()}
+    sources = {name: {} if o.is_plain else dict(o.shapes) for name, o in origins.items() if o is not None}
+    return Taken(snapshot, assets, step, lineage, seed, software_versions(state), sources, own)
 
 
 def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | None:
@@ -182,7 +185,12 @@ def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | N
         return None
     differing, held = found
     snapshot = taken.snapshot
-    _refuse_other_modules(held)
+    if len(held) > 1:  # the tensors of ranks in words, with the first rank that has these
+        some = "; ".join(f"rank {rank} has {text}" for text, rank in held.items())
+        raise StateError(
+            f"ranks hold different modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
+            f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
+        )
     _refuse_other_layouts(snapshot, differing)
     tensors = differing_tensors(sums, ranks) if PLAIN in differing else set()
     shared, local = _split_documents(snapshot, set(differing), tensors, ranks)
@@ -261,16 +269,6 @@ def _assets(state: TrainState) -> dict[str, bytes]:
     return {**found, **state.files}
 
 
-def _refuse_other_modules(held: Mapping[str, int]) -> None:
-    """Refuse ranks with different models. ``held``: their tensors in words, with the first rank that has these."""
-    if len(held) > 1:
-        some = "; ".join(f"rank {rank} has {text}" for text, rank in held.items())
-        raise StateError(
-            f"ranks hold different modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
-            f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
-        )
-
-
 def _refuse_other_layouts(snapshot: Snapshot, differing: Sequence[str]) -> None:
     if LAYOUT in differing:
         live = [v for part in snapshot.models for v in part.live]
@@ -299,12 +297,6 @@ def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]
             f"ranks hold different values of {', '.join(bad[:10])}, which must be equal on all: were the gradients "
             f"of unsharded parameters reduced, and does every rank save the same step?"
         )
-
-
-def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
-    """For each loaded model, names and shapes of its source tensors; nothing if they are its own."""
-    origins = {name: recall(model) for name, model in state.models.items()}
-    return {name: {} if o.is_plain else dict(o.shapes) for name, o in origins.items() if o is not None}
 
 
 def software_versions(state: TrainState) -> dict[str, str]:
@@ -720,42 +712,6 @@ def _joined(nbytes: int, views: Iterator[torch.Tensor]) -> torch.Tensor:
     return found
 
 
-class LiveContents:
-    """The live tensors: in place on the CPU; from a device through a small ring, while the writer writes."""
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._staging = StagedPieces([p for p in pieces if p.is_on_device])
-        self._buffer = StagingBuffer()
-        self._copying: Iterator[None] | None = None
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory of the ring; 0 if no tensor lies on a device."""
-        return self._buffer.nbytes
-
-    def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
-        if not piece.is_on_device:
-            yield piece.held.box, live_piece(piece)
-            return
-        left = piece.nbytes if piece.is_copied else 0
-        while left:
-            part = self._take()
-            left -= part.numel()
-            yield None, part
-
-    def device_sums(self) -> list[int]:
-        return self._staging.take_sums(self._take)
-
-    def _take(self) -> torch.Tensor:
-        if self._copying is None:
-            nbytes = min(_RING_BYTES, self._staging.nbytes)
-            self._buffer.reserve(nbytes, pinned=self._staging.is_pinned)
-            self._copying = self._buffer.copying(self._staging.tensors(self._buffer))
-            next(self._copying, None)
-            _ = self._staging.sums  # made beside the copies
-        return self._buffer.pull(self._copying)
-
-
 def boxes_from(take: Callable[[], torch.Tensor], box: Box, dtype: str) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of a tensor from a buffer, as consecutive boxes. ``take``: its next bytes, valid until the next call."""
     numel, done = math.prod(box.sizes), 0
@@ -772,24 +728,53 @@ class StagedContents:
     """Copies of all pieces, from a buffer into which another thread puts :meth:`StagedPieces.tensors`."""
 
     def __init__(self, staging: StagedPieces, buffer: StagingBuffer) -> None:
-        self._staging = staging
-        self._buffer = buffer
+        self._staging, self._buffer = staging, buffer
 
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
-        if not piece.is_on_device:
-            if piece.is_copied:
-                yield from boxes_from(self._buffer.take, piece.held.box, piece.live.stored.dtype)
-            else:
-                yield piece.held.box, live_piece(piece)
-            return
-        left = piece.nbytes if piece.is_copied else 0
-        while left:
-            part = self._buffer.take()
-            left -= part.numel()
-            yield None, part
+        if piece.is_on_device:
+            left = piece.nbytes if piece.is_copied else 0
+            while left:
+                part = self._take()
+                left -= part.numel()
+                yield None, part
+        elif piece.is_copied:
+            yield from boxes_from(self._take, piece.held.box, piece.live.stored.dtype)
+        else:
+            yield piece.held.box, live_piece(piece)
 
     def device_sums(self) -> list[int]:
-        return self._staging.take_sums(self._buffer.take)
+        return self._staging.take_sums(self._take)
+
+    def _take(self) -> torch.Tensor:
+        return self._buffer.take()
+
+
+class LiveContents(StagedContents):
+    """The live tensors: in place on the CPU; from a device through a small ring, while the writer writes."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        super().__init__(StagedPieces([p for p in pieces if p.is_on_device]), StagingBuffer())
+        self._copying: Iterator[None] | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the ring; 0 if no tensor lies on a device."""
+        return self._buffer.nbytes
+
+    def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
+        if piece.is_on_device:
+            yield from super().parts_of(piece)
+        else:
+            yield piece.held.box, live_piece(piece)
+
+    def _take(self) -> torch.Tensor:
+        if self._copying is None:
+            nbytes = min(_RING_BYTES, self._staging.nbytes)
+            self._buffer.reserve(nbytes, pinned=self._staging.is_pinned)
+            self._copying = self._buffer.copying(self._staging.tensors(self._buffer))
+            next(self._copying, None)
+            _ = self._staging.sums  # made beside the copies
+        return self._buffer.pull(self._copying)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -142,14 +142,10 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
     Reads the manifest and stats each file once. Rank-local; raises as :func:`quick_check` does.
     """
     with looking_once(path):
-        return _check_files(path, step, on_progress)
-
-
-def _check_files(path: str, step: int, on_progress: Callable[[], object]) -> Manifest:
-    manifest = _manifest_of(path, step)
-    refuse_part(path, manifest)
-    _check_sizes(path, manifest, manifest.files, on_progress)
-    return manifest
+        manifest = _manifest_of(path, step)
+        refuse_part(path, manifest)
+        _check_sizes(path, manifest, manifest.files, on_progress)
+        return manifest
 
 
 def _check_sizes(
@@ -234,7 +230,8 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
             refuse_other(root, "verified")
         raise
     work = _Verification(root, manifest, this_operation(root))
-    work.run(threads or min(8, _cores()))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    work.run(threads or min(8, cores))
     return VerifyReport(
         path=root,
         step=manifest.step,
@@ -246,11 +243,6 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
         referred=sum(t.refers for entries in manifest.models.values() for t in entries.values()),
         part=work.part,
     )
-
-
-def _cores() -> int:
-    """Number of cores on which this process may run, if the system reports it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _file_set_problems(root: str, manifest: Manifest, absent: Collection[int]) -> tuple[list[str], set[str]]:
@@ -439,7 +431,7 @@ class _Verification:
                 if task is None:
                     return
                 file, block = self._files[task[0]], task[1]
-                length = _length_of(file, block)
+                length = 0 if block < 0 else min(BLOCK_BYTES, file.payload_bytes - block * BLOCK_BYTES)
                 if len(buffer) < length:
                     buffer = bytearray(length)
                 try:
@@ -476,10 +468,6 @@ class _Verification:
 
 def _blocks_in(file: _File) -> int:
     return math.ceil(file.payload_bytes / BLOCK_BYTES)
-
-
-def _length_of(file: _File, block: int) -> int:
-    return 0 if block < 0 else min(BLOCK_BYTES, file.payload_bytes - block * BLOCK_BYTES)
 
 
 def _header_problems(file: _File, header: Iterator[memoryview]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ..checkpoint.checkpointer import save_at
 from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.run import FailurePolicy, Failures, LastSave, RefusalError
 from ..checkpoint.save import SaveReport
-from ..checkpoint.sites import Hosts, OneForAll, hosts_of
+from ..checkpoint.sites import Hosts, hosts_of
 from ..errors import CheckpointError, NoCheckpointError, SourceError, StateError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.trainers import count_own_batches, has_state_hooks, prepared, without_first_batches
@@ -190,7 +190,7 @@ def save_state(
     """
     number = accelerator.save_iteration if step is None else step
     places = [_folder_for(accelerator, output_dir)]
-    return save_to(accelerator, places, number, Failures(), OneForAll())
+    return save_to(accelerator, places, number, Failures(), Hosts())
 
 
 def save_to(
@@ -242,7 +242,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
 
     Every rank must call it. Raises the errors of :func:`shardwise.restore`, and :class:`NoCheckpointError` if there is no checkpoint.
     """
-    return load_from(accelerator, input_dir, None, OneForAll())
+    return load_from(accelerator, input_dir, None, Hosts())
 
 
 def load_from(
@@ -275,7 +275,6 @@ def load_from(
     with hosts.opened(found) as checkpoint:
         if ranks.on_first("look at checkpoint", lambda: is_third_party(checkpoint.path)):
             state.dataloader = None
-        checkpoint.bring(state)
         return replace(restore(state, checkpoint.path, io=checkpoint.io), path=found)
 
 

@@ -34,7 +34,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ..checkpoint.resume_report import ResumeReport, log_resume
 from ..checkpoint.run import FailurePolicy, Failures, LastSave
 from ..checkpoint.save import SaveReport, write_checkpoint
-from ..checkpoint.sites import OneForAll, Opened, hosts_of
+from ..checkpoint.sites import Hosts, Opened, hosts_of
 from ..checkpoint.take import Lineage
 from ..errors import CheckpointError, NoCheckpointError, ShardError, ShardwiseError, is_damage
 from ..format.header import TRAINER_FILE
@@ -576,7 +576,7 @@ class ShardwiseTrainer(Trainer):
         self.resume_report, self._last_save = None, LastSave()
         with contextlib.ExitStack() as stack:
             if self._checkpoints != self._root:
-                stack.enter_context(held(trainer_line_of(self._root), OneForAll()))
+                stack.enter_context(held(trainer_line_of(self._root), Hosts()))
             for line in self._lines():
                 stack.enter_context(held(line, self._hosts))
             stack.callback(run.close)
@@ -729,7 +729,6 @@ class ShardwiseTrainer(Trainer):
             with ranks.agree("look at the data position"):
                 check_place(place, read_manifest(place), f"rank/{ranks.rank:05d}")
         state = self._train_state(optimizer=with_optimizer, data=with_place, source=place)
-        opened.bring(state)
         report = replace(restore_unlogged(state, place, io=opened.io), path=path, not_given=())
         run.rng = capture_rng()
         saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
@@ -852,5 +851,4 @@ class ShardwiseTrainer(Trainer):
             return
         _log.info("loading the best model from %s (score %s)", best, self.state.best_metric)
         with self._hosts.opened(best) as opened:
-            opened.bring(TrainState(model=self.model))
             load(self.model, opened.path, io=opened.io)

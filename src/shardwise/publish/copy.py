@@ -31,6 +31,7 @@ from ..storage.records import Stat, is_url, join, place_of
 from ..storage.stores import store_of
 from .line import Line
 from .lock import NOTE_NAME, has_note, mark, remove_ours, unmark
+from .places import MOST_NAME_BYTES, shortened
 from .write import FileWriter, discard_in_store, fsync_directory, make_directories
 
 __all__ = [
@@ -56,8 +57,6 @@ _AT_ONCE = 4
 #: Written last, in this order: a reader that finds one of them finds all that it names.
 LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
 _UNFINISHED = ".copying-"
-#: A name may have 255 bytes; the rest is for the ending and the nonce.
-_MOST_NAME_BYTES = 200
 
 
 @frozen
@@ -106,8 +105,9 @@ def copy_checkpoint(source: str | os.PathLike[str], out: str | os.PathLike[str])
     with looking_once(origin):
         files = _files_of(origin)
     if is_url(final):
-        if _is_object(final):
-            raise CheckpointError(f"{final}: is a file; give the URL of a directory")
+        with suppress(SourceError):  # this process may have rights below it alone
+            if is_file(final):
+                raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
     work = _Copy(origin, final if is_url(final) else _begun(final), files, this_operation(final))
@@ -142,14 +142,6 @@ class _File:
     """Its checksums in a manifest."""
     content: bytes | None = None
     """Of a manifest, whose content was checked: no other one is copied."""
-
-
-def _is_object(url: str) -> bool:
-    """Whether a URL is one of a file. False if this process may not look at it: it may have rights below it alone."""
-    try:
-        return is_file(url)
-    except SourceError:
-        return False
 
 
 def _files_of(origin: str) -> dict[str, _File]:
@@ -376,11 +368,9 @@ def _unfinished(final: str) -> list[str]:
 
 def _stem_of(final: str) -> tuple[str, str]:
     folder, name = os.path.split(final)
-    if len(os.fsencode(name)) > _MOST_NAME_BYTES:  # two long names that begin alike are told apart by a hash
+    if len(os.fsencode(name)) > MOST_NAME_BYTES:  # two long names that begin alike are told apart by a hash
         digest = xxhash.xxh3_64_hexdigest(os.fsencode(name))
-        while len(os.fsencode(name)) > _MOST_NAME_BYTES - 17:
-            name = name[:-1]
-        name = f"{name}-{digest}"
+        name = f"{shortened(name, MOST_NAME_BYTES - 17)}-{digest}"
     return folder, name + _UNFINISHED
 
 
@@ -494,13 +484,11 @@ class Mirror:
     """Copies what a line has and its mirror has not: the newest step first.
 
     Every rank makes one; rank 0 alone calls its methods. A mirror that is slower than the saves skips steps that retention deletes.
-    ``retain(line, newest, on_progress)`` applies the run's retention. A failure is logged, and the copy tried again after the next save:
+    ``retain(line, newest)`` applies the run's retention. A failure is logged, and the copy tried again after the next save:
     training does not depend on the mirror.
     """
 
-    def __init__(
-        self, line: Line, source: Line, retain: Callable[[Line, int, Callable[[], object]], None]
-    ) -> None:
+    def __init__(self, line: Line, source: Line, retain: Callable[[Line, int], None]) -> None:
         self.line = line
         self._source = source
         self._retain = retain
@@ -586,7 +574,7 @@ class Mirror:
         self.line.add(step, name)
         newest = max((step, *there))
         self._newest = max(step, self._newest or 0)
-        self._retain(self.line, newest, lambda: None)
+        self._retain(self.line, newest)
         self.line.tidy(newest)
         return True
 

@@ -37,8 +37,7 @@ __all__ = [
     "copy_units",
     "own_address",
     "proved_units",
-    "receive_bytes",
-    "receive_unit",
+    "receive",
     "runs_of",
     "units_in",
     "units_of",
@@ -547,31 +546,20 @@ def copy_units(
     return done
 
 
-def receive_unit(reader: Reader, name: str, unit: Unit, memory: memoryview) -> None:
-    """Fill ``memory``, which has its bytes, with a unit of the file ``name`` of another ring.
+def receive(reader: Reader, name: str, start: int, memory: memoryview, xxh3: str | None = None) -> None:
+    """Fill ``memory`` with bytes of the file ``name`` of another ring. ``xxh3``: the checksum of a whole unit; None for a part of one, which the
+    other host has proved: each piece that arrives has the tag that it was given there.
 
-    Raises :class:`IntegrityError` for a unit that arrived damaged, :class:`CheckpointError` if the other host does not send it.
+    Raises :class:`IntegrityError` for bytes that arrived damaged, :class:`CheckpointError` if the other host does not send them.
     """
 
-    def receive() -> bool:
+    def is_whole() -> bool:
         found = xxhash.xxh3_64()
-        for piece in reader.pieces_into(name, unit.start, memory):
+        for piece in reader.pieces_into(name, start, memory):
             found.update(piece)
-        return found.hexdigest() == unit.xxh3
+        return xxh3 in (None, found.hexdigest())
 
-    _until_whole(receive, name, unit.start, unit.stop)
-
-
-def receive_bytes(reader: Reader, name: str, start: int, memory: memoryview) -> None:
-    """Fill ``memory`` with bytes of the file ``name`` of another ring, which has proved the unit that they are part of.
-
-    Raises as :func:`receive_unit`: each piece that arrives has the tag that the other host gave it.
-    """
-
-    def receive() -> bool:
-        return all(piece.nbytes for piece in reader.pieces_into(name, start, memory))
-
-    _until_whole(receive, name, start, start + memory.nbytes)
+    _until_whole(is_whole, name, start, start + memory.nbytes)
 
 
 def _until_whole(is_whole: Callable[[], bool], name: str, start: int, stop: int) -> None:
@@ -618,7 +606,8 @@ class RemoteFiles:
 
     Each read tries the holders in their order; a holder that was away comes last from then on. ``reader_of`` takes a holder's rank. A connection
     lasts for one read: a host answers some connections at a time, and closes one that is idle. Calls ``on_progress`` whenever some bytes
-    have come. Memory: one unit (16 MiB). Methods raise :class:`CheckpointError` if no host sends the bytes.
+    have come. Memory: one unit (16 MiB). Methods raise :class:`CheckpointError` if no host sends the bytes, :class:`IntegrityError` if the
+    last one that was asked sends other bytes than were saved.
     """
 
     def __init__(
@@ -627,11 +616,14 @@ class RemoteFiles:
         holdings: Holdings,
         reader_of: Callable[[int], Reader],
         on_progress: Callable[[], object],
+        *,
+        most_alone: int = _MOST_ALONE,
     ) -> None:
+        """``most_alone``: 0 if holders have not proved their units, so that only whole ones may come."""
         self.taken = Counter[int]()
         """Bytes that came, by the rank that sent them."""
         self._entries, self._holdings = entries, holdings
-        self._reader_of, self._on_progress = reader_of, on_progress
+        self._reader_of, self._on_progress, self._most_alone = reader_of, on_progress, most_alone
         self._reading: tuple[str, Sequence[Unit]] = "", ()
         self._memory: memoryview | None = None
         self._kept: tuple[str, int] | None = None  # the unit in memory: its file and number
@@ -670,7 +662,7 @@ class RemoteFiles:
             end = min(stop, unit.stop)
             part = view[at - offset_bytes : end - offset_bytes]
             if self._comes_alone(name, number, part):
-                self._from_a_holder(name, number, part.nbytes, partial(receive_bytes, start=at, memory=part))
+                self._from_a_holder(name, number, part.nbytes, partial(receive, start=at, memory=part))
             else:
                 part[:] = self._unit(name, number, unit)[at - unit.start : end - unit.start]
             number, at = number + 1, end
@@ -682,7 +674,7 @@ class RemoteFiles:
             return False
         count, nbytes = self._alone.get((name, number), (0, 0))
         self._alone[name, number] = count + 1, nbytes + part.nbytes
-        return count < _MOST_ALONE and nbytes + part.nbytes <= _MOST_BYTES_ALONE
+        return count < self._most_alone and nbytes + part.nbytes <= _MOST_BYTES_ALONE
 
     def _unit(self, name: str, number: int, unit: Unit) -> memoryview:
         """A unit in memory, until the next one is read."""
@@ -692,7 +684,9 @@ class RemoteFiles:
         memory = self._memory[: unit.nbytes]
         if (name, number) != self._kept:
             self._kept = None  # until all of the unit has come
-            self._from_a_holder(name, number, unit.nbytes, partial(receive_unit, unit=unit, memory=memory))
+            self._from_a_holder(
+                name, number, unit.nbytes, partial(receive, start=unit.start, memory=memory, xxh3=unit.xxh3)
+            )
             self._kept = name, number
         return memory
 
@@ -700,20 +694,22 @@ class RemoteFiles:
         self, name: str, number: int, nbytes: int, bring: Callable[[Reader, str], None]
     ) -> None:
         """Bring bytes of a unit from the first of its holders that sends them."""
-        problem = "no host has all of it"
+        problem: ShardwiseError = CheckpointError("no host has all of it")
         for rank, slot, runs in sorted(self._holdings[name], key=lambda holder: holder[0] in self._away):
             if not any(first <= number < stop for first, stop in runs):
                 continue
             try:
                 with closing(self._reader_of(rank)) as reader:
-                    bring(reader, f"{slot}/{name}")
+                    bring(reader, os.path.join(slot, name))
             except LowSpaceError:
                 raise
             except (CheckpointError, IntegrityError) as error:
-                problem = str(error)
+                problem = error
                 if isinstance(error, CheckpointError):
                     self._away.add(rank)
                 continue
             self.taken[rank] += nbytes
             return
+        if isinstance(problem, IntegrityError):
+            raise IntegrityError(str(problem), path=name)
         raise CheckpointError(f"{name}: {problem}")

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ..errors import CheckpointError, FormatError, IntegrityError, LockedError, SourceError
@@ -21,7 +21,7 @@ from ..format.header import (
     stored_name,
     stored_step,
 )
-from ..format.manifest import MANIFEST_NAME, Manifest, Place, read_manifest
+from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..ranks.ranks import patiently
 from ..storage import files_below, files_in, folders_in, stat_of
 from ..storage.records import Held, is_url, join, place_of
@@ -292,21 +292,19 @@ def _newest_first(head: Head | None) -> dict[int, str]:
     return dict(sorted(head.steps.items(), reverse=True)) if head else {}
 
 
-class _HeadTarget:
-    """A step to be: a directory with a name of its own, the manifest, then the head. Implements :class:`.Target`."""
-
-    places: tuple[Place, ...] = ()
+class _HeadTarget(Target):
+    """A step to be: a directory with a name of its own, the manifest, then the head."""
 
     def __init__(self, line: HeadLine, name: str) -> None:
-        self.final = join(line.root, name)
+        super().__init__(join(line.root, name))
         self._line, self._name = line, name
         self._may_be_published = False
 
-    def begin(self, folders: Iterable[str]) -> str:
+    def _begin(self, folders: Sequence[str]) -> str:
         self._line.raise_if_taken()  # before payload is sent
         return self.final
 
-    def commit(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         commit_in_store(self.final, manifest)
         self._may_be_published = True
         try:
@@ -316,7 +314,7 @@ class _HeadTarget:
                 self._may_be_published = self._line.names(self._name)
             raise
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         if not self._may_be_published:
             discard_in_store(self.final)
 

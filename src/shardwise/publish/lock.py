@@ -14,6 +14,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -329,18 +330,15 @@ def _wait_for_directory(root: str, holder: str, first: str, ranks: Ranks) -> Non
     from ..loading.strategies import on_network  # and with it what loads, for which no first save waits
 
     patience_s = min(_MOST_PATIENCE_S if on_network(root) else _PATIENCE_OF_DISK_S, ranks.timeout_s)
-    end = time.monotonic() + patience_s
-    while (found := holder_of(root)) != holder:
-        if time.monotonic() > end:
-            there = "another directory than rank 0's" if os.path.isdir(root) else "no such directory"
-            seen = f"; its lock was noted by {found}" if found else ""
-            raise CheckpointError(
-                f"{root}: rank {ranks.rank} on host {socket.gethostname()} sees {there} after {patience_s:g} s; rank 0 has locked "
-                f"{first}{seen}. Give every rank the same path on a file system that all hosts share, or the URL of an object "
-                f"store (if the path contains the time, rank 0 must make it and send it to all ranks)"
-            )
-        ranks.tick()
-        time.sleep(_PAUSE_S)
+    if not _comes(ranks, lambda: holder_of(root) == holder, patience_s):
+        there = "another directory than rank 0's" if os.path.isdir(root) else "no such directory"
+        found = holder_of(root)
+        seen = f"; its lock was noted by {found}" if found else ""
+        raise CheckpointError(
+            f"{root}: rank {ranks.rank} on host {socket.gethostname()} sees {there} after {patience_s:g} s; rank 0 has locked "
+            f"{first}{seen}. Give every rank the same path on a file system that all hosts share, or the URL of an object "
+            f"store (if the path contains the time, rank 0 must make it and send it to all ranks)"
+        )
 
 
 def wait_for_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
@@ -348,10 +346,9 @@ def wait_for_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
 
     Raises :class:`CheckpointError` after a minute or the time limit.
     """
-    missing = [f for f in folders if not os.path.isdir(os.path.join(path, f))]
     try:
-        for folder in missing:
-            _wait(ranks, lambda folder=folder: os.path.isdir(os.path.join(path, folder)), path, folder)  # type: ignore[misc]
+        for folder in folders:
+            _wait(ranks, partial(os.path.isdir, os.path.join(path, folder)), path, folder)
     except SourceError as error:
         raise CheckpointError(str(error)) from error
 
@@ -378,16 +375,23 @@ def _unseen(path: str, names: Collection[str]) -> set[str]:
 
 def _wait(ranks: Ranks, is_there: Callable[[], bool], path: str, what: str) -> None:
     patience_s = min(_MOST_PATIENCE_S, ranks.timeout_s)
+    if not _comes(ranks, is_there, patience_s):
+        raise SourceError(
+            f"rank 0 sees {what}, rank {ranks.rank} does not after {patience_s:g} s; every rank needs the same "
+            f"shared file system under this path",
+            path=path,
+        )
+
+
+def _comes(ranks: Ranks, is_there: Callable[[], bool], patience_s: float) -> bool:
+    """Wait for something. Returns whether it came in time."""
     end = time.monotonic() + patience_s
     while not is_there():
         if time.monotonic() > end:
-            raise SourceError(
-                f"rank 0 sees {what}, rank {ranks.rank} does not after {patience_s:g} s; every rank needs the same "
-                f"shared file system under this path",
-                path=path,
-            )
+            return False
         ranks.tick()
         time.sleep(_PAUSE_S)
+    return True
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -8,18 +8,18 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import xxhash
 
 from ..catalog.records import METADATA_NAME
 from ..errors import CheckpointError, ShardwiseError, SourceError
 from ..format.header import STEP_NAME, Fate, SetAside, checked_step
-from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, Place, files_by_place, parse_manifest
+from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, Place, parse_manifest
 from ..limits import inside, read_small
 from ..objects import frozen
-from ..ranks.ranks import patiently
+from ..ranks.ranks import Ranks, patiently
 from ..storage.records import is_url
 from .lock import NOTE_NAME, check_held, is_checkpoint, is_ours, mark, remove_ours, unmark
 from .write import (
@@ -36,14 +36,15 @@ from .write import (
 
 __all__ = [
     "DirectoryTarget",
+    "MOST_NAME_BYTES",
     "ObjectTarget",
-    "PartTarget",
     "SealedPart",
     "Target",
     "appear",
     "commit",
     "dcp_directories",
     "delete_all",
+    "delete_part",
     "delete_sealed",
     "describe_dcp_steps",
     "digest_of",
@@ -51,10 +52,12 @@ __all__ = [
     "leftovers",
     "make_temporary",
     "published_steps",
-    "seal_part",
+    "refuse_published",
+    "seal",
     "sealed_parts",
     "set_aside",
     "settle",
+    "shortened",
     "step_name",
     "steps_set_aside",
     "sweep_leftovers",
@@ -77,7 +80,7 @@ _SET_ASIDE = re.compile(r"step-(?P<step>\d{8,19})\.(?P<why>superseded|damaged)-\
 _WHY: dict[str, Fate] = {"superseded": "superseded", "damaged": "damaged"}
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 #: A name may have 255 bytes; the rest is for the prefix and the nonce.
-_MOST_NAME_BYTES = 200
+MOST_NAME_BYTES = 200
 _HINT = re.compile(rb"(step-\d+)?\s*")
 
 
@@ -141,6 +144,12 @@ def _names_in(root: str) -> list[str]:
         raise CheckpointError(f"{root}: can't be listed: {error.strerror}") from error
 
 
+def refuse_published(final: str) -> None:
+    """Raise :class:`CheckpointError` if there is something under this name."""
+    if os.path.lexists(final):
+        raise CheckpointError(f"{final}: exists already; published checkpoints are never overwritten")
+
+
 def make_temporary(final: str, folders: Iterable[str]) -> str:
     """Make a fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
     path = temporary_beside(final)
@@ -163,9 +172,14 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
 def temporary_beside(final: str, prefix: str = _TEMPORARY) -> str:
     """A fresh name beside ``final`` that begins like it and, if ``final`` fits the file system, fits it too."""
     parent, name = os.path.split(os.path.abspath(final))
-    while len(os.fsencode(name)) > _MOST_NAME_BYTES:
+    return os.path.join(parent, f"{prefix}{shortened(name)}-{secrets.token_hex(8)}")
+
+
+def shortened(name: str, most_bytes: int = MOST_NAME_BYTES) -> str:
+    """As much of the beginning of a name as fits."""
+    while len(os.fsencode(name)) > most_bytes:
         name = name[:-1]
-    return os.path.join(parent, f"{prefix}{name}-{secrets.token_hex(8)}")
+    return name
 
 
 def commit(temporary: str, final: str, manifest: Manifest) -> None:
@@ -175,24 +189,17 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     would refuse its text, or if ``final`` exists already (a published directory is never written again);
     :class:`LockedError` if this process held the lock of the directory above and has lost it.
     """
-    check_written(temporary, _files_in(temporary), manifest.files)
-    _seal(temporary, readable_text(manifest, final), manifest.files)
+    seal(temporary, readable_text(manifest, final), manifest.files)
     appear(temporary, final)
 
 
-def seal_part(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> None:
-    """Complete one host's part of a checkpoint, but for its name: ``files`` are those of the manifest's that belong here.
+def seal(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> None:
+    """Complete a directory, but for its name: write the manifest's text, and make all names durable. From then on the manifest says whose
+    the directory is, not the note. ``files``: those of the manifest's that belong here.
 
-    Raises :class:`CheckpointError` if other files lie there.
+    Raises :class:`CheckpointError` if other files are there.
     """
     check_written(temporary, _files_in(temporary), files)
-    _seal(temporary, text, files)
-    # So that a power loss leaves the part under this name, or under its last one.
-    fsync_directory(os.path.dirname(temporary))
-
-
-def _seal(temporary: str, text: bytes, files: Iterable[str]) -> None:
-    """Write the manifest's text, and make all names durable. From then on the manifest says whose the directory is, not the note."""
     write_file(os.path.join(temporary, MANIFEST_NAME), text)
     for folder in sorted({os.path.dirname(n) for n in files} | {""}, reverse=True):
         fsync_directory(os.path.join(temporary, folder))
@@ -250,8 +257,8 @@ def _may_be_replaced(hint: str) -> bool:
     """Whether there is no such name, or a hint of ours under it."""
     try:
         status = patiently(os.lstat, hint)
-        is_file = stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_NAME_BYTES
-        return is_file and bool(_HINT.fullmatch(patiently(read_small, hint, "hint", _MOST_NAME_BYTES)))
+        is_file = stat.S_ISREG(status.st_mode) and status.st_size <= MOST_NAME_BYTES
+        return is_file and bool(_HINT.fullmatch(patiently(read_small, hint, "hint", MOST_NAME_BYTES)))
     except FileNotFoundError:
         return True
     except (OSError, SourceError):
@@ -327,90 +334,6 @@ def sweep_leftovers(root: str, spared: Container[str] = ()) -> list[str]:
 _TEMPORARY_PART = re.compile(r"\.tmp-(?P<final>.+)-[0-9a-f]{16}")
 
 
-class PartTarget:
-    """One part of a checkpoint to be. The first rank of each place calls its methods.
-
-    1. Rank 0's :meth:`begin`, and then :meth:`follow` of the others with the name that it drew.
-    2. When all files are written, :meth:`text_of` on rank 0, and :meth:`seal` with that text at every place.
-    3. When every place has sealed its part, :meth:`appear`. So a host that is lost before leaves no part, and one that is lost here
-       leaves a step that only some places hold, and a sealed part under its temporary name. :func:`settle` gives it its name at the
-       next start: all parts were sealed, so all are whole.
-    """
-
-    def __init__(self, final: str, places: tuple[Place, ...], own: int) -> None:
-        """``own``: the number of this rank's place among ``places``."""
-        self.final, self.places = final, places
-        self._own = own
-        self._temporary: str | None = None
-        self._is_sealed = False
-
-    @property
-    def leader(self) -> int:
-        """The rank that calls the methods for this part."""
-        return min(self.places[self._own].ranks)
-
-    def begin(self, folders: Iterable[str]) -> str:
-        """Make a temporary directory with a fresh name. Raises :class:`CheckpointError`."""
-        self._refuse_published()
-        self._temporary = make_temporary(self.final, folders)
-        return self._temporary
-
-    def beside(self, first: str) -> str:
-        """The path at this place of the temporary directory that rank 0 has at ``first``. On every rank."""
-        return os.path.join(os.path.dirname(self.final), os.path.basename(first))
-
-    def follow(self, first: str, folders: Iterable[str]) -> None:
-        """Make the same directory here. Raises :class:`CheckpointError`."""
-        if self._temporary is not None:
-            return
-        self._refuse_published()
-        path = self._temporary = self.beside(first)
-        try:
-            patiently(os.makedirs, path, exist_ok=True)
-            mark(path)
-            for folder in folders:
-                patiently(os.makedirs, os.path.join(path, folder), exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
-
-    def _refuse_published(self) -> None:
-        if os.path.lexists(self.final):
-            raise CheckpointError(
-                f"{self.final}: exists already; published checkpoints are never overwritten"
-            )
-
-    def text_of(self, manifest: Manifest) -> bytes:
-        """The text that every place gets. Raises :class:`CheckpointError` if no reader would take it."""
-        return readable_text(manifest, self.final)
-
-    def seal(self, text: bytes) -> None:
-        """Complete the part, but for its name. Raises :class:`CheckpointError` if the files are not those of the manifest."""
-        assert self._temporary is not None
-        manifest = parse_manifest(text, self.final)
-        names = files_by_place(manifest)[self._own]
-        seal_part(self._temporary, text, {name: manifest.files[name] for name in names})
-        self._is_sealed = len(self.places) > 1
-
-    def unseal(self) -> None:
-        """No part of this step appears: not every place has sealed its part, and all ranks know."""
-        self._is_sealed = False
-
-    def appear(self) -> None:
-        """Publish the part. Raises :class:`CheckpointError`, :class:`LockedError`."""
-        assert self._temporary is not None
-        appear(self._temporary, self.final)
-        self._temporary = None
-
-    def commit(self, manifest: Manifest) -> None:
-        """One place alone can't publish."""
-        raise NotImplementedError("a part is sealed, and then appears")
-
-    def discard(self) -> None:
-        """Delete what was written, unless it was published, or is sealed: other parts may have appeared."""
-        if self._temporary is not None and not self._is_sealed:
-            _delete(self._temporary)
-
-
 @frozen
 class SealedPart:
     """A part that a killed or failed save left complete, but for its name."""
@@ -433,9 +356,11 @@ class SealedPart:
 def sealed_parts(root: str) -> list[SealedPart]:
     """The sealed parts in a directory. Rank-local."""
     found = []
-    for name in leftovers(root):
-        if _TEMPORARY_PART.fullmatch(name) and (one := _sealed_part(root, name)) is not None:
-            found.append(one)
+    for name in filter(_TEMPORARY_PART.fullmatch, leftovers(root)):
+        with contextlib.suppress(ShardwiseError):  # no manifest, or not all of it
+            manifest, digest = _manifest_at(os.path.join(root, name))
+            if manifest.places:
+                found.append(SealedPart(name, digest, [place.id for place in manifest.places]))
     return found
 
 
@@ -451,10 +376,10 @@ def delete_sealed(root: str, final: str | None = None) -> None:
         return
     for part in parts:
         if final in (None, part.final):
-            _delete(os.path.join(root, part.name))
+            delete_part(os.path.join(root, part.name))
 
 
-def _delete(path: str) -> None:
+def delete_part(path: str) -> None:
     """Delete a part, which gets a name of trash first, durably: what a deletion that is cut leaves is no sealed part. What can't be deleted
     stays."""
     folder, name = os.path.split(path)
@@ -468,15 +393,6 @@ def _delete(path: str) -> None:
         _log.warning("%s: can't be deleted: %s", path, error)
         return
     remove_ours(trash)
-
-
-def _sealed_part(root: str, name: str) -> SealedPart | None:
-    path = os.path.join(root, name)
-    try:
-        manifest, digest = _manifest_at(path)
-    except ShardwiseError:  # none, or not all of it
-        return None
-    return SealedPart(name, digest, [p.id for p in manifest.places]) if manifest.places else None
 
 
 def digest_of(path: str) -> str:
@@ -493,43 +409,63 @@ def _manifest_at(path: str) -> tuple[Manifest, str]:
 
 
 def settle(root: str, part: SealedPart, *, appears: bool) -> None:
-    """Give a sealed part its name, or delete it. Raises as :meth:`PartTarget.appear`."""
+    """Give a sealed part its name, or delete it. Raises as :func:`appear`."""
     path, final = os.path.join(root, part.name), os.path.join(root, part.final)
     if appears and not os.path.lexists(final):
         appear(path, final)
     else:
-        _delete(path)
+        delete_part(path)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Where one checkpoint is published: ranks write into a place that no reader takes for a checkpoint, until rank 0 commits it.
 
 
-class Target(Protocol):
-    """One checkpoint to be. Every rank makes one; rank 0 alone calls its methods, but for :class:`.PartTarget`."""
+class Target(ABC):
+    """One checkpoint to be. Every rank makes one. :meth:`begin`, :meth:`commit` and :meth:`discard` are collective."""
 
-    @property
-    def final(self) -> str:
+    places: tuple[Place, ...] = ()
+    """The directories of several hosts, each of which gets a part; empty for one place, in which rank 0 does the work."""
+
+    def __init__(self, final: str) -> None:
+        self.final = final
         """The path of the checkpoint."""
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """The directories of several hosts, each of which gets a part; empty for one place."""
-
-    def begin(self, folders: Iterable[str]) -> str:
-        """Take the place, and make these folders in it. Returns the path that every rank writes below.
+    def begin(self, folders: Sequence[str], check: Callable[[], None], ranks: Ranks) -> tuple[str, str]:
+        """Take the place, after ``check`` on rank 0, and make these folders in it. Returns ``final`` of rank 0, which must be this rank's, and
+        the path below which this rank writes.
 
         Raises :class:`CheckpointError` if something is there already, :class:`LockedError` if another save has taken it.
         """
 
-    def commit(self, manifest: Manifest) -> None:
-        """Publish, after every rank wrote its files.
+        def first() -> list[str]:
+            check()
+            return [self.final, self._begin(folders)]
+
+        final, path = ranks.on_first("make temporary directory", first)
+        return final, path
+
+    def commit(self, manifest: Callable[[], Manifest], ranks: Ranks) -> None:
+        """Publish, after every rank wrote its files. ``manifest`` is called on rank 0.
 
         Raises :class:`CheckpointError` if the files are not exactly the manifest's, or no reader would take it.
         """
+        ranks.on_first("publish checkpoint", lambda: self._commit(manifest()))
 
-    def discard(self) -> None:
-        """Delete what was written, after :meth:`begin` and a failure, unless it was published. Logs what can't be deleted."""
+    def discard(self, ranks: Ranks) -> None:
+        """Delete what was written, after :meth:`begin` and a failure, unless it was published. Logs what can't be deleted. Takes no round."""
+        if ranks.rank == 0:
+            with ranks.patience():
+                self._discard()
+
+    @abstractmethod
+    def _begin(self, folders: Sequence[str]) -> str: ...
+
+    @abstractmethod
+    def _commit(self, manifest: Manifest) -> None: ...
+
+    @abstractmethod
+    def _discard(self) -> None: ...
 
 
 def target_of(path: str) -> Target:
@@ -537,51 +473,42 @@ def target_of(path: str) -> Target:
     return ObjectTarget(path) if is_url(path) else DirectoryTarget(path)
 
 
-class DirectoryTarget:
+class DirectoryTarget(Target):
     """A directory, which appears by a rename."""
 
-    places: tuple[Place, ...] = ()
-
     def __init__(self, final: str) -> None:
-        self.final = final
+        super().__init__(final)
         self._temporary: str | None = None
 
-    def begin(self, folders: Iterable[str]) -> str:
-        if os.path.lexists(self.final):
-            raise CheckpointError(
-                f"{self.final}: exists already; published checkpoints are never overwritten"
-            )
+    def _begin(self, folders: Sequence[str]) -> str:
+        refuse_published(self.final)
         self._temporary = make_temporary(self.final, folders)
         return self._temporary
 
-    def commit(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         assert self._temporary is not None
         commit(self._temporary, self.final, manifest)
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         if self._temporary is not None:
             remove_ours(self._temporary)
 
 
-class ObjectTarget:
+class ObjectTarget(Target):
     """Objects of a store under the names of a checkpoint directory, by a claim and the manifest: see :mod:`.write`."""
 
-    places: tuple[Place, ...] = ()
+    _claimed = False
 
-    def __init__(self, final: str) -> None:
-        self.final = final
-        self._claimed = False
-
-    def begin(self, folders: Iterable[str]) -> str:
+    def _begin(self, folders: Sequence[str]) -> str:
         claim(self.final)
         self._claimed = True
         return self.final
 
-    def commit(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         commit_in_store(self.final, manifest)
         self._claimed = False  # it is published: a failure of another rank deletes nothing
         release(self.final)
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         if self._claimed and discard_in_store(self.final):
             release(self.final)

@@ -23,7 +23,7 @@ from ..limits import inside, is_word, read_json, read_small
 from ..objects import frozen
 from ..ranks.ranks import patiently, remove_tree
 from .lock import check_held
-from .write import fsync_directory, tensor_bytes, write_file
+from .write import replace_file, tensor_bytes, write_file
 
 __all__ = [
     "Maps",
@@ -388,9 +388,4 @@ def write_record(root: str, record: Record) -> None:
     content = {"format": _FORMAT, "version": _VERSION, "name": record.name, "line": record.line}
     path = os.path.join(root, _NAME)
     temporary = os.path.join(root, f".tmp-memory-{secrets.token_hex(8)}")
-    write_file(temporary, json.dumps(content).encode())
-    try:
-        patiently(os.replace, temporary, path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be written: {error.strerror}") from error
-    fsync_directory(root)
+    replace_file(path, temporary, json.dumps(content).encode())

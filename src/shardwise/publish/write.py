@@ -31,6 +31,7 @@ from ..storage.records import is_url, join, place_of
 from ..storage.stores import store_of
 
 __all__ = [
+    "Blocks",
     "DirectWriter",
     "FileWriter",
     "ObjectWriter",
@@ -45,6 +46,7 @@ __all__ = [
     "readable_text",
     "refuse_without_conditions",
     "release",
+    "replace_file",
     "tensor_bytes",
     "write_file",
     "write_slices",
@@ -319,6 +321,16 @@ def write_file(path: str, content: bytes) -> FileEntry:
     )
 
 
+def replace_file(path: str, temporary: str, content: bytes) -> None:
+    """Write a small file under a temporary name next to it, and give it its name; durable on return. Raises :class:`CheckpointError`."""
+    write_file(temporary, content)
+    try:
+        patiently(os.replace, temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be written: {error.strerror}") from error
+    fsync_directory(os.path.dirname(path))
+
+
 def make_directories(path: str) -> None:
     """Make a directory and its missing parents; every new name is durable on return, also one that a start which was killed, or could not
     sync, has made. Raises ``OSError``, :class:`CheckpointError`."""
@@ -514,7 +526,7 @@ def write_slices(
     are taken when they are written. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
     """
     header = header_bytes(slices)
-    blocks = _Blocks()
+    blocks = Blocks()
     nbytes = sum(one.nbytes for one in slices)
     writer: FileWriter | ObjectWriter
     if is_url(path):
@@ -531,7 +543,7 @@ def write_slices(
     return FileEntry(file.nbytes, len(header), xxhash.xxh3_64_hexdigest(header), blocks.finish())
 
 
-class _Blocks:
+class Blocks:
     """xxh3 of each 16 MiB block of a byte stream."""
 
     def __init__(self) -> None:
