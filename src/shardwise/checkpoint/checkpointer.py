@@ -48,13 +48,6 @@ from .sites import opened
 from .take import InMemoryCheckpoints, Lineage, StagingBuffer, collect
 from .verify import quick_check
 
-__all__ = [
-    "Checkpointer",
-    "save",
-    "save_at",
-]
-
-
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 #: ``restore_into``, which is imported by a resume only.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,6 @@ from .take import (
     take,
 )
 
-__all__ = [
-    "HeldStep",
-    "Host",
-    "MemorySave",
-    "MemorySteps",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Keeps one step in memory: copies the state into the ring at once. A thread agrees with the other ranks beside the copy; behind training it
 # hashes the copy, and lets other hosts copy it.
@@ -113,23 +105,6 @@ class Host:
         return Reader(host, address, port, self.secret, self.tier.timeout_s)
 
 
-@dataclass(slots=True)
-class _File:
-    """One slice file in the slot."""
-
-    own: OwnFile
-    header: bytes
-    memory: torch.Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return self.own.name
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + sum(s.nbytes for s in self.own.slices)
-
-
 class MemorySave:
     """One step on its way into memory. :meth:`copy` in the training's thread; a thread of its own beside it, and then behind training.
 
@@ -150,7 +125,8 @@ class MemorySave:
         self._taken: Future[Taken] = Future()
         self._agreed: Future[Collected | None] = Future()
         self._copied, self._ended, self._has_started = threading.Event(), threading.Event(), False
-        self._files: list[_File] = []
+        self._files: list[tuple[OwnFile, bytes, torch.Tensor]] = []
+        """Slice files in the slot, with their headers, and their memory."""
         self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
 
     @property
@@ -211,26 +187,28 @@ class MemorySave:
     def _copy(self, taken: Taken) -> None:
         rank, sites = self._ranks.rank, self._host.sites
         self.slot.clear()
-        self._files = [_File(f, header_bytes(f.slices)) for part in taken.own for f in part.files]
-        sizes = {f.name: f.nbytes for f in self._files}
+        files = [file for part in taken.own for file in part.files]
+        headers = [header_bytes(file.slices) for file in files]
+        sizes = {f.name: len(h) + f.payload_bytes for f, h in zip(files, headers, strict=True)}
         if not self._host.maps.has(self.slot, sizes):  # else there is nothing to make room for
             self.slot.keep_only({rank}, sizes.keys())
             if sites.leads(rank):
                 others = {rank_of_file(n) for n in self.slot.files()}.difference(sites.beside)
                 self.slot.keep_only(others, ())
         memories = self._host.maps.of(self.slot, sizes)
-        contents = LiveContents(piece for file in self._files for piece in file.own.pieces)
-        for file in self._files:
-            memory = file.memory = memories[file.name]
-            memory[: len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-            offsets = [len(file.header) + one.offset_bytes for one in file.own.slices]
-            pieces = list(zip(file.own.pieces, offsets, strict=True))
+        contents = LiveContents(piece for file in files for piece in file.pieces)
+        for file, header in zip(files, headers, strict=True):
+            memory = memories[file.name]
+            memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            offsets = [len(header) + one.offset_bytes for one in file.slices]
+            pieces = list(zip(file.pieces, offsets, strict=True))
             copy_tensors([(live_piece(p), memory, at) for p, at in pieces if not p.is_on_device])
             for piece, at in pieces:
                 if piece.is_on_device:
                     for _, part in contents.parts_of(piece):
                         at += copy_tensors([(part, memory, at)])
-            self.nbytes += file.nbytes - len(file.header)
+            self._files.append((file, header, memory))
+            self.nbytes += file.payload_bytes
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -298,13 +276,13 @@ class MemorySave:
         counted = [v for part in collected.snapshot.parts for v in part.live if v.counted]
         totals = {id(v): 0 for v in counted}
         files: dict[str, FileEntry] = {}
-        for file in self._files:
-            assert file.memory is not None
-            at = len(file.header)
-            for piece in file.own.pieces:
+        while self._files:  # lets go of each when it is hashed
+            file, header, memory = self._files.pop(0)
+            at = len(header)
+            for piece in file.pieces:
                 live, nbytes = piece.live, piece.nbytes
                 if id(live) in totals and nbytes:
-                    data = file.memory[at : at + nbytes]
+                    data = memory[at : at + nbytes]
                     box = piece.held.box
                     dtype = torch_dtype(live.stored.dtype)
                     values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
@@ -312,10 +290,9 @@ class MemorySave:
                 at += nbytes
                 self._behind.tick()
             blocks = Blocks()
-            blocks.add(file.memory[len(file.header) :].numpy().data)
-            header_xxh3 = xxhash.xxh3_64_hexdigest(file.header)
-            files[file.name] = FileEntry(file.nbytes, len(file.header), header_xxh3, blocks.finish())
-            file.memory = None
+            blocks.add(memory[len(header) :].numpy().data)
+            header_xxh3 = xxhash.xxh3_64_hexdigest(header)
+            files[file.name] = FileEntry(memory.numel(), len(header), header_xxh3, blocks.finish())
         for v in counted:
             if v.refers:
                 boxes = boxes_on(v.stored, rank)

@@ -37,23 +37,6 @@ from .verify import check_files, check_parts
 if TYPE_CHECKING:
     from ..publish.copy import Mirror
 
-__all__ = [
-    "Candidate",
-    "Due",
-    "FailurePolicy",
-    "Failures",
-    "LastSave",
-    "RefusalError",
-    "Retention",
-    "RunSteps",
-    "SAVED",
-    "SaveTimes",
-    "Situation",
-    "Stored",
-    "may_pass",
-    "way_of",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # The steps of a run, in its directory or store and in a mirror of it: which are kept, which a resume tries, in which order.

@@ -68,28 +68,6 @@ from .take import (
     room_for,
 )
 
-__all__ = [
-    "AsyncSave",
-    "SaveReport",
-    "checked_text",
-    "checked_texts",
-    "folders_of",
-    "file_records",
-    "manifest_of",
-    "merged_records",
-    "outline_of",
-    "payload_bytes",
-    "publish_collected",
-    "records_on_first",
-    "refuse_low_space",
-    "reserve_for",
-    "show_at_top",
-    "write_checkpoint",
-    "write_documents",
-    "write_small_files",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Hard links to the files of a checkpoint's ``model/`` at its top, where ``from_pretrained`` looks.
 
@@ -613,9 +591,9 @@ def checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, b
 
 def _bytes_to_write(collected: Collected, texts: Mapping[str, bytes], rank: int) -> int:
     """The bytes of this rank's files, but for tensors of documents: these are known when they are encoded."""
-    files = [file.slices for part in collected.own for file in part.files]
+    files = [file for part in collected.own for file in part.files]
     small = [*texts.values(), *(collected.assets.values() if rank == 0 else ())]
-    return sum(len(header_bytes(file)) + sum(s.nbytes for s in file) for file in files) + sum(map(len, small))
+    return sum(len(header_bytes(file.slices)) + file.payload_bytes for file in files) + sum(map(len, small))
 
 
 def _write_rank(

@@ -26,20 +26,6 @@ from ..ranks.ranks import Ranks, patiently
 from ..storage.records import is_url
 from .verify import check_parts
 
-__all__ = [
-    "Found",
-    "Hosts",
-    "Opened",
-    "PartFiles",
-    "find_parts",
-    "has_slices",
-    "hosts_of",
-    "make_view",
-    "opened",
-    "reading_from",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # A step in parts as a directory that a restore reads: links to the files that are here, and the
 # blocks of other hosts' files, which come when this host's ranks read them.

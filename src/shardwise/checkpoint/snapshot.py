@@ -53,31 +53,6 @@ from ..tensors.boxes import LocalBox
 from ..tensors.live import LiveModel, describe, world_size
 from ..tensors.placements import Geometry, cut_boxes, replicated
 
-__all__ = [
-    "LAYOUT",
-    "Live",
-    "MadeOf",
-    "ModelPart",
-    "OptimizerPart",
-    "OwnFile",
-    "OwnPart",
-    "PLAIN",
-    "Piece",
-    "Snapshot",
-    "agree_on_forms",
-    "boxes_on",
-    "comparable",
-    "differing_in",
-    "differing_tensors",
-    "low_bit_document",
-    "merged",
-    "own_parts",
-    "split_low_bit",
-    "take_snapshot",
-    "trained_model",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Saves optimizer states of few bits: as plain tensors spread like their parameter, or else by rank; and their document.
 
@@ -641,6 +616,11 @@ class OwnFile:
     slices: Sequence[Slice]
     pieces: Sequence[Piece]
     """The content of each slice, in their order."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all slices, without the header."""
+        return sum(one.nbytes for one in self.slices)
 
 
 @frozen

@@ -57,30 +57,6 @@ from .snapshot import (
 )
 from .verify import boxes_of_run, runs_of
 
-__all__ = [
-    "Collected",
-    "Contents",
-    "InMemoryCheckpoints",
-    "InParts",
-    "Lineage",
-    "LiveContents",
-    "StagedContents",
-    "StagedPieces",
-    "StagingBuffer",
-    "Taken",
-    "boxes_from",
-    "collect",
-    "compare",
-    "detached_documents",
-    "live_piece",
-    "pieces_of",
-    "pinned_sizes",
-    "room_for",
-    "software_versions",
-    "take",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Collects a training state by reference and compares it between ranks, before anything is written.
 

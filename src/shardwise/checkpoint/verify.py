@@ -51,20 +51,6 @@ from ..operations.printed import Printed
 from ..storage import absolute, files_below, looking_once, stat_of_expected
 from ..storage.records import Stat, is_url, join
 
-__all__ = [
-    "VerifyReport",
-    "boxes_of_run",
-    "check_files",
-    "check_part",
-    "check_parts",
-    "model_of",
-    "quick_check",
-    "read_head",
-    "runs_of",
-    "verify",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # ``quick_check``: compares a published step with its manifest, without reading payload.
 

@@ -34,16 +34,6 @@ from .lock import NOTE_NAME, has_note, mark, remove_ours, unmark
 from .places import MOST_NAME_BYTES, shortened
 from .write import FileWriter, discard_in_store, fsync_directory, make_directories
 
-__all__ = [
-    "CopyReport",
-    "LAST",
-    "Mirror",
-    "copy_checkpoint",
-    "discard_copy",
-    "is_same",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # ``copy``: a checkpoint or a model's directory to another place, local or in a store, proved to be the same there.
 #

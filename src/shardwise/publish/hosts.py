@@ -24,26 +24,6 @@ from ..format.manifest import BLOCK_BYTES, FileEntry
 from ..objects import frozen
 from .ring import open_below, unwritten
 
-__all__ = [
-    "Holdings",
-    "Readable",
-    "Reader",
-    "RemoteFiles",
-    "Runs",
-    "Server",
-    "Unit",
-    "address_toward_store",
-    "are_all",
-    "copy_units",
-    "own_address",
-    "proved_units",
-    "receive",
-    "runs_of",
-    "units_in",
-    "units_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Reads files of another host's ring or part of a step, over TCP. A rank serves its host's, to those who know the run's secret.
 #

@@ -31,14 +31,6 @@ from .lock import DirectoryLock, check_held, run_of
 from .places import DirectoryTarget, Target
 from .write import PROBE, commit_in_store, delete_below, discard_in_store, refuse_without_conditions
 
-__all__ = [
-    "DirectoryLine",
-    "HeadLine",
-    "Line",
-    "line_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The line of a run in an object store, by ``head.json``: a step belongs to the run once a compare-and-swap has put it there.
 #

@@ -28,26 +28,6 @@ from ..storage import names_in
 from ..storage.records import is_url
 from .write import fsync_directory, make_directories, write_file
 
-__all__ = [
-    "DirectoryLock",
-    "NOTE_NAME",
-    "SeenByFirst",
-    "check_held",
-    "has_note",
-    "holder_of",
-    "is_checkpoint",
-    "is_ours",
-    "lock_file",
-    "manifest_seen_by_first",
-    "mark",
-    "open_for_all",
-    "remove_ours",
-    "run_of",
-    "unmark",
-    "wait_for_folders",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # One run per checkpoint directory: an advisory lock that the kernel drops when its process ends.
 

@@ -34,40 +34,6 @@ from .write import (
     write_file,
 )
 
-__all__ = [
-    "DirectoryTarget",
-    "MOST_NAME_BYTES",
-    "ObjectTarget",
-    "SealedPart",
-    "Target",
-    "appear",
-    "commit",
-    "dcp_directories",
-    "delete_all",
-    "delete_part",
-    "delete_sealed",
-    "describe_dcp_steps",
-    "digest_of",
-    "discard",
-    "leftovers",
-    "make_temporary",
-    "published_steps",
-    "refuse_published",
-    "seal",
-    "sealed_parts",
-    "set_aside",
-    "settle",
-    "shortened",
-    "step_name",
-    "steps_set_aside",
-    "sweep_leftovers",
-    "target_of",
-    "temporary_beside",
-    "was_ever_published",
-    "write_hint",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Publishes a checkpoint directory: all of it or nothing, whenever the machine stops.
 #

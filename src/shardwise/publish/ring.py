@@ -25,21 +25,6 @@ from ..ranks.ranks import patiently, remove_tree
 from .lock import check_held
 from .write import replace_file, tensor_bytes, write_file
 
-__all__ = [
-    "Maps",
-    "Record",
-    "Ring",
-    "Slot",
-    "copy_tensors",
-    "new_word",
-    "open_below",
-    "read_or_make_record",
-    "unwritten",
-    "write_record",
-    "write_whole",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Opens files below a directory without following a link on the way.
 

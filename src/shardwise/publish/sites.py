@@ -30,15 +30,6 @@ from .places import (
 )
 from .write import fsync_directory, make_directories, readable_text, replace_file
 
-__all__ = [
-    "PartTarget",
-    "Sites",
-    "id_of_place",
-    "meet",
-    "settle_parts",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Which ranks share a directory, found out by files in it: host names don't tell. For ``Checkpointer(local=True)``.
 

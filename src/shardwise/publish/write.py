@@ -30,29 +30,6 @@ from ..storage import exists, files_below, is_file
 from ..storage.records import is_url, join, place_of
 from ..storage.stores import store_of
 
-__all__ = [
-    "Blocks",
-    "DirectWriter",
-    "FileWriter",
-    "ObjectWriter",
-    "PROBE",
-    "check_written",
-    "claim",
-    "commit_in_store",
-    "delete_below",
-    "discard_in_store",
-    "fsync_directory",
-    "make_directories",
-    "readable_text",
-    "refuse_without_conditions",
-    "release",
-    "replace_file",
-    "tensor_bytes",
-    "write_file",
-    "write_slices",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Checks before every commit, into a directory or a store: all files are there, and a reader will take the manifest.
 
