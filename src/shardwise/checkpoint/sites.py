@@ -248,6 +248,7 @@ def opened(
                 brought |= {name for name in lacking if leads and also(name)}
                 for name in sorted(brought & lacking):
                     remote.copy(name, inside(view, name))
+            # Ranks agree after each read of a load or restore, so no host closes its server while another one reads.
             if lacking:
                 stack.enter_context(reading_from(remote, view, filter(has_slices, lacking - brought)))
             yield Opened(view, own)
