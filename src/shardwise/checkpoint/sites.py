@@ -84,10 +84,14 @@ def has_slices(name: str) -> bool:
     return os.path.basename(name).startswith("shard-")
 
 
-def _documents_for(manifest: Manifest, ranks: Ranks, *, with_shared: bool) -> set[str]:
-    """Names of the documents that a restore reads on this rank. ``with_shared``: also those of all ranks, of which a host needs one copy."""
-    stems = ["state"] * with_shared + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
-    return {f"{stem}.{ending}" for stem in stems for ending in ("json", "safetensors")}
+def _documents_for(
+    manifest: Manifest, lacking: frozenset[str], ranks: Ranks, leads: bool, also: Callable[[str], bool]
+) -> list[str]:
+    """The files among those ``lacking`` that a restore reads whole on this rank; on the one that ``leads`` its host, also those of all ranks
+    and those that ``also`` names, of which a host needs one copy."""
+    stems = ["state"] * leads + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
+    names = {f"{stem}.{ending}" for stem in stems for ending in ("json", "safetensors")}
+    return sorted(name for name in lacking if name in names or (leads and also(name)))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -241,16 +245,15 @@ def opened(
                 if leads and lacking:
                     _make_links(view, path, text, manifest, here)
             with ranks.agree("bring documents of other hosts"):
-                holders = [at.leaders[source] for source in found.sources]
-                holdings = _holdings(manifest, holders)
+                holdings = _holdings(manifest, [at.leaders[source] for source in found.sources])
                 remote = RemoteFiles(manifest.files, holdings, reader_of, ranks.tick, most_alone=0)
-                brought = _documents_for(manifest, ranks, with_shared=leads)
-                brought |= {name for name in lacking if leads and also(name)}
-                for name in sorted(brought & lacking):
+                brought = _documents_for(manifest, lacking, ranks, leads, also)
+                for name in brought:
                     remote.copy(name, inside(view, name))
+            slices = filter(has_slices, lacking.difference(brought))
             # Ranks agree after each read of a load or restore, so no host closes its server while another one reads.
             if lacking:
-                stack.enter_context(reading_from(remote, view, filter(has_slices, lacking - brought)))
+                stack.enter_context(reading_from(remote, view, slices))
             yield Opened(view, own)
         _log.info("%s: fetched %d bytes from other hosts", path, remote.taken.total())
     finally:
