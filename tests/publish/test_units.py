@@ -326,11 +326,7 @@ def test_a_unit_that_arrives_damaged_comes_from_the_next_holder(
     files.read_into("slices", HEADER, large)
     for _ in range(8):
         files.read_into("slices", NBYTES - 1, part[:1])
-<<<<<<< HEAD
-    with pytest.raises(CheckpointError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived corrupted"):
-=======
-    with pytest.raises(IntegrityError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived damaged"):
->>>>>>> 896d93cc (One class for groups of ranks that share a directory, collective publishing, one way to read other hosts' slices; Checkpointer is one class, retention one rule)
+    with pytest.raises(IntegrityError, match=f"bytes {HEADER + BLOCK_BYTES} to {NBYTES} arrived corrupted"):
         files.read_into("slices", NBYTES - 1, part[:1])
     files.read_into("slices", HEADER, large)
     assert bytes(large) == content[HEADER:][:2_000_000], "what came damaged is not read as another unit"
@@ -359,11 +355,7 @@ def test_a_short_read_that_arrives_damaged_is_read_again(
         assert bytes(part) == content[HEADER:][:10]
         assert files.taken == {sender: 10}
     garbled = 6
-<<<<<<< HEAD
-    with pytest.raises(CheckpointError, match=f"bytes {HEADER} to {HEADER + 10} arrived corrupted"):
-=======
-    with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + 10} arrived damaged"):
->>>>>>> 896d93cc (One class for groups of ranks that share a directory, collective publishing, one way to read other hosts' slices; Checkpointer is one class, retention one rule)
+    with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + 10} arrived corrupted"):
         files.read_into("slices", HEADER, part)
 
 
