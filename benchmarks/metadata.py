@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
-from shardwise.checkpoint.optimizer import TrainedBy, plan_states, stored_states
+from shardwise.checkpoint.optimizer import TrainedBy, stored_states
 from shardwise.checkpoint.save import (
     checked_text,
     file_records,
@@ -313,7 +313,8 @@ def plan_resume(
     planned = plan_load(described, catalog, Rules(), io=io)
     facts_of(planned, fingerprint(planned.plan, {}), in_words(planned.plan, {}))
     states = stored_states(replace(part, live=described), stored_settings(path, manifest))
-    return planned.plan, plan_states(states, tensors, described.geometries, io)
+    given = states.filling(described, tensors, HostMemory(), io)
+    return planned.plan, plan_load(given.live, given.catalog, given.rules, io=io).plan
 
 
 def stored_settings(path: str, manifest: Manifest) -> StoredCheckpoint:

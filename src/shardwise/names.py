@@ -109,8 +109,8 @@ class NamedTensor:
     """Canonical name; for a shared tensor, the first one in module order."""
     aliases: tuple[str, ...]
     """The other canonical names of a shared tensor, in module order; empty if it is not shared."""
-    kind: Literal["parameter", "buffer"]
-    """How its first owner registered it."""
+    kind: Literal["parameter", "buffer", "state"]
+    """How its first owner registered it; ``state``: an optimizer's state of a parameter, which no module owns."""
     persistent: bool
     """Whether ``state_dict`` has it under at least one of its names; always so for a parameter."""
     tensor: torch.Tensor
@@ -125,6 +125,8 @@ class NamedTensor:
 
     def refreshed(self) -> NamedTensor:
         """The same entry with the object that its owner holds now: a meta tensor may be replaced when it gets memory."""
+        if not self.owners:
+            return self
         module, attribute = self.owners[0]
         held: torch.Tensor | None = module._parameters.get(attribute)
         held = module._buffers.get(attribute) if held is None else held

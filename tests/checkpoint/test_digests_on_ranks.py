@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-import shardwise.checkpoint.optimizer as optimizer_module
 import shardwise.digests as live_module
-from shardwise.digests import partial_sums, tensor_digest
+from shardwise.digests import partial_sums
 from shardwise.errors import IntegrityError, RankError, ShardwiseError
 from tests.harness.on_ranks import on_ranks
 
@@ -102,10 +101,21 @@ def test_every_rank_raises_what_differs_or_fails_on_one(tmp_path: Path) -> None:
         assert "rank 1: MemoryError: no room for a sum" in error, error
     with _on_rank_1(live_module, "partial_sums", is_off):
         assert "0.weight" in _error(IntegrityError, lambda: _restore(step))
-    with _on_rank_1(optimizer_module, "tensor_digest", lambda tensor: tensor_digest(tensor) ^ 1):
-        error = _error(RankError, lambda: _restore(step))
-    assert "rank 1: IntegrityError" in error, error
-    assert "optimizer state differs from what was saved: step.F32" in error, error
+    calls = 0
+
+    def is_off_in_pack(boxes: Any) -> list[int]:
+        nonlocal calls
+        calls += 1
+        *others, last = partial_sums(boxes)
+        return [*others, last if calls == 1 else (last + 1) % 2**64]  # the first call is for the model
+
+    with _on_rank_1(live_module, "partial_sums", is_off_in_pack):
+        error = _error(IntegrityError, lambda: _restore(step))
+    assert "replicas of __packed__.step.F32 differ between ranks" in error, error
+    calls = 0
+    with mock.patch.object(live_module, "partial_sums", is_off_in_pack):
+        error = _error(IntegrityError, lambda: _restore(step))
+    assert "content differs from what was saved: __packed__.step.F32: loaded" in error, error
     _restore(step)
 
 

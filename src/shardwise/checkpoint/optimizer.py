@@ -1,73 +1,44 @@
-"""Restores optimizers: plans and fills their states, and sets what isn't a tensor."""
+"""The stored state of an optimizer: what a load fills, and whether this run's optimizer can take it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from ..catalog.checkpoint import catalog_of_optimizer, packed_name
 from ..catalog.records import Catalog
-from ..digests import differing_digests, own_sums, tensor_digest
-from ..dtypes import code_of, torch_dtype
-from ..engine.engine import Destination, Staging, execute_own
-from ..engine.files import page_cache_for
-from ..engine.objects import SourceReader
-from ..errors import FormatError, IntegrityError, StateError
-from ..format.manifest import GRADIENT, document_of
+from ..dtypes import torch_dtype
+from ..errors import FormatError, StateError
+from ..format.manifest import document_of
 from ..format.slices import StateKey, by_name
-from ..internals.torch import local_tensor
 from ..limits import brief
+from ..loading.load import Filling, FillOptions
 from ..objects import frozen
-from ..operations.operation import this_operation
-from ..planning.match import Rules, match_rules, renamed
-from ..planning.plan import IOOptions, Plan, build_plan
-from ..ranks.ranks import Ranks
+from ..planning.match import Rules, renamed
+from ..planning.plan import IOOptions
 from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_rank
-from ..state.optimizer import (
-    check_groups,
-    check_stored,
-    differing_groups,
-    fill_groups,
-    parameter_names,
-    place_gradients,
-    place_scalars,
-    place_states,
-    place_values,
-)
-from ..tensors.boxes import Layout, Wanted, whole_tensor
-from ..tensors.live import HostMemory, LiveModel, wanted_states
-from ..tensors.placements import Geometry, fitting_ranks, mesh_text
+from ..state.optimizer import check_groups, check_stored, parameter_names
+from ..tensors.live import HostMemory, LiveModel, world_size
+from ..tensors.placements import Geometry, fitting_ranks, mesh_text, replicated
 from .snapshot import trained_model
 from .stored import StoredCheckpoint
 
 __all__ = [
-    "OptimizerFill",
-    "RestoredOptimizer",
     "StoredStates",
     "TrainedBy",
     "check_low_bit",
     "check_optimizer",
-    "geometries_of_states",
-    "plan_fill",
-    "plan_states",
-    "restore_optimizer",
-    "stored_by_rank",
-    "stored_forms",
     "stored_states",
     "trained_by",
 ]
 
 
 # ----------------------------------------------------------------------------------------------------
-# Fills an optimizer with stored states, of our checkpoints and of other programs': plan, make room, read, place.
-#
-# The caller says where the states are stored (:class:`StoredStates`), and agrees with the other ranks between the steps.
+# The stored states of an optimizer, of our checkpoints and of other programs', as a load takes them.
 
 
 @frozen
@@ -110,19 +81,6 @@ def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) 
     return TrainedBy(name, optimizer, model, lives[model])
 
 
-@frozen
-class RestoredOptimizer:
-    """The result of restoring an optimizer on this rank."""
-
-    bytes_read: int
-    tensors: int
-    """Number of stored tensors, gradients included."""
-    gradients: int = 0
-    """Number of gradients that wait for a step."""
-    differences: tuple[str, ...] = ()
-    """Gradients whose dtype changed."""
-
-
 @frozen(kw_only=True)
 class StoredStates:
     """The stored state of an optimizer. Parameters have their names in this run, except in ``catalog``."""
@@ -144,92 +102,23 @@ class StoredStates:
     low_bit: Mapping[str, Mapping[str, StoredForm]] = field(default_factory=dict)
     """Parameter → state → form of each state of few bits, whose parts are spread over ranks like its parameter."""
 
+    def filling(
+        self,
+        live: LiveModel,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        memory: HostMemory,
+        io: IOOptions,
+    ) -> Filling:
+        """What a load needs to fill ``tensors`` and :attr:`whole`.
 
-@frozen
-class OptimizerFill:
-    """An optimizer that has its stored settings and room for its stored states, and the plan to read them."""
-
-    part: TrainedBy
-    names: Mapping[int, str]
-    stored: StoredStates
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    """Parameter → state → tensor to read into, of those in ``stored.spread``, and parts of those in ``stored.low_bit``."""
-    before: Mapping[str, Mapping[str, torch.Tensor]]
-    """The 0-d states that the optimizer had."""
-    plan: Plan
-    io: IOOptions
-    memory: HostMemory
-    """Where the tensors lie that the optimizer did not have."""
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The stored gradients by parameter, which :meth:`place` leaves to the caller."""
-        found = {n: states[GRADIENT] for n, states in self.tensors.items() if GRADIENT in states}
-        return found | {n: s[GRADIENT] for n, s in self.stored.scalars.items() if GRADIENT in s}
-
-    def read(self, tick: Callable[[int], None]) -> int:
-        """Read this rank's parts of all tensors. Calls ``tick`` while it reads; returns the bytes read. Rank-local.
-
-        Memory: staging only. Raises :class:`SourceError`.
+        ``tensors``: parameter → state → tensor allocated from ``memory``, spread like its parameter in ``live``.
         """
-        local = {n: local_tensor(t) for n, t in by_name(self.tensors).items()} | dict(self.stored.whole)
-        page_cache = page_cache_for(self.io, (t.device for t in local.values()))
-        files = self.stored.catalog.files
-        counted = this_operation()
-        counted.expect(lambda: self.plan.bytes_to_read)
-        tick = counted.counting(tick)
-        with SourceReader(tick, files=files, io=self.io, page_cache=page_cache) as reader:
-            staging = Staging(self.io, self.plan.staging_bytes)
-            execute_own(self.plan.transfers, reader, reader, Destination(local), staging, self.memory)
-            self.memory.settle()
-        return reader.bytes_read
-
-    def place(self) -> None:
-        """Put 0-d states and other values into the optimizer, once everything is read. Rank-local."""
-        place_scalars(self.part.optimizer, self.names, self.stored.scalars, self.before)
-        place_values(self.part.optimizer, self.names, self.stored.values)
-
-    def restored(
-        self, bytes_read: int, gradients: int = 0, differences: tuple[str, ...] = ()
-    ) -> RestoredOptimizer:
-        """The result, for the report."""
-        tensors = sum(map(len, self.tensors.values())) + len(self.stored.whole)
-        return RestoredOptimizer(bytes_read, tensors, gradients, differences)
-
-
-def plan_fill(part: TrainedBy, stored: StoredStates, io: IOOptions) -> OptimizerFill:
-    """Give an optimizer its stored settings and room for its stored states; plan the reads. Rank-local.
-
-    Clears every state that is not stored. Raises :class:`StateError` for other groups or parameters than the stored
-    ones, :class:`PlanError` if the catalog's tensors are not those that are wanted.
-    """
-    names = part.names()
-    fill_groups(part.optimizer, names, stored.groups)
-    memory = HostMemory(io.pages)
-    tensors, before = place_states(part.optimizer, names, stored.spread, memory, stored.low_bit)
-    plan = plan_states(stored, tensors, part.live.geometries, io)
-    return OptimizerFill(part, names, stored, tensors, before, plan, io, memory)
-
-
-def plan_states(
-    stored: StoredStates,
-    tensors: Mapping[str, Mapping[str, torch.Tensor]],
-    geometries: Mapping[str, Geometry],
-    io: IOOptions,
-) -> Plan:
-    """The reads that fill this rank's part of ``tensors`` (parameter → state → tensor) and of ``stored.whole``."""
-    wanted: list[Wanted] = wanted_states(by_name(tensors), geometries_of_states(tensors, geometries))
-    wanted += [whole_tensor(n, code_of(t.dtype), tuple(t.shape)) for n, t in stored.whole.items()]
-    rename = renamed(lambda names: {n: stored.renames.get(n, n) for n in names})
-    matched = match_rules(stored.catalog, wanted, Rules(rename))
-    return build_plan(stored.catalog, Layout(tuple(wanted)), matched, io)
-
-
-def geometries_of_states(
-    tensors: Mapping[str, Mapping[str, torch.Tensor]], geometries: Mapping[str, Geometry]
-) -> dict[str, Geometry]:
-    """The geometry of each state's parameter, by the state's name."""
-    return by_name({n: dict.fromkeys(states, geometries[n]) for n, states in tensors.items()})
+        everywhere = replicated(world_size())
+        of_parameters = {n: dict.fromkeys(states, live.geometries[n]) for n, states in tensors.items()}
+        geometries = by_name(of_parameters) | dict.fromkeys(self.whole, everywhere)
+        rename = renamed(lambda names: {n: self.renames.get(n, n) for n in names})
+        states = live.of_states(by_name(tensors) | dict(self.whole), geometries)
+        return Filling(states, self.catalog, Rules(rename), FillOptions(io=io), memory)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -345,7 +234,7 @@ def _document(part: TrainedBy, stored: StoredCheckpoint) -> Mapping[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Restores an optimizer from our checkpoints: around the plan for its states, digests, gradients, per-rank states.
+# The state of an optimizer in our checkpoints.
 
 
 def check_optimizer(part: TrainedBy, stored: StoredCheckpoint) -> None:
@@ -363,39 +252,15 @@ def check_optimizer(part: TrainedBy, stored: StoredCheckpoint) -> None:
     _check_opaque(part, stored)
 
 
-def restore_optimizer(
-    part: TrainedBy, stored: StoredCheckpoint, ranks: Ranks, io: IOOptions
-) -> RestoredOptimizer:
-    """Fill an optimizer and the gradients that wait for its step. Collective.
-
-    ``stored`` is under the names of this run's models. The caller has dropped all other gradients. Memory: staging,
-    and the 0-d states. Raises :class:`StateError`, :class:`PlanError`, :class:`SourceError`, and
-    :class:`IntegrityError` if a digest differs.
-    """
-    with ranks.agree("plan optimizer state"):
-        _move_documents(part, stored)
-        check_low_bit(part, stored)
-        _check_opaque(part, stored)
-        groups = stored.documents[part.document]["groups"]
-        check_groups(part.optimizer, part.names(), groups)
-        found = differing_groups(part.optimizer, part.names(), groups)
-        fill = plan_fill(part, stored_states(part, stored), io)
-    geometries = geometries_of_states(fill.tensors, part.live.geometries)
-    with ranks.agree("read optimizer state"):
-        bytes_read = fill.read(ranks.tick)
-        _check_packs(fill, stored)
-        # Before the ranks meet: another rank may still read.
-        sums = own_sums(by_name(fill.tensors), geometries, ranks)
-    _check_digests(fill, geometries, sums, stored, ranks)
-    with ranks.agree("place optimizer state"):
-        gradients = fill.gradients
-        differences = (*found, *place_gradients(part.optimizer, fill.names, gradients))
-        fill.place()
-    return fill.restored(bytes_read, len(gradients), differences)
-
-
 def stored_states(part: TrainedBy, stored: StoredCheckpoint) -> StoredStates:
-    """An optimizer's state in a checkpoint, with room for its packs. Reads nothing."""
+    """An optimizer's state in a checkpoint, with room for its packs. Reads nothing. Moves the documents' tensors to their devices.
+
+    ``stored`` is under the names of this run's models. Raises :class:`StateError` or :class:`FormatError` for state that this
+    run's optimizer can't take.
+    """
+    _move_documents(part, stored)
+    check_low_bit(part, stored)
+    _check_opaque(part, stored)
     entries = stored.manifest.models[part.model_name]
     states = {n: t.states[part.name] for n, t in entries.items() if t.states.get(part.name)}
     packs = stored.manifest.packed[part.name]
@@ -455,33 +320,3 @@ def _check_opaque(part: TrainedBy, stored: StoredCheckpoint) -> None:
             f"optimizer state of {', '.join(moved[:5])} has a different shape than its parameter, and was stored per rank; "
             f"the parameter is now sharded differently, so the state can't be carried over"
         )
-
-
-def _check_packs(fill: OptimizerFill, stored: StoredCheckpoint) -> None:
-    """Compare the digests of the packs, which every rank has read whole, with the recorded ones. Rank-local."""
-    packs, whole = stored.manifest.packed[fill.part.name], fill.stored.whole
-    wrong = [k for k, pack in packs.items() if tensor_digest(whole[packed_name(k)]) != pack.digest]
-    if wrong:
-        raise _differs(wrong, stored)
-
-
-def _check_digests(
-    fill: OptimizerFill,
-    geometries: Mapping[str, Geometry],
-    sums: NDArray[np.uint64],
-    stored: StoredCheckpoint,
-    ranks: Ranks,
-) -> None:
-    """Compare the digests of all other tensors that were read with the recorded ones. ``sums``: this rank's. Collective."""
-    states, found = fill.stored, by_name(fill.tensors)
-    recorded = {states.renames.get(n, n): digest for n, digest in states.catalog.digests.items()}
-    wrong = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found}, own=sums)
-    if wrong:  # on every rank
-        with ranks.agree("compare optimizer digests"):
-            raise _differs(list(wrong), stored)
-
-
-def _differs(wrong: Sequence[str], stored: StoredCheckpoint) -> IntegrityError:
-    return IntegrityError(
-        f"optimizer state differs from what was saved: {', '.join(wrong[:20])}", path=stored.path
-    )

@@ -1,23 +1,25 @@
-"""Restores a checkpoint into live objects: plan → prove → read → verify → documents → RNG last."""
+"""Restores a stored run into live objects: plan → prove → read → verify → documents → RNG last."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 import xxhash
 
 from ..catalog.checkpoint import catalog_of_checkpoint
-from ..catalog.records import Catalog
+from ..catalog.records import Catalog, StoredFile
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
-from ..format.manifest import CONVERTED, Manifest, TensorEntry
+from ..format.manifest import CONVERTED, GRADIENT, Manifest, TensorEntry
 from ..internals.torch import local_tensor
 from ..loading.load import Filling, FillOptions, LoadReport, fill
-from ..objects import frozen, gc_paused
+from ..objects import gc_paused
 from ..operations.operation import phase, this_operation
 from ..planning.match import Rules
 from ..planning.plan import IOOptions
@@ -33,11 +35,21 @@ from ..state.arguments import (
 from ..state.beyond import make_room, refuse_fsdp1
 from ..state.data import data_caveats
 from ..state.documents import functions_left_out
-from ..state.optimizer import TrainState, clear_gradients, refuse_unreduced
+from ..state.optimizer import (
+    TrainState,
+    clear_gradients,
+    differing_groups,
+    fill_groups,
+    place_gradients,
+    place_scalars,
+    place_states,
+    place_values,
+    refuse_unreduced,
+)
 from ..storage.records import counting
-from ..tensors.live import LiveModel, describe
+from ..tensors.live import HostMemory, LiveModel, describe
 from ..tensors.placements import mesh_text
-from .optimizer import RestoredOptimizer, restore_optimizer, trained_by
+from .optimizer import StoredStates, TrainedBy, stored_states, trained_by
 from .own import OwnState, Watched, changed_anywhere
 from .receivers import (
     Generators,
@@ -52,52 +64,86 @@ from .resume_report import ResumeReport
 from .stored import StoredCheckpoint, compare_referred, read_checkpoint, referred_by
 from .take import software_versions
 
-__all__ = ["Filled", "Saved", "restore_into"]
+__all__ = ["Restored", "Run", "restore_into", "restore_run"]
 
 
-@frozen
-class Saved:
-    """The run that saved a checkpoint, as the checkpoint records it. :class:`ResumeReport` has the same facts."""
+# ----------------------------------------------------------------------------------------------------
+# The restore of any stored run.
+
+#: By parameter and state.
+States = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Run(ABC):
+    """A stored run as a restore sees it: a checkpoint of ours, or of another program. Methods are rank-local unless they say otherwise."""
 
     path: str
     step: int
     world_size: int
+    """Ranks that saved it; 0 if that is not recorded."""
     run_id: str = ""
     mesh: str = "not recorded"
-    digest: str = ""
+    catalogs: Mapping[str, Catalog]
+    """Where the tensors of each model are stored."""
+    referred: Mapping[str, Mapping[str, TensorEntry]] = {}
+    """By model, what the run holds only digests of."""
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """The files that are read, in the versions that were looked at."""
+        return [file for catalog in self.catalogs.values() for file in catalog.files]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the restored tensors; empty if their digests are not recorded."""
+        return ""
+
+    @abstractmethod
+    def optimizer_bytes(self) -> int:
+        """Stored bytes of the optimizers' states, about."""
+
+    @abstractmethod
+    def give_to_models(self, restored: Restored) -> None:
+        """Restore the state that models keep besides their tensors, which are filled. Collective."""
+
+    @abstractmethod
+    def states_of(self, part: TrainedBy) -> StoredStates:
+        """The stored state of an optimizer. Raises :class:`StateError` if this run's can't take it."""
+
+    @abstractmethod
+    def give_documents(self, restored: Restored) -> None:
+        """Restore everything that is left, random generators last, and note it. Collective."""
 
 
 @dataclass(slots=True)
-class Filled:
-    """The models and optimizers that a restore has filled so far, and what it read for them."""
+class Restored:
+    """What a restore has read and put in place so far."""
 
     lives: dict[str, LiveModel]
     """The models by name, as they are now."""
-    catalogs: Mapping[str, Catalog]
-    """Where the tensors of each model are stored."""
+    run: Run
     ranks: Ranks
     io: IOOptions
-    started: float
-    """By ``time.perf_counter()``."""
-    referred: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
-    """By model, what the checkpoint holds only digests of."""
     loads: list[LoadReport] = field(default_factory=list)
     """The first load of each model, then those after its own code or another object had changed it."""
-    optimizers: list[RestoredOptimizer] = field(default_factory=list)
+    optimizers: list[LoadReport] = field(default_factory=list)
+    gradients: int = 0
+    """Number of gradients that wait for a step, among the tensors of the optimizers."""
+    differences: list[str] = field(default_factory=list)
+    """This and what follows: as in :class:`ResumeReport`."""
+    documents: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    caveats: tuple[str, ...] = ()
+    rng: str = ""
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that this rank requested from storage, for models and optimizers."""
-        return sum(load.bytes_read for load in self.loads) + sum(o.bytes_read for o in self.optimizers)
-
-    def expect(self, optimizer_bytes: Callable[[], int]) -> None:
+    def expect(self) -> None:
         """Tell listeners about how much this rank will read: its share of the models, and as much of their optimizers."""
 
         def share() -> int:
             tensors = [t.tensor for live in self.lives.values() for t in live.stored]
             own, whole = sum(local_tensor(t).numel() for t in tensors), sum(t.numel() for t in tensors)
-            stored = sum(catalog.nbytes for catalog in self.catalogs.values()) + optimizer_bytes()
-            return stored * own // max(1, whole)
+            models = sum(catalog.nbytes for catalog in self.run.catalogs.values())
+            return (models + self.run.optimizer_bytes()) * own // max(1, whole)
 
         this_operation().guess(share)
 
@@ -106,162 +152,225 @@ class Filled:
 
         What a checkpoint only refers to is compared first, and must be there: raises :class:`StateError`.
         """
-        names = list(names)
+        names, catalogs = list(names), self.run.catalogs
         for name in names:
-            if referred := self.referred.get(name):
-                path = self.catalogs[name].root
-                compare_referred(referred, self.lives[name], path, self.ranks)
+            if referred := self.run.referred.get(name):
+                compare_referred(referred, self.lives[name], catalogs[name].root, self.ranks)
         for name in names:
-            live, options = self.lives[name].without(self.referred.get(name, ())), FillOptions(io=self.io)
-            filled = fill(partial(Filling, live, self.catalogs[name], Rules(), options), self.ranks)
+            live, options = self.lives[name].without(self.run.referred.get(name, ())), FillOptions(io=self.io)
+            filled = fill(partial(Filling, live, catalogs[name], Rules(), options), self.ranks)
             self.loads.append(filled.report)
             self.lives[name] = self.lives[name].refreshed()
 
+    def fill_optimizer(self, part: TrainedBy) -> None:
+        """Fill an optimizer, and the gradients that wait for its step. Collective.
 
-@gc_paused()
-def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """Restore, and count the requests to stores. Collective."""
-    with counting() as asked:
-        report = _restore_into(state, path, ranks, io)
-    return replace(report, requests=asked.total)
+        The caller has dropped all other gradients. Clears every state that is not stored. Raises as a load, and :class:`StateError`
+        for other groups or parameters than the stored ones.
+        """
+        optimizer, memory = part.optimizer, HostMemory(self.io.pages)
+        names: Mapping[int, str] = {}
+        tensors: States = {}
+        before: States = {}
+        stored: StoredStates
+
+        def prepare() -> Filling:
+            nonlocal names, tensors, before, stored
+            stored, names = self.run.states_of(part), part.names()
+            fill_groups(optimizer, names, stored.groups)
+            tensors, before = place_states(optimizer, names, stored.spread, memory, stored.low_bit)
+            return stored.filling(part.live, tensors, memory, self.io)
+
+        self.optimizers.append(fill(prepare, self.ranks).report)
+        with self.ranks.agree("place optimizer state"):
+            held = (*tensors.items(), *stored.scalars.items())
+            gradients = {n: states[GRADIENT] for n, states in held if GRADIENT in states}
+            self.differences += differing_groups(optimizer, names, stored.groups)
+            self.differences += place_gradients(optimizer, names, gradients)
+            self.gradients += len(gradients)
+            place_scalars(optimizer, names, stored.scalars, before)
+            place_values(optimizer, names, stored.values)
 
 
-def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """The pipeline of ``restore`` and ``Checkpointer.resume``."""
+def restore_run(
+    state: TrainState, ranks: Ranks, io: IOOptions, label: str, find: Callable[[dict[str, LiveModel]], Run]
+) -> ResumeReport:
+    """Put a stored run into the live objects of ``state``. Collective; the pipeline of ``restore`` and ``Checkpointer.resume``.
+
+    ``find`` describes the run for the models of ``state``, and refuses what these objects can't take; it is rank-local. ``label``
+    names the agreement on it.
+    """
     started = time.perf_counter()
-    seen = manifest_seen_by_first(path, ranks)
-    with ranks.agree("read manifest"):
-        lives = _describe_models(state)
-        manifest = seen.manifest()
-        _check_models(state, manifest, path)
-        catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in lives}
-        stored = read_checkpoint(path, manifest, ranks)
-        receivers, generators = receivers_of(state, lives, stored), Generators(state, stored, ranks.rank)
-        check_documents([*receivers, generators], stored.documents)
-        given = given_settings_of(state)
-        own = OwnState(stored.documents, manifest, stored.places)
-        referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
-        filled = Filled(lives, catalogs, ranks, io, started, referred)
-        filled.expect(lambda: _optimizer_bytes(state, manifest))
-        _make_room(lives, manifest)  # the first that changes anything
-    filled.fill_models(lives)
-    filled.fill_models(own.give_to_models(lives, ranks))
-    with ranks.agree("match names"):
-        stored = stored.under_names_of(lives)
+    with ranks.agree(label) as claim:
+        state.watch()
+        lives = {name: describe(model) for name, model in state.models.items()}
+        for live in lives.values():
+            refuse_fsdp1(live.fsdp1_problem)
+            for optimizer in state.optimizers.values():
+                refuse_unreduced(optimizer, live)
+        run, given = find(lives), given_settings_of(state)
+        claim.alike([[file.path, file.version] for file in run.files if file.version is not None])
+        restored = Restored(lives, run, ranks, io)
+        restored.expect()
+    restored.fill_models(lives)
+    run.give_to_models(restored)
+    with ranks.agree("clear gradients"):
         for optimizer in state.optimizers.values():  # before any is given its own: two may share parameters
             clear_gradients(optimizer)
     with phase("optimizer"):
         for name, optimizer in state.optimizers.items():
-            part = trained_by(name, optimizer, lives)
-            filled.optimizers.append(restore_optimizer(part, stored, ranks, io))
-    with ranks.agree("give optimizers their own state"):
-        own.give_to_optimizers(state.given_optimizers, state.optimizers)
-    with ranks.agree("restore documents"):
-        restore_buffers(receivers, stored.documents)
-        watched = Watched(state, lives) if reaches_others(receivers, stored.documents) else None
-        taken, skipped = restore_documents(receivers, state, stored.documents, stored.manifest)
-        ruined = watched.put_back(lives) if watched is not None else ()
-    filled.fill_models(changed_anywhere(watched, lives, ranks))
-    with ranks.agree("compare the taken state"):
-        restore_buffers(receivers, stored.documents)
-        skipped += ask_receivers(receivers)
-        own.ask()
-        caveats = data_caveats(state.dataloader)
-        found = [*_differences(state, stored, filled), *ruined, *own.differences]
-        found += _changed_settings(state, stored, filled)
-        found += [*stored.places.differences, *generators.plan.differences]
-        generators.restore(stored.documents.get(generators.name))
-    saved = Saved(
-        path=path,
-        step=manifest.step,
-        run_id=manifest.run_id,
-        world_size=manifest.world_size,
-        mesh=mesh_text(manifest.geometries),
-        digest=_digest_of_all(state, stored.manifest),
-    )
-    return ResumeReport.of(
-        saved,
-        filled,
-        differences=tuple(found),
-        documents=taken + own.restored,
-        skipped=skipped,
-        caveats=caveats,
-        rng=generators.plan.rule,
+            restored.fill_optimizer(trained_by(name, optimizer, lives))
+    run.give_documents(restored)
+    return ResumeReport(
+        path=run.path,
+        step=run.step,
+        run_id=run.run_id,
+        saved_world_size=run.world_size,
+        world_size=ranks.world_size,
+        saved_mesh=run.mesh,
+        mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
+        digest=run.digest,
+        exact=not (restored.differences or restored.skipped or restored.caveats),
+        differences=tuple(restored.differences),
+        tensors=sum(load.tensors for load in restored.loads[: len(lives)]),
+        optimizer_tensors=sum(load.tensors for load in restored.optimizers),
+        documents=tuple(restored.documents),
+        skipped=tuple(restored.skipped),
+        caveats=restored.caveats,
+        rng=restored.rng,
+        bytes_read=sum(load.bytes_read for load in (*restored.loads, *restored.optimizers)),
+        seconds=time.perf_counter() - started,
+        damaged={},
+        superseded=(),
         functions=tuple(functions_left_out(state.scheduler)),
         not_given=state.not_given,
         replaced=replaced_settings(given, given_settings_of(state)),
+        gradients=restored.gradients,
     )
 
 
-def _optimizer_bytes(state: TrainState, manifest: Manifest) -> int:
-    """Stored bytes of the states of this run's optimizers that are spread over ranks."""
-    return sum(
-        itemsize(one.dtype) * math.prod(entry.shape_of(one))
-        for model in state.models
-        for entry in manifest.models[model].values()
-        for optimizer in state.optimizers
-        for one in entry.states.get(optimizer, {}).values()
-        if one.packed is None
-    )
+# ----------------------------------------------------------------------------------------------------
+# The restore of our checkpoints.
 
 
-def _describe_models(state: TrainState) -> dict[str, LiveModel]:
-    """The models of a state by name. Refuses those of FSDP1, and gradients that FSDP2 has yet to reduce."""
-    state.watch()
-    lives = {name: describe(model) for name, model in state.models.items()}
-    for live in lives.values():
-        refuse_fsdp1(live.fsdp1_problem)
-        for optimizer in state.optimizers.values():
-            refuse_unreduced(optimizer, live)
-    return lives
+@gc_paused()
+def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
+    """Restore one of our checkpoints, and count the requests to stores. Collective."""
+    with counting() as asked:
+        seen = manifest_seen_by_first(path, ranks)
+        found = partial(_Checkpoint, state, path, seen.manifest, ranks)
+        report = restore_run(state, ranks, io, "read manifest", found)
+    return replace(report, requests=asked.total)
 
 
-def _make_room(lives: dict[str, LiveModel], manifest: Manifest) -> None:
-    """Resize tensors to their stored shapes in models whose own ``load_state_dict`` does so."""
-    for name, live in lives.items():
-        if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
-            lives[name] = describe(live.root)
+class _Checkpoint(Run):
+    """A checkpoint of ours."""
 
+    def __init__(
+        self,
+        state: TrainState,
+        path: str,
+        read: Callable[[], Manifest],
+        ranks: Ranks,
+        lives: dict[str, LiveModel],
+    ) -> None:
+        manifest = read()
+        if lost := [name for name in state.models if name not in manifest.models]:  # it may hold more
+            raise StateError(
+                f"{path}: holds models {sorted(manifest.models)}, this run has {', '.join(lost)}, too"
+            )
+        self.catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in lives}
+        stored = self._stored = read_checkpoint(path, manifest, ranks)
+        self.path, self.step, self.run_id = path, manifest.step, manifest.run_id
+        self.world_size, self.mesh = manifest.world_size, mesh_text(manifest.geometries)
+        self._state, self._generators = state, Generators(state, stored, ranks.rank)
+        self._receivers = receivers_of(state, lives, stored)
+        check_documents([*self._receivers, self._generators], stored.documents)
+        self._own = OwnState(stored.documents, manifest, stored.places)
+        self.referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
+        for name, live in lives.items():  # the first that changes anything
+            if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
+                lives[name] = describe(live.root)
 
-def _digest_of_all(state: TrainState, manifest: Manifest) -> str:
-    """Digest of the manifest's digests, which were compared with the live tensors."""
-    lines, optimizers = [], sorted(state.optimizers)
-    for model in sorted(state.models):
-        for name, entry in sorted(manifest.models[model].items()):
-            lines.append(f"{model} {name} {entry.digest:016x}")
-            for optimizer in optimizers:
-                for key, e in sorted(entry.states.get(optimizer, {}).items()):
-                    where = f"{e.packed} {e.index}" if e.packed is not None else f"{e.digest:016x}"
-                    lines.append(f"{optimizer} {key} {where}")
-    for optimizer in optimizers:
-        packed = manifest.packed.get(optimizer, {})
-        lines += [f"{optimizer} {key} {p.digest:016x}" for key, p in sorted(packed.items())]
-    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+    @property
+    def digest(self) -> str:
+        """Digest of the manifest's digests, which were compared with the live tensors."""
+        lines, optimizers, manifest = [], sorted(self._state.optimizers), self._stored.manifest
+        for model in sorted(self._state.models):
+            for name, entry in sorted(manifest.models[model].items()):
+                lines.append(f"{model} {name} {entry.digest:016x}")
+                for optimizer in optimizers:
+                    for key, e in sorted(entry.states.get(optimizer, {}).items()):
+                        where = f"{e.packed} {e.index}" if e.packed is not None else f"{e.digest:016x}"
+                        lines.append(f"{optimizer} {key} {where}")
+        for optimizer in optimizers:
+            packed = manifest.packed.get(optimizer, {})
+            lines += [f"{optimizer} {key} {p.digest:016x}" for key, p in sorted(packed.items())]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
-
-def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
-    """Refuse a checkpoint that lacks a model of this run; it may hold more."""
-    lost = [name for name in state.models if name not in manifest.models]
-    if lost:
-        raise StateError(
-            f"{path}: holds models {sorted(manifest.models)}, but this run also has {', '.join(lost)}"
+    def optimizer_bytes(self) -> int:
+        """Stored bytes of the states of this run's optimizers that are spread over ranks."""
+        return sum(
+            itemsize(one.dtype) * math.prod(entry.shape_of(one))
+            for model in self._state.models
+            for entry in self._stored.manifest.models[model].values()
+            for optimizer in self._state.optimizers
+            for one in entry.states.get(optimizer, {}).values()
+            if one.packed is None
         )
 
+    def give_to_models(self, restored: Restored) -> None:
+        restored.fill_models(self._own.give_to_models(restored.lives, restored.ranks))
+        self._stored = self._stored.under_names_of(restored.lives)
 
-def _changed_settings(state: TrainState, stored: StoredCheckpoint, filled: Filled) -> list[str]:
+    def states_of(self, part: TrainedBy) -> StoredStates:
+        return stored_states(part, self._stored)
+
+    def give_documents(self, restored: Restored) -> None:
+        state, lives, ranks = self._state, restored.lives, restored.ranks
+        receivers, documents = self._receivers, self._stored.documents
+        with ranks.agree("give optimizers their own state"):
+            self._own.give_to_optimizers(state.given_optimizers, state.optimizers)
+        with ranks.agree("restore documents"):
+            restore_buffers(receivers, documents)
+            watched = Watched(state, lives) if reaches_others(receivers, documents) else None
+            taken, skipped = restore_documents(receivers, state, documents, self._stored.manifest)
+            ruined = watched.put_back(lives) if watched is not None else ()
+        restored.fill_models(changed_anywhere(watched, lives, ranks))
+        with ranks.agree("compare the taken state"):
+            restore_buffers(receivers, documents)
+            restored.skipped += [*skipped, *ask_receivers(receivers)]
+            self._own.ask()
+            restored.documents += [*taken, *self._own.restored]
+            restored.caveats = data_caveats(state.dataloader)
+            restored.differences = [
+                *_differences(state, self._stored, restored),
+                *restored.differences,
+                *ruined,
+                *self._own.differences,
+                *_changed_settings(state, self._stored, lives),
+                *self._stored.places.differences,
+                *self._generators.plan.differences,
+            ]
+            restored.rng = self._generators.plan.rule
+            self._generators.restore(documents.get(self._generators.name))
+
+
+def _changed_settings(
+    state: TrainState, stored: StoredCheckpoint, lives: Mapping[str, LiveModel]
+) -> Iterator[str]:
     """Lines for settings that differ from the saved run's. An older checkpoint, or another number of ranks, has none to compare."""
-    was, found = stored.documents, []
+    was = stored.documents
     if "settings" in was:
-        found += changed_settings(was["settings"], settings_of(state, filled.lives))
+        yield from changed_settings(was["settings"], settings_of(state, lives))
     if "data_settings" in was and state.dataloader is not None:
-        found += changed_settings(was["data_settings"], data_settings_of(state))
-    return found
+        yield from changed_settings(was["data_settings"], data_settings_of(state))
 
 
-def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) -> list[str]:
+def _differences(state: TrainState, stored: StoredCheckpoint, restored: Restored) -> list[str]:
     """Reasons why the resume is not exact. The same on every rank, except for differences between machines."""
     found, manifest = [], stored.manifest
-    ranks, kind = filled.ranks.world_size, manifest.software.get(CONVERTED)
+    ranks, kind = restored.ranks.world_size, manifest.software.get(CONVERTED)
     if kind is not None:  # the manifest has the ranks that converted
         found.append(f"converted from {kind}: the saved run's RNG states and number of ranks are not in it")
     elif manifest.world_size != ranks:
@@ -273,7 +382,7 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
     if "scheduler" in stored.documents and "classes" not in stored.documents:
         found.append("scheduler: the checkpoint does not name its class")
     moved = False
-    for name, live in filled.lives.items():
+    for name, live in restored.lives.items():
         entries = manifest.models[name]
         for t in live.stored:
             if code_of(t.tensor.dtype) != entries[t.name].dtype:
@@ -281,5 +390,5 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
         spread = live.geometries.items()
         moved |= any(not manifest.geometries[entries[n].geometry].is_same_place(g) for n, g in spread)
     if kind is None and manifest.world_size == ranks and moved:
-        found.append("mesh or placements: tensors are now sharded differently")
-    return found + [line for o in filled.optimizers for line in o.differences]
+        found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
+    return found

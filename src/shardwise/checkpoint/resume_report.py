@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..objects import frozen
 from ..operations.operation import size
 from ..operations.printed import Printed
 from ..ranks.ranks import Ranks
-from ..tensors.placements import mesh_text
-
-if TYPE_CHECKING:
-    from .restore import Filled, Saved
 
 __all__ = ["ResumeReport", "log_resume", "logged"]
 
@@ -106,50 +101,6 @@ class ResumeReport(Printed):
     """Whether the step came from the hosts' memory (:class:`shardwise.InMemoryCheckpoints`) instead of from disk."""
     fetched: Mapping[str, int] = field(default_factory=dict)
     """For a step in memory, the bytes that this rank fetched from other hosts, by host. Empty if its own host had everything."""
-
-    @classmethod
-    def of(
-        cls,
-        saved: Saved,
-        filled: Filled,
-        *,
-        differences: tuple[str, ...],
-        documents: tuple[str, ...],
-        skipped: tuple[str, ...],
-        rng: str,
-        caveats: tuple[str, ...] = (),
-        functions: tuple[str, ...] = (),
-        not_given: tuple[str, ...] = (),
-        replaced: tuple[str, ...] = (),
-    ) -> ResumeReport:
-        """Create the report of a restore that has just ended, with the counts in ``filled``. The other arguments are fields."""
-        lives, first = filled.lives.values(), filled.loads[: len(filled.lives)]
-        return cls(
-            path=saved.path,
-            step=saved.step,
-            run_id=saved.run_id,
-            saved_world_size=saved.world_size,
-            world_size=filled.ranks.world_size,
-            saved_mesh=saved.mesh,
-            mesh=mesh_text(g for live in lives for g in live.geometries.values()),
-            digest=saved.digest,
-            exact=not (differences or skipped or caveats),
-            differences=differences,
-            tensors=sum(load.tensors for load in first),
-            optimizer_tensors=sum(o.tensors for o in filled.optimizers),
-            documents=documents,
-            skipped=skipped,
-            caveats=caveats,
-            rng=rng,
-            bytes_read=filled.bytes_read,
-            seconds=time.perf_counter() - filled.started,
-            damaged={},
-            superseded=(),
-            functions=functions,
-            not_given=not_given,
-            replaced=replaced,
-            gradients=sum(o.gradients for o in filled.optimizers),
-        )
 
     def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
         """A copy of the report that also lists the damaged and superseded steps."""

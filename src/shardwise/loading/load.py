@@ -254,7 +254,7 @@ def carry_out(
     ):
         decoded = DecodingReader(files, planned.catalog.coded, io)
         reader = ConvertingReader(decoded, plan.conversions, planned.catalog.tensors)
-        share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.parameters))
+        share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.stored))
         if choice.strategy != "own":
             try:
                 fills = share(copies=False)
@@ -531,24 +531,26 @@ class FillOptions:
 
 @frozen
 class Filling:
-    """A model to be filled, and from what."""
+    """A model, or an optimizer's states (:meth:`.LiveModel.of_states`), to be filled, and from what."""
 
     live: LiveModel
     catalog: Catalog
     rules: Rules
     options: FillOptions
+    memory: HostMemory | None = None
+    """Where the tensors were allocated, if none is on meta anymore."""
 
 
 @frozen
 class Filled:
-    """A filled model, and how it was filled."""
+    """What was filled, and how."""
 
     live: LiveModel
     report: LoadReport
 
 
 def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
-    """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
+    """The pipeline behind :func:`load`, ``load_pretrained`` and ``restore``: plan, prove, read, place, verify.
 
     ``prepare`` is rank-local; ranks hear of its failure as of one in planning.
     """
@@ -585,7 +587,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     sums = None
     read = time.perf_counter()
     with phase("read"), ranks.agree("read"):
-        memory = materialize(live, options.device or default_device(live.parameters), options.io.pages)
+        memory = given.memory or HostMemory(options.io.pages)
+        materialize(live, options.device or default_device(live.stored), memory)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
         if recorded and not new:  # before the ranks meet: another rank may still read
@@ -659,7 +662,7 @@ def _refuse_unfillable(live: LiveModel, allow_plain: Sequence[str] | None) -> No
 
 def _refuse_too_large(live: LiveModel, device: torch.device | str | None, host: HostBudget | None) -> None:
     """Raises :class:`PlanError` if the memory that meta tensors get on the CPU exceeds the host's limit."""
-    if torch.device(device or default_device(live.parameters)).type == "cpu":
+    if torch.device(device or default_device(live.stored)).type == "cpu":
         refuse_too_large(sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host)
 
 

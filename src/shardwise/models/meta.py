@@ -31,7 +31,7 @@ from ..internals.torch import (
 )
 from ..names import NamedTensor, canonical_name, modules_by_path
 from ..rng import preserve_rng
-from ..tensors.live import HostMemory, LiveModel, Pages
+from ..tensors.live import HostMemory, LiveModel
 
 __all__ = [
     "NotLarger",
@@ -311,15 +311,15 @@ def _forget_module(key: int, dead: weakref.ref[nn.Module]) -> None:
 # setting ``_local_tensor`` leaves a meta wrapper.
 
 
-def materialize(live: LiveModel, device: torch.device | str, pages: Pages = "auto") -> HostMemory:
+def materialize(live: LiveModel, device: torch.device | str, memory: HostMemory | None = None) -> None:
     """Allocate memory on ``device`` for all meta tensors of a model; other tensors stay unchanged.
 
-    Returns the memory of those on the CPU, to be told of the reads that fill it. ``pages``: as ``IOOptions.pages``.
+    ``memory``: where those on the CPU come from; it must be told of the reads that fill them.
 
     Memory: this rank's shards; one uneven FSDP parameter's shard may briefly exist twice. New values are undefined.
     Rank-local, idempotent. Buffers are replaced: :meth:`.LiveModel.refreshed` describes the model afterwards.
     """
-    device, memory = torch.device(device), HostMemory(pages)
+    device, memory = torch.device(device), memory or HostMemory()
 
     def empty_like(tensor: torch.Tensor) -> torch.Tensor:
         if device.type == "cpu":
@@ -336,7 +336,6 @@ def materialize(live: LiveModel, device: torch.device | str, pages: Pages = "aut
             torch.utils.swap_tensors(parameter, parameter_like(parameter, empty_like(parameter.data)))
     _materialize_buffers(live.tensors, device)
     give_addresses(parameters)
-    return memory
 
 
 def give_addresses(parameters: Iterable[nn.Parameter]) -> None:

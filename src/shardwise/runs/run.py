@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from ..catalog.checkpoint import (
     refuse_referred,
 )
 from ..catalog.dcp import UNKNOWN_ENTRIES
-from ..catalog.records import Catalog, StoredTensor
-from ..checkpoint.optimizer import RestoredOptimizer, StoredStates, TrainedBy, plan_fill, trained_by
+from ..catalog.records import Catalog, StoredFile, StoredTensor
+from ..checkpoint.optimizer import StoredStates, TrainedBy, trained_by
 from ..checkpoint.receivers import Receiver, check_documents
-from ..checkpoint.restore import Filled, Saved, restore_into
+from ..checkpoint.restore import Restored, Run, restore_into, restore_run
 from ..checkpoint.resume_report import ResumeReport, logged
 from ..checkpoint.stored import check_each, read_documents
 from ..checkpoint.verify import model_of
@@ -46,14 +46,13 @@ from ..planning.match import HostConversion, Origin, Recipe, Rules, match_rules,
 from ..planning.plan import IOOptions, build_plan
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
-from ..state.arguments import given_settings_of, replaced_settings
 from ..state.documents import attribute_of_class, check_state, refuse_other_kind
-from ..state.optimizer import TrainState, check_groups, clear_gradients
+from ..state.optimizer import TrainState, check_groups
 from ..state.typed_json import Encoded, encode
 from ..storage import absolute, is_file, looking_once
 from ..storage.records import counting, is_url
 from ..tensors.boxes import Layout, TensorSpec, whole_tensor
-from ..tensors.live import describe
+from ..tensors.live import LiveModel
 from ..tensors.tiles import identity
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party, plain_tensor
 
@@ -566,75 +565,89 @@ def restore_unlogged(
     with counting() as asked:
         is_other = ranks.on_first("look at checkpoint", lambda: is_third_party(root))
         this_operation(root)
-        report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
+        if is_other:
+            report = restore_run(state, ranks, io, "read checkpoint", partial(_OfAnotherProgram, state, root))
+        else:
+            report = restore_into(state, root, ranks, io)
     return replace(report, requests=asked.total)
 
 
-def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """Put a third-party checkpoint into the live objects of ``state``. Collective; works under any mesh.
+class _OfAnotherProgram(Run):
+    """A run that another program stored. It has neither digests nor, in a form that can be read, random states and a data position."""
 
-    Restores models, optimizers (tensors, steps, settings of the groups), and scheduler and scaler if stored. Such
-    checkpoints hold no readable RNG (it is derived by rule instead) and no readable data position. Raises as
-    ``restore`` does; :class:`StateError` if the state asks for more than the checkpoint holds.
-    """
-    started = time.perf_counter()
-    with ranks.agree("read checkpoint") as claim, looking_once(path):
-        state.watch()
-        run = find_run(path)
-        if run.kind is not None and "restore" not in run.kind.works:
-            raise SourceError(
-                f"is {run.kind.name}, without training state that can be restored. {run.kind.line(path)}",
-                path=path,
-            )
-        _check_asked(state, run)
-        catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
-        optimizers = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
-        receivers = _receivers_of(state, run)
-        documents = {receiver.name: receiver.found() for receiver in receivers}
-        check_documents(receivers, documents)
-        read = (*catalogs.values(), *(optimizer.catalog for optimizer in optimizers.values()))
-        claim.alike([[f.path, f.version] for c in read for f in c.files if f.version is not None])
-        lives = {name: describe(model) for name, model in state.models.items()}
-        differences = ["not written by shardwise: neither digests nor versions are recorded"]
-        for name, optimizer in state.optimizers.items():
-            part = trained_by(name, optimizer, lives)
-            if optimizers[name].is_numbered:
-                differences.append(
-                    f"{name}: its parameters were matched by position, as in torch's load_state_dict"
+    def __init__(self, state: TrainState, path: str, lives: Mapping[str, LiveModel]) -> None:
+        with looking_once(path):
+            run = find_run(path)
+            if run.kind is not None and "restore" not in run.kind.works:
+                raise SourceError(
+                    f"is {run.kind.name}, without training state that can be restored. {run.kind.line(path)}",
+                    path=path,
                 )
-                optimizers[name] = optimizers[name].named_like(_members(part))
-            check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
-        step, world_size = run.step or 0, run.world_size
-        given = given_settings_of(state)
-        filled = Filled(lives, catalogs, ranks, io, started)
-        filled.expect(lambda: sum(one.catalog.nbytes for one in optimizers.values()))
-    filled.fill_models(lives)
-    with ranks.agree("match names"):
-        for optimizer in state.optimizers.values():
-            clear_gradients(optimizer)
-    for name, optimizer in state.optimizers.items():
-        part = trained_by(name, optimizer, lives)
-        filled.optimizers.append(_restore_optimizer(part, optimizers[name], ranks, io))
-    with ranks.agree("restore documents"):
-        for receiver in receivers:
-            receiver.restore(documents[receiver.name])
-        rng = derive_rng(seed=torch.initial_seed() % 2**63, step=step, rank=ranks.rank)
-    return ResumeReport.of(
-        Saved(path=path, step=step, world_size=world_size),
-        filled,
-        differences=(
-            *differences,
-            *(cast.in_words() for load in filled.loads for cast in load.casts),
-        ),
-        documents=tuple(documents),
-        skipped=(
-            "RNG states and data position: not stored in a readable form",
-            *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
-        ),
-        rng=rng,
-        not_given=state.not_given,
-        replaced=replaced_settings(given, given_settings_of(state)),
-    )
+            _check_asked(state, run)
+            self.path, self.step, self.world_size = path, run.step or 0, run.world_size
+            self.catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
+            self._optimizers = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
+            self._receivers = _receivers_of(state, run)
+            self._documents = {receiver.name: receiver.found() for receiver in self._receivers}
+            check_documents(self._receivers, self._documents)
+        self._skipped = [f"extra.{name}: not read from such a checkpoint" for name in state.extra]
+        self._differences = ["not written by shardwise: neither digests nor versions are recorded"]
+        for name, optimizer in state.optimizers.items():
+            part, stored = trained_by(name, optimizer, lives), self._optimizers[name]
+            if stored.is_numbered:
+                self._differences.append(
+                    f"{name}: its parameters were matched by their positions, as torch's load_state_dict does"
+                )
+                stored = self._optimizers[name] = stored.named_like(_members(part))
+            check_groups(optimizer, part.names(), _groups_of(part, stored))
+
+    @property
+    def files(self) -> list[StoredFile]:
+        return [
+            *super().files,
+            *(file for stored in self._optimizers.values() for file in stored.catalog.files),
+        ]
+
+    def optimizer_bytes(self) -> int:
+        return sum(stored.catalog.nbytes for stored in self._optimizers.values())
+
+    def states_of(self, part: TrainedBy) -> StoredStates:
+        """With room for its 0-d tensors: each is stored by itself. Reads nothing."""
+        stored, first = self._optimizers[part.name], part.live.first_names
+        keys = {short: StateKey(first.get(p, p), s) for short, (p, s) in stored.keys.items()}
+        spread: dict[str, dict[str, str]] = {}
+        scalars: dict[str, dict[str, torch.Tensor]] = {}
+        for short, (name, state) in keys.items():
+            t = stored.catalog.tensors[short]
+            if t.shape == ():
+                scalars.setdefault(name, {})[state] = torch.empty((), dtype=torch_dtype(t.dtype))
+            else:
+                spread.setdefault(name, {})[state] = t.dtype
+        return StoredStates(
+            catalog=stored.catalog,
+            renames={short: key.name for short, key in keys.items()},
+            groups=_groups_of(part, stored),
+            spread=spread,
+            whole=by_name(scalars),
+            scalars=scalars,
+            values={first.get(name, name): found for name, found in stored.values.items()},
+        )
+
+    def give_to_models(self, restored: Restored) -> None:
+        """Such a run has nothing but tensors of its models."""
+
+    def give_documents(self, restored: Restored) -> None:
+        with restored.ranks.agree("restore documents"):
+            for receiver in self._receivers:
+                receiver.restore(self._documents[receiver.name])
+            rng = derive_rng(seed=torch.initial_seed() % 2**63, step=self.step, rank=restored.ranks.rank)
+        restored.rng, restored.documents = rng, list(self._documents)
+        restored.skipped = [
+            "random generators and data position: not stored in a readable form",
+            *self._skipped,
+        ]
+        casts = [cast.in_words() for load in restored.loads for cast in load.casts]
+        restored.differences = [*self._differences, *restored.differences, *casts]
 
 
 def _check_asked(state: TrainState, run: ThirdPartyRun) -> None:
@@ -721,38 +734,3 @@ def _groups_of(part: TrainedBy, stored: StoredOptimizer) -> list[dict[str, Any]]
     groups = stored.groups_like(_members(part), part.live.first_names)
     refuse_other_kind(part.optimizer, groups)
     return groups
-
-
-def _restore_optimizer(
-    part: TrainedBy, stored: StoredOptimizer, ranks: Ranks, io: IOOptions
-) -> RestoredOptimizer:
-    """Fill an optimizer: tensors, values, and the settings of its groups. Collective."""
-    with ranks.agree("plan optimizer state"):
-        fill = plan_fill(part, _stored_states(part, stored), io)
-    with ranks.agree("read optimizer state"):
-        bytes_read = fill.read(ranks.tick)
-        fill.place()
-    return fill.restored(bytes_read)
-
-
-def _stored_states(part: TrainedBy, stored: StoredOptimizer) -> StoredStates:
-    """A third-party optimizer's state, with room for its 0-d tensors: each is stored by itself. Reads nothing."""
-    first = part.live.first_names
-    keys = {short: StateKey(first.get(p, p), s) for short, (p, s) in stored.keys.items()}
-    spread: dict[str, dict[str, str]] = {}
-    scalars: dict[str, dict[str, torch.Tensor]] = {}
-    for short, (name, state) in keys.items():
-        t = stored.catalog.tensors[short]
-        if t.shape == ():
-            scalars.setdefault(name, {})[state] = torch.empty((), dtype=torch_dtype(t.dtype))
-        else:
-            spread.setdefault(name, {})[state] = t.dtype
-    return StoredStates(
-        catalog=stored.catalog,
-        renames={short: key.name for short, key in keys.items()},
-        groups=_groups_of(part, stored),
-        spread=spread,
-        whole=by_name(scalars),
-        scalars=scalars,
-        values={first.get(name, name): found for name, found in stored.values.items()},
-    )

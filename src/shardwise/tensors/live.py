@@ -47,7 +47,6 @@ __all__ = [
     "reduced_parameters",
     "reshard",
     "wanted_of",
-    "wanted_states",
     "world_size",
 ]
 
@@ -127,14 +126,7 @@ def layout_of(
 
 def wanted_of(name: str, tensor: torch.Tensor, geometry: Geometry) -> Wanted:
     """A tensor on this rank that a load has to fill, outside any model; see :func:`layout_of`."""
-    (found,) = wanted_states({name: tensor}, {name: geometry})
-    return found
-
-
-def wanted_states(tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry]) -> list[Wanted]:
-    """:func:`wanted_of` for many tensors; cheaper together, because most are spread alike."""
-    place = _place_on(_this_rank(), is_here=True)
-    return [_wanted(name, tensor, geometries[name], place) for name, tensor in tensors.items()]
+    return _wanted(name, tensor, geometry, _place_on(_this_rank(), is_here=True))
 
 
 def _this_rank() -> int:
@@ -269,7 +261,7 @@ class LiveModel:
 
         Raises :class:`LayoutError` for placements that are not supported.
         """
-        if not self._geometries:
+        if self.tensors and not self._geometries:
             self._geometries.update(geometries_of(self.fsdp_modules, self.stored))
         return self._geometries
 
@@ -284,6 +276,14 @@ class LiveModel:
     def without(self, names: Collection[str]) -> LiveModel:
         """The same description without some of its tensors."""
         return replace(self, tensors=tuple([t for t in self.tensors if t.name not in names]))
+
+    def of_states(self, states: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry]) -> LiveModel:
+        """Describe an optimizer's states of this model's parameters, so that they are filled as a model is. ``geometries``: by state."""
+        named = [
+            NamedTensor(name=n, aliases=(), kind="state", persistent=True, tensor=t, owners=())
+            for n, t in states.items()
+        ]
+        return replace(self, tensors=tuple(named), _geometries=dict(geometries))
 
     def refreshed(self) -> LiveModel:
         """The same description with the tensor objects that the modules hold now."""
