@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
-from shardwise.checkpoint.optimizer import TrainedBy, stored_states
+from shardwise.checkpoint.optimizer import stored_states, trained_by
 from shardwise.checkpoint.save import (
     checked_text,
     file_records,
@@ -300,11 +300,11 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
 
 @gc_paused()  # as the whole of a resume
 def plan_resume(
-    state: sw.TrainState, path: str, part: TrainedBy, tensors: dict[str, dict[str, torch.Tensor]]
+    state: sw.TrainState, path: str, tensors: dict[str, dict[str, torch.Tensor]]
 ) -> tuple[Plan, Plan]:
     """What a rank works out before it reads: manifest, catalogs, layout, recipes, plans, proofs.
 
-    ``tensors`` are the states of ``part``, for which there is room already.
+    ``tensors`` are the states of its optimizer, for which there is room already.
     """
     model, io = state.models["model"], IOOptions()
     manifest = read_manifest(path)
@@ -312,7 +312,8 @@ def plan_resume(
     described = describe(model)
     planned = plan_load(described, catalog, Rules(), io=io)
     facts_of(planned, fingerprint(planned.plan, {}), in_words(planned.plan, {}))
-    states = stored_states(replace(part, live=described), stored_settings(path, manifest))
+    part = trained_by("optimizer", state.optimizers["optimizer"], {"model": described})
+    states = stored_states(part, stored_settings(path, manifest))
     given = states.filling(described, tensors, HostMemory(), io)
     return planned.plan, plan_load(given.live, given.catalog, given.rules, io=io).plan
 
@@ -326,11 +327,11 @@ def stored_settings(path: str, manifest: Manifest) -> StoredCheckpoint:
 def measure_resume(state: sw.TrainState, path: str, repeats: int) -> dict[str, Any]:
     """One rank's planning of a resume from the manifest in ``path``."""
     optimizer, model = state.optimizers["optimizer"], state.models["model"]
-    part = TrainedBy("optimizer", optimizer, "model", describe(model))
+    part = trained_by("optimizer", optimizer, {"model": describe(model)})
     spread = stored_states(part, stored_settings(path, read_manifest(path))).spread
-    tensors, _ = place_states(optimizer, part.names(), spread, HostMemory())
+    tensors, _ = place_states(part, spread, HostMemory())
     del spread
-    seconds, plans = timed(lambda: plan_resume(state, path, part, tensors), repeats)
+    seconds, plans = timed(lambda: plan_resume(state, path, tensors), repeats)
     read = sum(p.bytes_to_read for p in plans)
     held = sum(p.local_nbytes for p in plans)
     return {

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
-from shardwise.state.optimizer import drain, place_scalars
+from shardwise.state.optimizer import TrainedBy, drain, place_scalars
+from shardwise.tensors.live import describe
 
 MIB = 1024**2
 #: Less than the state of a rank.
@@ -170,7 +171,8 @@ def scalars(device: torch.device) -> dict[str, Any]:
     live = {names[id(p)]: {"step": states["step"]} for p, states in optimizer.state.items()}
     for states in live.values():
         states["step"].zero_()
-    _, back = spent(device, lambda: place_scalars(optimizer, names, stored, live))
+    part = TrainedBy.of("optimizer", optimizer, "model", describe(state.models["model"]))
+    _, back = spent(device, lambda: place_scalars(part, stored, live))
     steps = [states["step"].item() for states in optimizer.state.values()]
     return {"out": out, "back": back, "steps": steps}
 

@@ -1479,8 +1479,8 @@ MUTATIONS = (
     ),
     Mutation(
         "state/optimizer.py",
-        "    form = form_of(value) if agreed is None else agreed.form",
-        "    form = form_of(value)",
+        "form_of(value) if agreed is None else agreed.form",
+        "form_of(value)",
         ("tests/checkpoint/test_low_bit.py::test_a_chain_of_meshes_gives_the_same_digests",),
         "a rank without rows describes a state as a plain one",
     ),
@@ -1528,8 +1528,8 @@ MUTATIONS = (
     ),
     Mutation(
         "state/optimizer.py",
-        "        before = optimizer.state.pop(parameter, {})",
-        "        before = dict(optimizer.state[parameter])",
+        "        before = state_of.pop(parameter, {})",
+        "        before = dict(state_of[parameter])",
         ("tests/checkpoint/test_resume.py::test_stale_state_is_overwritten_or_cleared",),
         "stale optimizer state stays",
     ),

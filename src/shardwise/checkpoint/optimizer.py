@@ -13,7 +13,6 @@ from ..catalog.checkpoint import catalog_of_optimizer, packed_name
 from ..catalog.records import Catalog
 from ..dtypes import torch_dtype
 from ..errors import FormatError, StateError
-from ..format.manifest import document_of
 from ..format.slices import StateKey, by_name
 from ..limits import brief
 from ..loading.load import Filling, FillOptions
@@ -21,7 +20,7 @@ from ..objects import frozen
 from ..planning.match import Rules, renamed
 from ..planning.plan import IOOptions
 from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_rank
-from ..state.optimizer import check_groups, check_stored, parameter_names
+from ..state.optimizer import TrainedBy, check_groups, check_stored
 from ..tensors.live import HostMemory, LiveModel, world_size
 from ..tensors.placements import Geometry, fitting_ranks, mesh_text, replicated
 from .snapshot import trained_model
@@ -29,7 +28,6 @@ from .stored import StoredCheckpoint
 
 __all__ = [
     "StoredStates",
-    "TrainedBy",
     "check_low_bit",
     "check_optimizer",
     "stored_states",
@@ -41,44 +39,10 @@ __all__ = [
 # The stored states of an optimizer, of our checkpoints and of other programs', as a load takes them.
 
 
-@frozen
-class TrainedBy:
-    """An optimizer of this run, and the model whose parameters it holds."""
-
-    name: str
-    optimizer: Optimizer
-    model_name: str
-    live: LiveModel
-
-    @property
-    def document(self) -> str:
-        """Name of the document with its settings."""
-        return document_of("optimizer", self.name)
-
-    @property
-    def opaque(self) -> str:
-        """Name of the document with its tensors that only their own rank can interpret."""
-        return document_of("optimizer", self.name, "opaque")
-
-    @property
-    def low_bit(self) -> str:
-        """Name of the document that says what its states of few bits are."""
-        return document_of("optimizer", self.name, "low_bit")
-
-    def names(self) -> dict[int, str]:
-        """id of each parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
-        return parameter_names(self.optimizer, self.live.tensors)
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Each parameter by name. Raises as :meth:`names`."""
-        names = self.names()
-        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
-
-
 def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> TrainedBy:
-    """An optimizer with the model that :func:`trained_model` finds for it."""
+    """An optimizer with the model that :func:`trained_model` finds for it. Raises :class:`StateError` for parameters that it lacks."""
     model = trained_model(optimizer, lives)
-    return TrainedBy(name, optimizer, model, lives[model])
+    return TrainedBy.of(name, optimizer, model, lives[model])
 
 
 @frozen(kw_only=True)
@@ -137,9 +101,7 @@ def stored_forms(part: TrainedBy, stored: StoredCheckpoint) -> dict[str, dict[st
     return found
 
 
-def stored_by_rank(
-    part: TrainedBy, stored: StoredCheckpoint, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, dict[str, Any]]:
+def stored_by_rank(part: TrainedBy, stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
     """What this rank stored by itself, ready to be placed, by parameter and state; states of few bits are put together.
 
     Raises :class:`FormatError` if the parts of one are not there, or do not make it up.
@@ -151,7 +113,7 @@ def stored_by_rank(
         held = {p: of_one.pop(part_name(state, p), None) for p in (*PARTS, PLAIN)}
         book = document["books"].get(form.book)
         try:
-            of_one[state] = state_by_rank(held, parameters[name], form, book)
+            of_one[state] = state_by_rank(held, part.parameters[name], form, book)
         except ValueError as error:
             raise FormatError(
                 f"{part.opaque}: {brief(name)}.{brief(state)}: {error}", path=stored.path
@@ -243,11 +205,10 @@ def check_optimizer(part: TrainedBy, stored: StoredCheckpoint) -> None:
     ``stored`` is under the names of this run's models. Changes nothing.
     """
     entries = stored.manifest.models[part.model_name]
-    names = part.names()
     document = stored.documents[part.document]
-    check_groups(part.optimizer, names, document["groups"])
-    check_stored(part.optimizer, names, (n for n, e in entries.items() if e.states.get(part.name)))
-    check_stored(part.optimizer, names, document["values"])
+    check_groups(part, document["groups"])
+    check_stored(part, (n for n, e in entries.items() if e.states.get(part.name)))
+    check_stored(part, document["values"])
     check_low_bit(part, stored)
     _check_opaque(part, stored)
 
@@ -265,8 +226,7 @@ def stored_states(part: TrainedBy, stored: StoredCheckpoint) -> StoredStates:
     states = {n: t.states[part.name] for n, t in entries.items() if t.states.get(part.name)}
     packs = stored.manifest.packed[part.name]
     whole = {packed_name(k): torch.empty(p.count, dtype=torch_dtype(p.dtype)) for k, p in packs.items()}
-    document, parameters = stored.documents[part.document], part.parameters()
-    opaque = stored_by_rank(part, stored, parameters)
+    document, opaque = stored.documents[part.document], stored_by_rank(part, stored)
     first, low_bit = part.live.first_names, stored_forms(part, stored)
     parts = {n: {part_name(s, p) for s in of for p in PARTS} for n, of in low_bit.items()}
     return StoredStates(
@@ -297,7 +257,7 @@ def stored_states(part: TrainedBy, stored: StoredCheckpoint) -> StoredStates:
 
 def _move_documents(part: TrainedBy, stored: StoredCheckpoint) -> None:
     """Move the documents' tensors: hyper-parameters to the devices of the live ones, states to their parameter's."""
-    groups, parameters = part.optimizer.param_groups, part.parameters()
+    groups, parameters = part.optimizer.param_groups, part.parameters
     document = stored.documents[part.document]
     stored.places.put(document["groups"], lambda: [{"options": group} for group in groups])
     for states in (document["values"], stored.documents.get(part.opaque, {})):

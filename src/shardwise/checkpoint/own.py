@@ -66,19 +66,13 @@ class OwnState:
         )  # of ranks that this run lacks; reported with other documents
         self._places = places
         self._lost: Mapping[str, Mapping[str, str]] = documents.get(_LEFT_OUT, {})
-        self._lines = [line for n, lines in self._lost.items() if not is_own(n) for line in lines.values()]
-        self._restored: list[str] = []
-        self._asked: list[Callable[[], list[str]]] = []
-
-    @property
-    def differences(self) -> tuple[str, ...]:
+        self.differences = [
+            line for n, lines in self._lost.items() if not is_own(n) for line in lines.values()
+        ]
         """A line for each part that was not stored or not taken back."""
-        return tuple(self._lines)
-
-    @property
-    def restored(self) -> tuple[str, ...]:
+        self.restored: list[str] = []
         """Names of the restored documents."""
-        return tuple(self._restored)
+        self._asked: list[Callable[[], list[str]]] = []
 
     def give_to_models(self, lives: dict[str, LiveModel], ranks: Ranks) -> list[str]:
         """After the models' tensors are filled. Collective.
@@ -116,20 +110,20 @@ class OwnState:
     def ask(self) -> None:
         """Compare each object's own state with the stored one, once every object has its state. Rank-local."""
         for ask in self._asked:
-            self._lines += ask()
+            self.differences += ask()
         self._asked.clear()
 
     def _stored(self, document: str, name: str) -> StoredOwn:
         return StoredOwn(name, self._leaves.get(document, []), self._lost.get(document, {}))
 
     def _note(self, document: str, lines: list[str], ask: Callable[[], list[str]]) -> None:
-        self._lines += self._lost.get(document, {}).values()
+        self.differences += self._lost.get(document, {}).values()
         if document not in self._elsewhere:
-            self._lines += lines
+            self.differences += lines
             if not any("load_state_dict failed" in line for line in lines):
                 self._asked.append(ask)
         if document in self._leaves:
-            self._restored.append(document)
+            self.restored.append(document)
 
 
 def tensor_sums(live: LiveModel) -> dict[str, tuple[Any, ...]]:
@@ -214,14 +208,10 @@ class Watched:
     """A record of models and optimizers before other objects get their state. Reads all their tensors. Rank-local."""
 
     def __init__(self, state: TrainState, lives: Mapping[str, LiveModel]) -> None:
-        self._sums = {name: tensor_sums(live) for name, live in lives.items()}
+        self.sums = {name: tensor_sums(live) for name, live in lives.items()}
         self._tensors = {name: {t.name: t.tensor for t in live.stored} for name, live in lives.items()}
         bare = state.optimizers
         self._kept = {name: KeptOptimizer(o, bare[name]) for name, o in state.given_optimizers.items()}
-
-    def changed_models(self, lives: Mapping[str, LiveModel]) -> list[str]:
-        """Models with a tensor on this rank that is not as it was: they have to be filled again."""
-        return [name for name, live in lives.items() if tensor_sums(live) != self._sums[name]]
 
     def put_back(self, lives: dict[str, LiveModel]) -> tuple[str, ...]:
         """Give optimizers the settings and states that they had. Returns a line for each change that stays.
@@ -229,25 +219,26 @@ class Watched:
         Describes the models again in ``lives``: the program's own code ran.
         """
         lives.update({name: describe(live.root) for name, live in lives.items()})
-        return tuple(self._put_back(lives))
-
-    def _put_back(self, lives: Mapping[str, LiveModel]) -> Iterator[str]:
-        for name, before in self._tensors.items():
-            for t in lives[name].stored:
-                if before.get(t.name) is not t.tensor:
-                    yield f"{name}: {t.name} was replaced with a different tensor when another object was restored; optimizers train the previous one"
-        for name, kept in self._kept.items():
-            for what in kept.put_back():
-                yield f"{name}: {what} was changed when another object was restored, and may differ now"
+        swapped = [
+            f"{name}: {t.name} is another tensor since another object took its state; optimizers train the former"
+            for name, before in self._tensors.items()
+            for t in lives[name].stored
+            if before.get(t.name) is not t.tensor
+        ]
+        changed = [
+            f"{name}: {what} was changed when another object took its state, and may differ now"
+            for name, kept in self._kept.items()
+            for what in kept.put_back()
+        ]
+        return (*swapped, *changed)
 
 
 def changed_anywhere(watched: Watched | None, lives: Mapping[str, LiveModel], ranks: Ranks) -> list[str]:
-    """Models that other objects changed on any rank, the same on all. Collective."""
+    """Models with a tensor that another object changed on any rank, the same on all ranks: they have to be filled again. Collective."""
 
     def found() -> list[str]:
-        return watched.changed_models(lives) if watched is not None else []
+        if watched is None:
+            return []
+        return [name for name, live in lives.items() if tensor_sums(live) != watched.sums[name]]
 
-    def anywhere(each: list[list[str]]) -> list[str]:
-        return sorted({name for names in each for name in names})
-
-    return ranks.combine("compare models", found, anywhere)
+    return ranks.combine("compare models", found, lambda each: sorted(set[str]().union(*each)))

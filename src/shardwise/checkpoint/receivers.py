@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,11 +40,8 @@ __all__ = [
     "Buffers",
     "Generators",
     "Receiver",
-    "ask_receivers",
     "check_documents",
-    "document_reaches_others",
     "receivers_of",
-    "restore_buffers",
     "restore_documents",
 ]
 
@@ -63,13 +61,12 @@ class Receiver(ABC):
         self.asked: list[Callable[[], Iterable[str]]] = []
         """Checks to run when every object has its state; each gives lines for differences from the stored state."""
 
-    @abstractmethod
-    def check(self, stored: Any) -> None:
+    def check(self, stored: Any) -> None:  # noqa: B027 (others check it)
         """Raise :class:`StateError` if a document does not fit, :class:`FormatError` if it is damaged. Changes nothing."""
 
-    @abstractmethod
     def restore(self, stored: Any) -> Iterable[str]:
         """Take a checked document. Returns a line for each part that this run does not take."""
+        return ()
 
     @abstractmethod
     def missing(self) -> None:
@@ -185,7 +182,8 @@ class _Modules(_OfCheckpoint):
         for path, module in modules.items():
             name, kept = f"{self.name}[{path!r}]", copy.deepcopy(stored[path])
             value = self._places.put(stored[path], module.get_extra_state)
-            _call(module.set_extra_state, value, name, module, "set_extra_state")
+            with _taking(name, module, "set_extra_state"):
+                module.set_extra_state(value)
             self.asked.append(partial(not_taken, name, kept, module.get_extra_state))
         return [
             f"{self.name}[{brief(path)}]: the module doesn't keep this state"
@@ -202,14 +200,14 @@ class _Modules(_OfCheckpoint):
 
 
 class Buffers(_OfCheckpoint):
-    """Plain buffers that differed between ranks. Taken again whenever the model was filled."""
+    """Plain buffers that differed between ranks. Taken again whenever the model was filled.
+
+    The load proves that these tensors of the manifest are the model's.
+    """
 
     def __init__(self, name: str, lives: Mapping[str, LiveModel], stored: StoredCheckpoint) -> None:
         super().__init__(document_of("model", name, "buffers"), stored)
         self._model, self._lives = name, lives
-
-    def check(self, stored: Any) -> None:
-        pass  # the load proves that these tensors of the manifest are the model's
 
     def restore(self, stored: Any) -> Iterable[str]:
         live = {alias: t.tensor for t in self._lives[self._model].tensors for alias in t.names}
@@ -266,12 +264,6 @@ class _OfOptimizer(_OfCheckpoint):
 
     def __init__(self, name: str, what: str, stored: StoredCheckpoint) -> None:
         super().__init__(document_of("optimizer", name, what), stored)
-
-    def check(self, stored: Any) -> None:
-        pass
-
-    def restore(self, stored: Any) -> Iterable[str]:
-        return ()
 
     def missing(self) -> None:
         if self._is_of_other_ranks:
@@ -356,7 +348,8 @@ def _give(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> 
             asked.clear()
             yield "scaler: it is disabled in this run"
         if name.partition(".")[0] == "dataloader":
-            _call(lambda _: make_iterator(target), None, name, target, "load_state_dict")
+            with _taking(name, target):
+                make_iterator(target)
         return
     for key, one in value.items():
         if key in target:
@@ -370,27 +363,22 @@ def _load_state(target: Any, value: Any, name: str, places: Places, asked: _Aske
 
     Raises :class:`StateError` naming the object for any error of its own.
     """
-    is_asked = not _says_later(target, name)
+    # A loader may start its workers to give its state, and loaders of this package keep the given one until training continues.
+    is_of_ours = type(target).__module__.partition(".")[0] == __name__.partition(".")[0]
+    is_loader = name.partition(".")[0] == "dataloader" or isinstance(target, torch.utils.data.DataLoader)
+    is_asked = not (is_of_ours or is_loader)
     kept = copy.deepcopy(value) if is_asked else None  # the object may keep or change the given value
-
-    def take(stored: Any) -> None:
-        target.load_state_dict(places.put(stored, target.state_dict if is_asked else lambda: None))
-
-    _call(take, value, name, target, "load_state_dict")
+    with _taking(name, target):
+        target.load_state_dict(places.put(value, target.state_dict if is_asked else lambda: None))
     if is_asked:
         asked.append(partial(not_taken, name, kept, target.state_dict))
 
 
-def _says_later(target: Any, name: str) -> bool:
-    """Whether an object's state can't be compared now: a loader may start its workers to give it, and loaders of this
-    package keep the given state until training goes on."""
-    own = type(target).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return own or name.partition(".")[0] == "dataloader" or isinstance(target, torch.utils.data.DataLoader)
-
-
-def _call(take: Any, value: Any, name: str, target: Any, method: str) -> None:
+@contextmanager
+def _taking(name: str, target: Any, method: str = "load_state_dict") -> Iterator[None]:
+    """Raise any error of an object that takes its state as a :class:`StateError` that names the object."""
     try:
-        take(value)
+        yield
     except StateError:
         raise
     except Exception as error:
@@ -416,25 +404,10 @@ def check_documents(receivers: Iterable[Receiver], documents: Mapping[str, Any])
             receiver.missing()
 
 
-def document_reaches_others(receivers: Iterable[Receiver], documents: Mapping[str, Any]) -> bool:
-    """Whether a model or an optimizer may change when the receivers take these documents."""
-    return any(receiver.reaches_others() for receiver in receivers if receiver.name in documents)
-
-
 #: Reports don't list documents of these kinds: other modules apply them.
 _APPLIED_ELSEWHERE = frozenset(
-    {
-        "step",
-        "rng",
-        "classes",
-        "optimizer",
-        "opaque",
-        "low_bit",
-        "own",
-        "not_stored",
-        "settings",
-        "data_settings",
-    }
+    ("step", "rng", "classes", "optimizer", "opaque", "low_bit", "own", "not_stored", "settings")
+    + ("data_settings",)
 )
 
 
@@ -457,18 +430,6 @@ def restore_documents(
         elif meaning.kind in ("scheduler", "scaler", "dataloader", "optimizer"):
             skipped.append(f"{name}: not given to this run")
     return tuple(restored), tuple(skipped)
-
-
-def restore_buffers(receivers: Iterable[Receiver], documents: Mapping[str, Any]) -> None:
-    """Restore this rank's own buffers after a model was filled. Rank-local."""
-    for receiver in receivers:
-        if isinstance(receiver, Buffers) and receiver.name in documents:
-            receiver.restore(documents[receiver.name])
-
-
-def ask_receivers(receivers: Iterable[Receiver]) -> tuple[str, ...]:
-    """One line for each object whose state differs from the given one, once every object has its state. Rank-local."""
-    return tuple(line for receiver in receivers for ask in receiver.asked for line in ask())
 
 
 def _without_document(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:

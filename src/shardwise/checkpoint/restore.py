@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 import xxhash
+from torch.optim import Optimizer
 
 from ..catalog.checkpoint import catalog_of_checkpoint
 from ..catalog.records import Catalog, StoredFile
@@ -36,6 +37,7 @@ from ..state.beyond import make_room, refuse_fsdp1
 from ..state.data import data_caveats
 from ..state.documents import functions_left_out
 from ..state.optimizer import (
+    TrainedBy,
     TrainState,
     clear_gradients,
     differing_groups,
@@ -49,17 +51,9 @@ from ..state.optimizer import (
 from ..storage.records import counting
 from ..tensors.live import HostMemory, LiveModel, describe
 from ..tensors.placements import mesh_text
-from .optimizer import StoredStates, TrainedBy, stored_states, trained_by
+from .optimizer import StoredStates, stored_states, trained_by
 from .own import OwnState, Watched, changed_anywhere
-from .receivers import (
-    Generators,
-    ask_receivers,
-    check_documents,
-    receivers_of,
-    restore_buffers,
-    restore_documents,
-)
-from .receivers import document_reaches_others as reaches_others
+from .receivers import Buffers, Generators, check_documents, receivers_of, restore_documents
 from .resume_report import ResumeReport
 from .stored import StoredCheckpoint, compare_referred, read_checkpoint, referred_by
 from .take import software_versions
@@ -162,34 +156,34 @@ class Restored:
             self.loads.append(filled.report)
             self.lives[name] = self.lives[name].refreshed()
 
-    def fill_optimizer(self, part: TrainedBy) -> None:
+    def fill_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Fill an optimizer, and the gradients that wait for its step. Collective.
 
         The caller has dropped all other gradients. Clears every state that is not stored. Raises as a load, and :class:`StateError`
         for other groups or parameters than the stored ones.
         """
-        optimizer, memory = part.optimizer, HostMemory(self.io.pages)
-        names: Mapping[int, str] = {}
+        memory = HostMemory(self.io.pages)
+        part: TrainedBy
+        stored: StoredStates
         tensors: States = {}
         before: States = {}
-        stored: StoredStates
 
         def prepare() -> Filling:
-            nonlocal names, tensors, before, stored
-            stored, names = self.run.states_of(part), part.names()
-            fill_groups(optimizer, names, stored.groups)
-            tensors, before = place_states(optimizer, names, stored.spread, memory, stored.low_bit)
+            nonlocal part, stored, tensors, before
+            part = trained_by(name, optimizer, self.lives)
+            stored = self.run.states_of(part)
+            fill_groups(part, stored.groups)
+            tensors, before = place_states(part, stored.spread, memory, stored.low_bit)
             return stored.filling(part.live, tensors, memory, self.io)
 
         self.optimizers.append(fill(prepare, self.ranks).report)
         with self.ranks.agree("place optimizer state"):
             held = (*tensors.items(), *stored.scalars.items())
             gradients = {n: states[GRADIENT] for n, states in held if GRADIENT in states}
-            self.differences += differing_groups(optimizer, names, stored.groups)
-            self.differences += place_gradients(optimizer, names, gradients)
+            self.differences += [*differing_groups(part, stored.groups), *place_gradients(part, gradients)]
             self.gradients += len(gradients)
-            place_scalars(optimizer, names, stored.scalars, before)
-            place_values(optimizer, names, stored.values)
+            place_scalars(part, stored.scalars, before)
+            place_values(part, stored.values)
 
 
 def restore_run(
@@ -219,7 +213,7 @@ def restore_run(
             clear_gradients(optimizer)
     with phase("optimizer"):
         for name, optimizer in state.optimizers.items():
-            restored.fill_optimizer(trained_by(name, optimizer, lives))
+            restored.fill_optimizer(name, optimizer)
     run.give_documents(restored)
     return ResumeReport(
         path=run.path,
@@ -332,14 +326,18 @@ class _Checkpoint(Run):
         with ranks.agree("give optimizers their own state"):
             self._own.give_to_optimizers(state.given_optimizers, state.optimizers)
         with ranks.agree("restore documents"):
-            restore_buffers(receivers, documents)
-            watched = Watched(state, lives) if reaches_others(receivers, documents) else None
+            self._restore_buffers()
+            reach = any(one.reaches_others() for one in receivers if one.name in documents)
+            watched = Watched(state, lives) if reach else None
             taken, skipped = restore_documents(receivers, state, documents, self._stored.manifest)
             ruined = watched.put_back(lives) if watched is not None else ()
         restored.fill_models(changed_anywhere(watched, lives, ranks))
         with ranks.agree("compare the taken state"):
-            restore_buffers(receivers, documents)
-            restored.skipped += [*skipped, *ask_receivers(receivers)]
+            self._restore_buffers()
+            restored.skipped += [
+                *skipped,
+                *(line for one in receivers for ask in one.asked for line in ask()),
+            ]
             self._own.ask()
             restored.documents += [*taken, *self._own.restored]
             restored.caveats = data_caveats(state.dataloader)
@@ -354,6 +352,13 @@ class _Checkpoint(Run):
             ]
             restored.rng = self._generators.plan.rule
             self._generators.restore(documents.get(self._generators.name))
+
+    def _restore_buffers(self) -> None:
+        """Restore this rank's own buffers, after a model was filled."""
+        documents = self._stored.documents
+        for receiver in self._receivers:
+            if isinstance(receiver, Buffers) and receiver.name in documents:
+                receiver.restore(documents[receiver.name])
 
 
 def _changed_settings(

@@ -204,8 +204,6 @@ def compare_referred(expected: Mapping[str, TensorEntry], live: LiveModel, path:
 
 
 def _held(tensor: object) -> str:
-    import torch
-
     if not isinstance(tensor, torch.Tensor):
         return "nothing"
     if tensor.is_meta:

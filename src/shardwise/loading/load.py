@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..catalog.open import open_catalog
-from ..catalog.records import Catalog, Coded
+from ..catalog.records import Catalog, Coded, packed_catalog, unpacked_catalog
 from ..catalog.weights import Choice as WeightsChoice
 from ..engine.engine import ConvertingReader, Destination, Staging, compare, execute, execute_own
 from ..engine.files import page_cache_for
@@ -176,9 +176,6 @@ class LoadReport(Printed):
             tensors=len(plan.recipes),
             model_bytes=sum(w.nbytes for w in plan.wanted),
             local_bytes=plan.local_nbytes,
-            bytes_read=cost.bytes_read,
-            requests=cost.requests,
-            staging_peak_bytes=cost.staging_peak_bytes,
             seconds_plan=seconds_plan,
             seconds_read=seconds_read,
             unused=plan.unused,
@@ -188,11 +185,7 @@ class LoadReport(Printed):
             ignored_files=plan.ignored_files,
             verified="digest" if digests_compared and digests_compared == len(plan.recipes) else "cover",
             digests_compared=digests_compared,
-            page_cache=cost.page_cache,
-            pages=cost.pages,
-            reads=cost.reads,
-            strategy=cost.strategy,
-            bytes_sent=cost.bytes_sent,
+            **asdict(cost),
             casts=casts_of(plan.rounded, is_kept),
             host=host,
         )
@@ -392,10 +385,13 @@ def open_for_all(
     opened: list[Catalog] = []
 
     def look() -> bool:
-        if not isinstance(source, Catalog) and ranks.world_size > 1 and not _is_here(source, ranks):
-            return False
-        opened.append(source if isinstance(source, Catalog) else open_catalog(source, choice=choice))
-        return True
+        if isinstance(source, Catalog):
+            opened.append(source)
+        elif ranks.world_size == 1 or (
+            ranks.rank == 0 if is_url(os.fspath(source)) else os.path.lexists(source)
+        ):
+            opened.append(open_catalog(source, choice=choice))
+        return bool(opened)
 
     seen = ranks.combine("open source", look, list)
     if not any(seen):
@@ -403,8 +399,6 @@ def open_for_all(
             assert not isinstance(source, Catalog)
             opened.append(open_catalog(source, choice=choice))  # raises: the path exists on no rank
     elif not all(seen):
-        from ..catalog.records import packed_catalog, unpacked_catalog
-
         first = seen.index(True)
         content = ranks.combine(
             "send the catalog",
@@ -413,11 +407,6 @@ def open_for_all(
         )
         opened.append(unpacked_catalog(content))
     return opened[0]
-
-
-def _is_here(source: str | os.PathLike[str], ranks: Ranks) -> bool:
-    """Whether this rank opens a source."""
-    return ranks.rank == 0 if is_url(os.fspath(source)) else os.path.lexists(source)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -495,7 +484,8 @@ def load(
         catalog = dequantized(opened, lambda: live.tensors)
         if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
             forget_quantization(live.base.config)  # of a model that was built from the config of the source
-        hub = hub_rules_of(live, catalog, key_mapping) if names is None else None
+        if names is None and not catalog.has_module_names:  # a checkpoint's are the module's
+            hub = automatic_rules(live.base, key_mapping)
         rules = Rules(
             _resolve(live, catalog, names, key_mapping, hub),
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
@@ -566,7 +556,10 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         nonlocal given, planned, recorded, started
         given = prepare()
         started = time.perf_counter()
-        _refuse_unfillable(given.live, given.options.allow_plain)
+        if given.live.fsdp1_problem is not None:
+            raise ShardError(given.live.fsdp1_problem)
+        if given.options.allow_plain is not None:
+            _refuse_unsharded(given.live, given.options.allow_plain)
         planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)
         new.extend(_parameters_of(planned.plan))
         if new:
@@ -652,14 +645,6 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
     return problems
 
 
-def _refuse_unfillable(live: LiveModel, allow_plain: Sequence[str] | None) -> None:
-    """Raises :class:`ShardError` for a model of FSDP1, and for plain parameters that ``allow_plain`` doesn't name."""
-    if live.fsdp1_problem is not None:
-        raise ShardError(live.fsdp1_problem)
-    if allow_plain is not None:
-        _refuse_unsharded(live, allow_plain)
-
-
 def _refuse_too_large(live: LiveModel, device: torch.device | str | None, host: HostBudget | None) -> None:
     """Raises :class:`PlanError` if the memory that meta tensors get on the CPU exceeds the host's limit."""
     if torch.device(device or default_device(live.stored)).type == "cpu":
@@ -719,13 +704,6 @@ def _resolve(
     if key_mapping is None or catalog.has_module_names:
         return wrapped(live, same_names)
     return wrapped(live, by_key_mapping(key_mapping))
-
-
-def hub_rules_of(
-    live: LiveModel, catalog: Catalog, key_mapping: Mapping[str, str] | None = None
-) -> HubRules | None:
-    """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
-    return None if catalog.has_module_names else automatic_rules(live, key_mapping)
 
 
 def recorded_digests(catalog: Catalog, plan: Plan) -> dict[str, int]:

@@ -17,7 +17,7 @@ from ..catalog.records import Catalog, Coded, StoredTensor
 from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import FormatError, PlanError, ShardError, ShardwiseError, SourceError
-from ..format.manifest import read_manifest
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..limits import (
     MAX_BYTES_PER_STORED,
@@ -171,14 +171,11 @@ def in_codes(catalog: Catalog, rules: Rules, layers: Mapping[str, Any]) -> tuple
         raise PlanError(
             f"{catalog.root}: {len(problems)} weights can't be taken as 4-bit codes", tuple(problems)
         )
-    kept = {path: one for path, one in catalog.coded.items() if one.tensor.name not in _names(coded)}
+    names = {one.tensor.name for one in coded.values()}
+    kept = {path: one for path, one in catalog.coded.items() if one.tensor.name not in names}
     tensors = {**catalog.tensors, **{one.tensor.name: one.tensor for one in coded.values()}}
     catalog = replace(catalog, tensors=tensors, coded={**kept, **coded})
     return catalog, replace(rules, resolve=lambda _: made)
-
-
-def _names(coded: Mapping[str, Coded]) -> set[str]:
-    return {one.tensor.name for one in coded.values()}
 
 
 def _as_blocks(made: Made, layer: Any, catalog: Catalog) -> Coded | str | None:
@@ -234,7 +231,10 @@ def locate(request: Pretrained, asked: Arguments, ranks: Ranks) -> Located:
     if request.adapter is not None:
         return Located(request, found)
     with ranks.agree("look for an adapter"):
-        if not os.path.isfile(os.path.join(found.directory, ADAPTER_CONFIG)) or _is_checkpoint(found):
+        has_adapter, is_checkpoint = (
+            os.path.isfile(os.path.join(found.directory, name)) for name in (ADAPTER_CONFIG, MANIFEST_NAME)
+        )
+        if not has_adapter or is_checkpoint:
             return Located(request, found)
         base = _base_named(request, found)
     request = replace(request, adapter=found.directory)
@@ -262,10 +262,6 @@ def choice_of(request: Pretrained, asked: Arguments, directory: str) -> Choice:
 def holds_config(directory: str) -> bool:
     """Whether a local directory, or the model's directory in a checkpoint, has a ``config.json``."""
     return os.path.isfile(os.path.join(home_of(directory), CONFIG_NAME))
-
-
-def _is_checkpoint(found: Found) -> bool:
-    return os.path.isfile(os.path.join(found.directory, "manifest.json"))
 
 
 def _base_named(request: Pretrained, found: Found) -> str | None:
@@ -428,8 +424,11 @@ def load_wrapped(
 
     report = fill(build, ranks).report
     with ranks.agree("finish model"):
-        _finish(prepared.base, directory)
-        note_conversions(prepared.base, prepared.conversions())
+        base = prepared.base
+        base.eval()
+        if base.can_generate():
+            base.generation_config = _generation_config(base, directory)
+        note_conversions(base, prepared.conversions())
         prepared.model.eval()
     return prepared.model, noted(prepared.model, report.after(looks))
 
@@ -558,7 +557,10 @@ def _build(
         ) from error
     model.config.name_or_path = model.name_or_path = directory
     remember_home(model, home_of(directory))
-    _keep_in_fp32(model, chosen)
+    is_kept = kept_in_fp32(model, chosen)  # by the class: T5's wo in fp16, routers, …
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # still on meta
+        if tensor.is_floating_point() and is_kept(name):
+            tensor.data = tensor.data.to(torch.float32)
     return model
 
 
@@ -602,14 +604,6 @@ def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, fi
     return torch.float32
 
 
-def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Modules that the class keeps in fp32 (T5's ``wo`` in fp16, routers, …) get fp32 parameters, still on meta."""
-    is_kept = kept_in_fp32(model, dtype)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and is_kept(name):
-            tensor.data = tensor.data.to(torch.float32)
-
-
 def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog, directory: str) -> list[Any]:
     """The conversions that a later ``save_pretrained`` must invert for a model from a checkpoint (module names)."""
     known = read_manifest(directory).hub_tensors if catalog.kind == "checkpoint" else {}
@@ -618,13 +612,6 @@ def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog,
         return default_conversions(meta_model)
     hub.resolve({name: StoredTensor(name, "F32", shape, ()) for name, shape in recorded.items()})
     return hub.used()
-
-
-def _finish(model: Any, path: str | os.PathLike[str]) -> None:
-    """The last steps of ``from_pretrained``: eval mode, generation config."""
-    model.eval()
-    if model.can_generate():
-        model.generation_config = _generation_config(model, os.fspath(path))
 
 
 def _generation_config(model: Any, directory: str) -> Any:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from ..catalog.checkpoint import directory, packed_name
-from ..catalog.records import StoredFile, StoredTensor
 from ..checkpoint.save import publish_collected
 from ..checkpoint.snapshot import (
     Live,
@@ -41,7 +40,7 @@ from ..names import NamedTensor
 from ..objects import frozen
 from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
-from ..planning.match import HostConversion, Recipe
+from ..planning.match import Recipe
 from ..planning.plan import IOOptions
 from ..publish.places import target_of
 from ..ranks.ranks import Ranks
@@ -130,14 +129,19 @@ def convert(
         run = describe_run(root, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
         own = own_parts(snapshot, ranks.rank)
-        files = _files_of(run)
+        parts = (*run.models.values(), *run.optimizers.values())
+        files = list(dict.fromkeys(file for part in parts for file in part.catalog.files))
         claim.alike([layout_hash(snapshot), [[f.path, f.version] for f in files if f.version is not None]])
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
     collected = Collected(
         snapshot=snapshot,
         shared=run.documents,
         local={},
-        assets=_assets(run),
+        assets={
+            f"{directory('model', name)}/{file}": content
+            for name, model in run.models.items()
+            for file, content in model.assets.items()
+        },
         step=run.step,
         lineage=Lineage(run_id, run.parent_step),
         seed=run.seed,
@@ -147,8 +151,7 @@ def convert(
     )
     this_operation(final)  # counts what is written
     with SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader:
-        stream = _Stream(run, reader, Staging(io))
-        contents = InParts(stream.tensor_of, _PIECE_BYTES)
+        contents = InParts(_reading(run, reader, Staging(io)), _PIECE_BYTES)
         written = publish_collected(
             collected, target_of(final), ranks, contents, lambda made: _compare_digests(run, made)
         )
@@ -168,20 +171,6 @@ def convert(
         seconds=time.perf_counter() - started,
         caveats=run.caveats,
     )
-
-
-def _files_of(run: StoredRun) -> list[StoredFile]:
-    """The files that hold its tensors, in the versions that were looked at."""
-    catalogs = [m.catalog for m in run.models.values()] + [o.catalog for o in run.optimizers.values()]
-    return list(dict.fromkeys(file for catalog in catalogs for file in catalog.files))
-
-
-def _assets(run: StoredRun) -> dict[str, bytes]:
-    return {
-        f"{directory('model', name)}/{file}": content
-        for name, model in run.models.items()
-        for file, content in model.assets.items()
-    }
 
 
 def _compare_digests(run: StoredRun, made: Manifest) -> None:
@@ -291,24 +280,22 @@ def _optimizer_part(
 # Reading
 
 
-class _Stream:
-    """Reads each piece when the writer asks for it."""
+def _reading(run: StoredRun, files: SourceReader, staging: Staging) -> Callable[[Piece], torch.Tensor]:
+    """A function that reads a piece when the writer asks for it. It raises :class:`PlanError` if a second stored copy differs."""
+    models = run.models.values()
+    conversions = {path: host for model in models for path, host in model.conversions.items()}
+    sources = {
+        n: m.catalog.tensors[n] for m in models for host in m.conversions.values() for n in host.sources
+    }
+    reader = ConvertingReader(files, conversions, sources)
+    room = Staging(IOOptions(staging_bytes=_PIECE_BYTES), _PIECE_BYTES)
 
-    def __init__(self, run: StoredRun, files: SourceReader, staging: Staging) -> None:
-        conversions: dict[str, HostConversion] = {}
-        stored: dict[str, StoredTensor] = {}
-        for model in run.models.values():
-            conversions |= model.conversions
-            stored |= {n: model.catalog.tensors[n] for h in model.conversions.values() for n in h.sources}
-        self._reader = ConvertingReader(files, conversions, stored)
-        self._staging = staging
-        self._room = Staging(IOOptions(staging_bytes=_PIECE_BYTES), _PIECE_BYTES)
-
-    def tensor_of(self, piece: Piece) -> torch.Tensor:
-        """The piece, read. Raises :class:`PlanError` if a second stored copy of it differs."""
+    def tensor_of(piece: Piece) -> torch.Tensor:
         made_of = piece.live.made_of
         if made_of is None:
             return live_piece(piece)
         t = piece.live.stored
         wanted = wanted_box(t.name, t.dtype, t.shape, piece.held.box)
-        return read_recipe(wanted, made_of.recipe, made_of.stored, self._reader, self._staging, self._room)
+        return read_recipe(wanted, made_of.recipe, made_of.stored, reader, staging, room)
+
+    return tensor_of

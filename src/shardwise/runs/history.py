@@ -249,7 +249,6 @@ def _step_of_another(step: int, path: str) -> StepSummary:
     for folder, _, names in os.walk(path):
         for name in names[: _MOST_FILES - files]:
             nbytes, files = nbytes + os.lstat(os.path.join(folder, name)).st_size, files + 1
-    written = datetime.fromtimestamp(os.stat(path).st_mtime).astimezone().isoformat(timespec="seconds")
     fate = "of the HF Trainer" if is_trainer else "of another program"
     has_optimizer = "optimizer" not in lost_parts(os.listdir(path)) if is_trainer else None
     return StepSummary(
@@ -257,7 +256,7 @@ def _step_of_another(step: int, path: str) -> StepSummary:
         path=path,
         ok=None,
         fate=fate,
-        written=written,
+        written=_time(os.stat(path).st_mtime),
         file_bytes=nbytes,
         has_optimizer=has_optimizer,
     )
@@ -281,9 +280,7 @@ def _step(step: int, path: str, fate: str) -> StepSummary:
         fate=fate,
         problem=problem,
         part=part,
-        written=None
-        if written is None
-        else datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
+        written=None if written is None else _time(written),
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
         world_size=manifest.world_size,
@@ -297,3 +294,7 @@ def _written_s(path: str) -> float | None:
         return os.stat(path).st_mtime
     found = stat_of_expected(path)
     return None if found is None else found.changed_s
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -23,7 +23,7 @@ from ..catalog.checkpoint import (
 )
 from ..catalog.dcp import UNKNOWN_ENTRIES
 from ..catalog.records import Catalog, StoredFile, StoredTensor
-from ..checkpoint.optimizer import StoredStates, TrainedBy, trained_by
+from ..checkpoint.optimizer import StoredStates, trained_by
 from ..checkpoint.receivers import Receiver, check_documents
 from ..checkpoint.restore import Restored, Run, restore_into, restore_run
 from ..checkpoint.resume_report import ResumeReport, logged
@@ -47,7 +47,7 @@ from ..planning.plan import IOOptions, build_plan
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
 from ..state.documents import attribute_of_class, check_state, refuse_other_kind
-from ..state.optimizer import TrainState, check_groups
+from ..state.optimizer import TrainedBy, TrainState, check_groups
 from ..state.typed_json import Encoded, encode
 from ..storage import absolute, is_file, looking_once
 from ..storage.records import counting, is_url
@@ -101,20 +101,15 @@ def members_of(
 def _rules(model: nn.Module) -> Iterator[tuple[list[list[str]], str]]:
     names = [name for name, _ in model.named_parameters()]
     yield [names], "the order of model.parameters()"
-    decayed = _decayed(model)
+
+    from transformers import Trainer
+
+    decay_rule: Any = Trainer.get_decay_parameter_names  # of the model alone
+    decayed = set(decay_rule(None, model))
     yield (
         [[n for n in names if n in decayed], [n for n in names if n not in decayed]],
         "the HF Trainer's groups, with and without weight decay",
     )
-
-
-def _decayed(model: nn.Module) -> Sequence[str]:
-    """Names of the parameters that the HF Trainer's optimizer decays, by its own rule."""
-    from transformers import Trainer
-
-    rule: Any = Trainer.get_decay_parameter_names  # of the model alone
-    found: list[str] = rule(None, model)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -348,7 +343,7 @@ def _of_third_party(
     places = run.stored_optimizers
     for k, (source, entry) in enumerate(places):
         name = "optimizer" if len(places) == 1 else f"optimizer_{k}"
-        stored = run.optimizer(k)
+        stored, where = run.optimizer(k), entry or os.path.basename(source)
         names = [group.get("param_names") for group in stored.groups or ()]
         if stored.is_numbered and all(names):
             stored = stored.named_like([list(map(str, found)) for found in names if found is not None])
@@ -359,10 +354,14 @@ def _of_third_party(
             if known := members_of(stored, built, shapes):
                 stored = stored.named_like(known[0])
                 caveats.append(
-                    f"{entry or os.path.basename(source)} numbers its parameters; their names were taken from {known[1]}, whose shapes fit"
+                    f"{where} numbers its parameters; their names were taken from {known[1]}, whose shapes fit"
                 )
         if stored.is_numbered:
-            skipped.append(_numbered(entry or os.path.basename(source), run.path))
+            skipped.append(
+                f"{where}: the optimizer's state, by parameter number, and neither the order of model.parameters() nor the HF Trainer's "
+                f"groups fit it (without a config, --config DIR, neither is known); only an optimizer built as in the saved run can match "
+                f"it. To keep it: sw.restore(sw.TrainState(model=model, optimizer=optimizer), {run.path!r}), and sw.save there"
+            )
         else:
             optimizers[name], documents[document_of("optimizer", name)] = _optimizer(stored, models, run.path)
     for name in ("scheduler", "scaler"):
@@ -401,15 +400,6 @@ def _of_third_party(
         software={},
         skipped=(*skipped, "RNG states and data position: not stored in a readable form"),
         caveats=tuple(caveats),
-    )
-
-
-def _numbered(name: str, path: str) -> str:
-    """What to do with an optimizer that a conversion can't give names."""
-    return (
-        f"{name}: the optimizer state is stored by parameter index, and neither the order of model.parameters() nor the HF Trainer's groups fit "
-        f"it (without a config, --config DIR, neither is known); only an optimizer built as in the saved run can match it. To keep it: "
-        f"sw.restore(sw.TrainState(model=model, optimizer=optimizer), {path!r}), and sw.save there"
     )
 
 
@@ -476,11 +466,13 @@ def _of_checkpoint(root: str) -> StoredRun:
             hub_tensors=manifest.hub_tensors.get(name),
             assets=read_assets(documents_of(folder, with_code=True) if is_url(folder) else folder),
         )
+    documents = read_documents(root, manifest, "state")
+    check_each(documents, manifest, root)  # as a restore, which would take each of them
     return StoredRun(
         kind="checkpoint",
         models=models,
         optimizers={name: _stored_optimizer(root, manifest, name) for name in manifest.packed},
-        documents=_documents(root, manifest),
+        documents=documents,
         step=manifest.step,
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
@@ -523,13 +515,6 @@ def _stored_optimizer(root: str, manifest: Manifest, name: str) -> StoredOptimiz
             else:
                 scalars.setdefault(owner, {})[key] = packed[state.packed][state.index]
     return StoredOptimizerState(model, catalog, spread, scalars)
-
-
-def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:
-    """The documents that all ranks share, still encoded. A restore would take each of them."""
-    found = read_documents(root, manifest, "state")
-    check_each(found, manifest, root)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -598,8 +583,8 @@ class _OfAnotherProgram(Run):
                 self._differences.append(
                     f"{name}: its parameters were matched by their positions, as torch's load_state_dict does"
                 )
-                stored = self._optimizers[name] = stored.named_like(_members(part))
-            check_groups(optimizer, part.names(), _groups_of(part, stored))
+                stored = self._optimizers[name] = stored.named_like(part.members)
+            check_groups(part, _groups_of(part, stored))
 
     @property
     def files(self) -> list[StoredFile]:
@@ -723,14 +708,8 @@ def _with_keys_of(live: Any, stored: Any) -> Any:
     return Counter(found) if isinstance(live, Counter) else found
 
 
-def _members(part: TrainedBy) -> list[list[str]]:
-    """The names of this run's parameters, in each group of the optimizer."""
-    names = part.names()
-    return [[names[id(p)] for p in group["params"]] for group in part.optimizer.param_groups]
-
-
 def _groups_of(part: TrainedBy, stored: StoredOptimizer) -> list[dict[str, Any]]:
     """The stored settings by group, with this run's names. Refuses the settings of another kind of optimizer."""
-    groups = stored.groups_like(_members(part), part.live.first_names)
+    groups = stored.groups_like(part.members, part.live.first_names)
     refuse_other_kind(part.optimizer, groups)
     return groups

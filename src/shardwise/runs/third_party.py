@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -347,23 +347,15 @@ class StoredOptimizer:
             for g, m in zip(groups, members, strict=True)
             for n, name in zip(g["params"], m, strict=True)
         }
-        tensors: dict[str, StoredTensor] = {}
-        for short, key in self.keys.items():
-            if key.parameter not in named:
-                raise FormatError(
-                    f"has state for parameter {key.parameter}, which is in no group", path=self.catalog.root
-                )
-            name = StateKey(named[key.parameter], key.state).name
-            tensors[name] = replace(self.catalog.tensors[short], name=name)
-        return StoredOptimizer(
-            replace(self.catalog, tensors=tensors),
-            {named.get(owner, owner): values for owner, values in self.values.items()},
-            [
-                {**{k: v for k, v in g.items() if k != "param_names"}, "params": list(m)}
-                for g, m in zip(groups, members, strict=True)
-            ],
-            {},
-        )
+        if strange := [key.parameter for key in self.keys.values() if key.parameter not in named]:
+            raise FormatError(
+                f"has state for parameter {strange[0]}, which is in no group", path=self.catalog.root
+            )
+        own = [
+            {**{k: v for k, v in g.items() if k != "param_names"}, "params": list(m)}
+            for g, m in zip(groups, members, strict=True)
+        ]
+        return replace(self._renamed(lambda n: named.get(n, n)), groups=own, settings={})
 
     def below(self, prefix: str) -> StoredOptimizer:
         """An optimizer by names, with those of the model that a saved module has under ``prefix``. Raises :class:`StateError` for others."""
@@ -376,16 +368,21 @@ class StoredOptimizer:
                 )
             return stored.removeprefix(prefix)
 
+        groups = self.groups and [{**g, "params": [named(n) for n in g["params"]]} for g in self.groups]
+        return replace(self._renamed(named), groups=groups)
+
+    def _renamed(self, named: Callable[[str], str]) -> StoredOptimizer:
+        """The same tensors, values and settings of parameters with other names. The groups stay as they are."""
         tensors = {
             name: replace(self.catalog.tensors[short], name=name)
             for short, key in self.keys.items()
             for name in [StateKey(named(key.parameter), key.state).name]
         }
-        return StoredOptimizer(
-            replace(self.catalog, tensors=tensors),
-            {named(owner): values for owner, values in self.values.items()},
-            self.groups and [{**g, "params": [named(n) for n in g["params"]]} for g in self.groups],
-            {named(owner): settings for owner, settings in self.settings.items()},
+        return replace(
+            self,
+            catalog=replace(self.catalog, tensors=tensors),
+            values={named(owner): values for owner, values in self.values.items()},
+            settings={named(owner): settings for owner, settings in self.settings.items()},
         )
 
     def _not_matched(self, what: str) -> StateError:
@@ -574,11 +571,9 @@ class ThirdPartyRun:
             if type(found) is not dict:
                 raise FormatError(f"holds {brief(found)}, but a {name}'s state is a dict", path=path)
             return found
-        for source in dict.fromkeys((*self.models, *self.optimizers)):
-            if _has(source, METADATA_NAME):
-                found = nested(self._dcp(source), _DOCUMENT_KEYS[name])
-                if found:
-                    return found
+        for dcp in self._dcps:
+            if found := nested(dcp, _DOCUMENT_KEYS[name]):
+                return found
         schedulers = self._meta.get(_LIGHTNING_SCHEDULERS) if name == "scheduler" else None
         if type(schedulers) is list and len(schedulers) == 1 and type(schedulers[0]) is dict:
             return schedulers[0]
@@ -601,8 +596,8 @@ class ThirdPartyRun:
             if not isinstance(document, dict):
                 raise FormatError("not the HF Trainer's state: not a JSON object", path=file)
             return count_of_steps(document.get("global_step", 0), "global_step", file)
-        for source in dict.fromkeys((*self.models, *self.optimizers)):
-            if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))) is not None:
+        for dcp in self._dcps:
+            if (step := step_in(dcp)) is not None:
                 return step
         if "global_step" in self._meta:
             return count_of_steps(
@@ -632,10 +627,7 @@ class ThirdPartyRun:
     def left_out(self, documents: Collection[str], assets: Collection[str]) -> list[str]:
         """What is stored here and is neither a model, an optimizer, one of ``documents``, nor one of ``assets``: a line each."""
         lines: list[str] = []
-        for source in dict.fromkeys((*self.models, *self.optimizers)):
-            if not _has(source, METADATA_NAME):
-                continue
-            found = self._dcp(source)
+        for found in self._dcps:
             read = {name for items in optimizers_in(found).values() for name in items} | {
                 "step",
                 "train_state.step",
@@ -668,6 +660,12 @@ class ThirdPartyRun:
             known |= {name for name in _listed(self.path) if name.endswith((".index.json", ".distcp"))}
         rest = [name for name in _listed(self.path) if name not in known]
         return [f"{name}: not read" for name in rest]
+
+    @property
+    def _dcps(self) -> Iterator[DcpCheckpoint]:
+        """The DCP directories with models or optimizers, each read when it is come to."""
+        sources = dict.fromkeys((*self.models, *self.optimizers))
+        return (self._dcp(source) for source in sources if _has(source, METADATA_NAME))
 
     def _dcp(self, source: str) -> DcpCheckpoint:
         if source not in self._read:

@@ -74,10 +74,6 @@ def _step(where: str, value: Any, meaning: Document, manifest: Manifest) -> None
         raise FormatError(f"{where} is {brief(value)}, but the manifest's is {manifest.step}")
 
 
-def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
-    check_rng(value, where)
-
-
 def _classes(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     for of, named in _mapping(value, where).items():
         if of != "scheduler" and not of.startswith("extra."):
@@ -175,21 +171,15 @@ def _parts(where: str, state: str, form: Form, entry: TensorEntry, optimizer: st
 def _buffers(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     entries = manifest.models[meaning.owner]
     for name, content in _mapping(value, where).items():
-        if not isinstance(content, torch.Tensor) or not _is_of(content, entries.get(name)):
+        entry = entries.get(name)
+        if (
+            entry is None
+            or not isinstance(content, torch.Tensor)
+            or (content.dtype, tuple(content.shape)) != (torch_dtype(entry.dtype), entry.shape)
+        ):
             raise FormatError(
                 f"{where}: {brief(name)} is not a tensor of the model, or has another dtype or shape"
             )
-
-
-def _is_of(content: torch.Tensor, entry: TensorEntry | None) -> bool:
-    return entry is not None and (content.dtype, tuple(content.shape)) == (
-        torch_dtype(entry.dtype),
-        entry.shape,
-    )
-
-
-def _modules(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
-    _mapping(value, where)
 
 
 def _own(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
@@ -202,34 +192,29 @@ def _own(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
             raise FormatError(f"{where}: {brief(pair[0])} is not a path: {cause(error)}") from error
 
 
-def _not_stored(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
-    for document, lines in _mapping(value, where).items():
-        for key, line in _mapping(lines, f"{where}[{brief(document)}]").items():
-            if not isinstance(line, str):
-                raise FormatError(
-                    f"{where}[{brief(document)}][{brief(key)}]: expected text, got {brief(line)}"
-                )
+def _texts(where: str, value: Any, *, depth: int) -> None:
+    """Mappings in each other to this depth, with text in the innermost ones."""
+    for key, one in _mapping(value, where).items():
+        at = f"{where}[{brief(key)}]"
+        if depth > 1:
+            _texts(at, one, depth=depth - 1)
+        elif not isinstance(one, str):
+            raise FormatError(f"{at}: expected text, got {brief(one)}")
 
 
-def _settings(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
-    for path, text in _mapping(value, where).items():
-        if not isinstance(text, str):
-            raise FormatError(f"{where}[{brief(path)}]: expected text, got {brief(text)}")
-
-
-_FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
+_FORMS: dict[str, Callable[[str, Any, Document, Manifest], object]] = {
     "step": _step,
-    "rng": _rng,
+    "rng": lambda where, value, *_: check_rng(value, where),
     "classes": _classes,
     "optimizer": _optimizer,
     "opaque": _opaque,
     "low_bit": _low_bit,
     "buffers": _buffers,
-    "modules": _modules,
+    "modules": lambda where, value, *_: _mapping(value, where),
     "own": _own,
-    "not_stored": _not_stored,
-    "settings": _settings,
-    "data_settings": _settings,
+    "not_stored": lambda where, value, *_: _texts(where, value, depth=2),
+    "settings": lambda where, value, *_: _texts(where, value, depth=1),
+    "data_settings": lambda where, value, *_: _texts(where, value, depth=1),
 }
 
 

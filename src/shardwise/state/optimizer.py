@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ __all__ = [
     "LowBitState",
     "NO_FORMS",
     "TrainState",
+    "TrainedBy",
     "UNSEEN_GRADIENTS",
     "bare_optimizer",
     "check_groups",
@@ -133,32 +134,6 @@ def clear_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def place_gradients(
-    optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, torch.Tensor]
-) -> tuple[str, ...]:
-    """Give parameters their stored gradients, cast if a parameter now takes another dtype.
-
-    0-d gradients may be plain tensors although the parameter is a DTensor. Returns one line for each cast.
-    """
-    differences = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            gradient = stored.get(name)
-            if gradient is None:
-                continue
-            wanted = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
-            if wanted is not None and gradient.dtype != wanted:
-                differences.append(f"gradient of {name}: {gradient.dtype} when saved, {wanted} now")
-                gradient = gradient.to(wanted)
-            if not parameter.dim():
-                whole = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).detach()
-                local_tensor(whole).copy_(gradient)
-                gradient = whole
-            parameter.grad = gradient
-    return tuple(differences)
 
 
 def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
@@ -321,12 +296,13 @@ def drain(
                 is_spread = (
                     isinstance(value, torch.Tensor) and value.dim() > 0 and _is_spread_like(value, parameter)
                 )
-                agreed = forms[id(parameter)].get(key) if id(parameter) in forms else None
-                few = _few_bits(parameter, value, agreed) if is_spread else None
-                if few is None:
+                agreed = forms.get(id(parameter), {}).get(key)
+                form = None if not is_spread else form_of(value) if agreed is None else agreed.form
+                if form is None:
                     _sort_state(found, scalars, parameter, name, key, value, is_spread=is_spread)
                 else:
-                    found.low_bit.setdefault(name, {})[key] = few
+                    is_mixed = agreed is not None and agreed.is_mixed
+                    found.low_bit.setdefault(name, {})[key] = LowBitState(value, parameter, form, is_mixed)
     found.has_unseen_gradients = has_unseen_gradients(optimizer)
     for parameter, gradient in waiting_gradients(optimizer):
         name = names[id(parameter)]
@@ -338,13 +314,6 @@ def drain(
         for index, (name, state, _) in enumerate(entries):
             found.packed_index.setdefault(name, {})[state] = (key, index)
     return found
-
-
-def _few_bits(parameter: torch.Tensor, value: torch.Tensor, agreed: AgreedForm | None) -> LowBitState | None:
-    form = form_of(value) if agreed is None else agreed.form
-    return (
-        None if form is None else LowBitState(value, parameter, form, agreed is not None and agreed.is_mixed)
-    )
 
 
 def _check_gradient(optimizer: Optimizer, parameter: torch.Tensor, name: str, gradient: torch.Tensor) -> None:
@@ -408,16 +377,51 @@ def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return not isinstance(value, DTensor)
 
 
-def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
+@frozen
+class TrainedBy:
+    """An optimizer of this run, the model that it trains, and its parameters by their names in that model."""
+
+    name: str
+    optimizer: Optimizer
+    model_name: str
+    live: LiveModel
+    members: Sequence[Sequence[str]]
+    """Names of the parameters in each group."""
+    parameters: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, optimizer: Optimizer, model_name: str, live: LiveModel) -> TrainedBy:
+        """Find the names. Raises :class:`StateError` for a parameter that the model lacks."""
+        names = parameter_names(optimizer, live.tensors)
+        members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        return cls(name, optimizer, model_name, live, members, parameters)
+
+    @property
+    def document(self) -> str:
+        """Name of the document with its settings."""
+        return document_of("optimizer", self.name)
+
+    @property
+    def opaque(self) -> str:
+        """Name of the document with its tensors that only their own rank can interpret."""
+        return document_of("optimizer", self.name, "opaque")
+
+    @property
+    def low_bit(self) -> str:
+        """Name of the document that says what its states of few bits are."""
+        return document_of("optimizer", self.name, "low_bit")
+
+
+def check_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> None:
     """Raise :class:`StateError` if the parameter groups or their order differ from the saved ones (schedulers address
     groups by position), or if a tensor setting had another shape. Changes nothing."""
-    live = _members(optimizer, names)
-    saved = [list(g["names"]) for g in groups]
+    live, saved = part.members, [list(g["names"]) for g in groups]
     if [set(members) for members in live] != [set(members) for members in saved]:
         raise StateError(
             f"the optimizer has {_counted(live)}, the checkpoint {_counted(saved)}: {_how_groups_differ(live, saved)}"
         )
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+    for group, stored in zip(part.optimizer.param_groups, groups, strict=True):
         for key, value in stored["options"].items():
             current = group.get(key)
             if (
@@ -431,15 +435,11 @@ def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[di
                 )
 
 
-def _members(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _counted(groups: list[list[str]]) -> str:
+def _counted(groups: Sequence[Sequence[str]]) -> str:
     return f"{len(groups)} parameter group{'s' * (len(groups) != 1)}"
 
 
-def _how_groups_differ(live: list[list[str]], saved: list[list[str]]) -> str:
+def _how_groups_differ(live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> str:
     """What is different, and what to do. The groups are not equal."""
     if sorted(map(sorted, live)) == sorted(map(sorted, saved)):
         return "the same in another order. Give them in the order of the saved run"
@@ -471,13 +471,11 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} parameter{'s' * (len(names) != 1)} ({', '.join(names[:5])}{more}) {'are' if len(names) != 1 else 'is'}"
 
 
-def differing_groups(
-    optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]
-) -> list[str]:
+def differing_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> list[str]:
     """Lines for what a restore does not bring back of groups that fit: the order of their parameters, and options that were not saved."""
     found = []
     for number, (members, group, saved) in enumerate(
-        zip(_members(optimizer, names), optimizer.param_groups, groups, strict=True)
+        zip(part.members, part.optimizer.param_groups, groups, strict=True)
     ):
         if members != list(saved["names"]):
             found.append(f"optimizer: the parameters of group {number} are in another order than when saved")
@@ -489,10 +487,9 @@ def differing_groups(
     return found
 
 
-def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterable[str]) -> None:
+def check_stored(part: TrainedBy, stored: Iterable[str]) -> None:
     """Raise :class:`StateError` for stored state of a parameter that the optimizer lacks. Changes nothing."""
-    live = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-    strange = sorted(set(stored) - live)
+    strange = sorted(set(stored) - part.parameters.keys())
     if strange:
         raise StateError(
             f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
@@ -500,13 +497,13 @@ def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterabl
         )
 
 
-def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
+def fill_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> None:
     """Put stored hyper-parameters (learning rate, betas, ``initial_lr``, …) into the groups with the same parameters.
 
     Raises as :func:`check_groups`.
     """
-    check_groups(optimizer, names, groups)
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+    check_groups(part, groups)
+    for group, stored in zip(part.optimizer.param_groups, groups, strict=True):
         for key, value in stored["options"].items():
             current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -516,8 +513,7 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
 
 
 def place_states(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
+    part: TrainedBy,
     stored: Mapping[str, Mapping[str, str]],
     memory: HostMemory,
     low_bit: Mapping[str, Mapping[str, StoredForm]] = NO_LOW_BIT,
@@ -530,12 +526,12 @@ def place_states(
     :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put into the optimizer. Raises
     :class:`StateError` for stored state of a parameter that the optimizer lacks.
     """
-    check_stored(optimizer, names, {**stored, **low_bit})
-    live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    check_stored(part, {**stored, **low_bit})
     to_fill: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in live.items():
-        before = optimizer.state.pop(parameter, {})
+    state_of = part.optimizer.state
+    for name, parameter in part.parameters.items():
+        before = state_of.pop(parameter, {})
         scalars[name] = {k: v for k, v in before.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
         for key, code in stored.get(name, {}).items():
             dtype, old = torch_dtype(code), before.get(key)
@@ -543,19 +539,18 @@ def place_states(
                 old = memory.empty_like(parameter.detach(), dtype)
             to_fill.setdefault(name, {})[key] = old
             if key != GRADIENT:
-                optimizer.state[parameter][key] = old
+                state_of[parameter][key] = old
         for key, form in low_bit.get(name, {}).items():
             old = before.get(key)
             fits = isinstance(old, torch.Tensor) and _is_spread_like(old, parameter)
             state, parts = room_for(old if fits else None, parameter, form, memory)
-            optimizer.state[parameter][key] = state
+            state_of[parameter][key] = state
             to_fill.setdefault(name, {}).update({part_name(key, p): t for p, t in parts.items()})
     return to_fill, scalars
 
 
 def place_scalars(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
+    part: TrainedBy,
     stored: Mapping[str, Mapping[str, torch.Tensor]],
     before: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
@@ -565,10 +560,9 @@ def place_scalars(
     capturable or fused, everything else on the parameter's device.
     """
     values: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for group in optimizer.param_groups:
+    for group, names in zip(part.optimizer.param_groups, part.members, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            name = names[id(parameter)]
+        for name, parameter in zip(names, group["params"], strict=True):
             for key, value in stored.get(name, {}).items():
                 if key == GRADIENT:
                     continue
@@ -576,7 +570,7 @@ def place_scalars(
                 if old is None or old.dtype != value.dtype:
                     device = parameter.device if on_device or key != "step" else torch.device("cpu")
                     old = torch.empty_like(value, device=device)
-                optimizer.state[parameter][key] = old
+                part.optimizer.state[parameter][key] = old
                 live = local_tensor(old)
                 values.setdefault((live.device, live.dtype), []).append((live, value.reshape(live.shape)))
     for (device, _), pairs in values.items():  # one copy to a device, not one for each parameter
@@ -584,16 +578,34 @@ def place_scalars(
             live.copy_(stored_value)
 
 
-def place_values(
-    optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, Any]]
-) -> None:
+def place_values(part: TrainedBy, stored: Mapping[str, Mapping[str, Any]]) -> None:
     """Put stored states that are not tensors, and rank-local tensors, into the optimizer."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in stored.get(names[id(parameter)], {}).items():
-                if isinstance(value, torch.Tensor):
-                    value = value.to(parameter.device)
-                optimizer.state[parameter][key] = value
+    for name, parameter in part.parameters.items():
+        for key, value in stored.get(name, {}).items():
+            on_device = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+            part.optimizer.state[parameter][key] = on_device
+
+
+def place_gradients(part: TrainedBy, stored: Mapping[str, torch.Tensor]) -> list[str]:
+    """Give parameters their stored gradients, cast if a parameter now takes another dtype.
+
+    0-d gradients may be plain tensors although the parameter is a DTensor. Returns one line for each cast.
+    """
+    differences = []
+    for name, parameter in part.parameters.items():
+        gradient = stored.get(name)
+        if gradient is None:
+            continue
+        wanted = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
+        if wanted is not None and gradient.dtype != wanted:
+            differences.append(f"gradient of {name}: {gradient.dtype} when saved, {wanted} now")
+            gradient = gradient.to(wanted)
+        if not parameter.dim():
+            whole = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).detach()
+            local_tensor(whole).copy_(gradient)
+            gradient = whole
+        parameter.grad = gradient
+    return differences
 
 
 # ----------------------------------------------------------------------------------------------------
