@@ -15,8 +15,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint.snapshot import take_snapshot
 from shardwise.errors import IntegrityError, StateError
-from shardwise.format.manifest import read_manifest
-from shardwise.state.optimizer import GRADIENT, UNSEEN_GRADIENTS, has_unseen_gradients, waiting_gradients
+from shardwise.format.manifest import GRADIENT, read_manifest
+from shardwise.state.optimizer import UNSEEN_GRADIENTS, has_unseen_gradients, waiting_gradients
 
 
 class Net(nn.Module):

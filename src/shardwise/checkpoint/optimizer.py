@@ -26,15 +26,6 @@ from ..tensors.placements import Geometry, fitting_ranks, mesh_text, replicated
 from .snapshot import trained_model
 from .stored import StoredCheckpoint
 
-__all__ = [
-    "StoredStates",
-    "check_low_bit",
-    "check_optimizer",
-    "stored_states",
-    "trained_by",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The stored states of an optimizer, of our checkpoints and of other programs', as a load takes them.
 

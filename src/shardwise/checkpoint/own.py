@@ -31,16 +31,6 @@ from ..state.parts import is_several
 from ..state.typed_json import Places, decode, encode
 from ..tensors.live import LiveModel, describe
 
-__all__ = [
-    "OwnState",
-    "Watched",
-    "changed_anywhere",
-    "not_taken",
-    "reaches_others",
-    "tensor_sums",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Restores the own state of models and optimizers, and checks whether it arrived.
 

@@ -36,16 +36,6 @@ from .own import not_taken, reaches_others
 from .snapshot import classes_of, modules_with_state
 from .stored import StoredCheckpoint
 
-__all__ = [
-    "Buffers",
-    "Generators",
-    "Receiver",
-    "check_documents",
-    "receivers_of",
-    "restore_documents",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The objects of a run that take documents. Each checks its document before anything changes, and takes it later.
 #

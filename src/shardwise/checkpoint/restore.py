@@ -58,9 +58,6 @@ from .resume_report import ResumeReport
 from .stored import StoredCheckpoint, compare_referred, read_checkpoint, referred_by
 from .take import software_versions
 
-__all__ = ["Restored", "Run", "restore_into", "restore_run"]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The restore of any stored run.
 

@@ -13,8 +13,6 @@ from ..operations.operation import size
 from ..operations.printed import Printed
 from ..ranks.ranks import Ranks
 
-__all__ = ["ResumeReport", "log_resume", "logged"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

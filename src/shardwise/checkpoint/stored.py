@@ -32,19 +32,6 @@ from ..state.documents import check_form
 from ..state.typed_json import Encoded, Places, decode
 from ..tensors.live import LiveModel
 
-__all__ = [
-    "StoredCheckpoint",
-    "check_each",
-    "compare_referred",
-    "decode_documents",
-    "document_problems",
-    "read_checked",
-    "read_checkpoint",
-    "read_documents",
-    "referred_by",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Reads the documents of a checkpoint and their tensors: checks files against checksums, and refuses unknown names.
 

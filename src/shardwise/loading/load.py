@@ -69,22 +69,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "FillOptions",
-    "Filling",
-    "LoadReport",
-    "Names",
-    "ReadCost",
-    "carry_out",
-    "fill",
-    "fingerprint",
-    "in_words",
-    "load",
-    "load_report",
-    "noted",
-    "open_for_all",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # The report of a load: counts, bytes, seconds, and everything that was skipped, with its declaration.

@@ -29,7 +29,7 @@ from ..limits import (
     read_shallow_json,
 )
 from ..models.build import plain_config, refuse_source
-from ..models.classes import config_and_class, home_of, in_turn, read_config, without_config
+from ..models.classes import config_and_class, home_of, in_turn, without_config
 from ..models.homes import remember_home
 from ..models.hub import Arguments, Found, FromPretrained, Pretrained, find_for_all
 from ..models.layers import asked_of, kept_in, kept_in_checkpoint, put_into
@@ -48,24 +48,6 @@ from ..tensors.live import describe
 from ..tensors.tiles import is_identity
 from .adapters import attach, combine
 from .load import Filling, FillOptions, LoadReport, fill, noted, open_for_all
-
-__all__ = [
-    "Located",
-    "Prepared",
-    "as_stored_in",
-    "build_meta",
-    "choice_of",
-    "holds_config",
-    "in_codes",
-    "kept_parts",
-    "load_pretrained",
-    "load_wrapped",
-    "locate",
-    "prepare",
-    "read_config",
-    "refuse_policy",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # The source of a model whose layers hold its codes and scales as they are stored: checked, and noted for reports.

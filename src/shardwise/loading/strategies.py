@@ -34,19 +34,6 @@ from ..ranks.ranks import Ranks, device_of_group, different, host_key
 from ..storage.records import is_url
 from ..tensors.live import LiveModel
 
-__all__ = [
-    "Choice",
-    "Facts",
-    "Planned",
-    "bucket_bytes_of",
-    "buckets_for",
-    "choose",
-    "facts_of",
-    "payload_bytes",
-    "shared_reader",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Who reads a source: each rank its own ranges, one rank per host, or one rank of all.
 

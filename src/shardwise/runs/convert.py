@@ -51,8 +51,6 @@ from ..tensors.placements import Cut, Geometry, replicated
 from ..tensors.tiles import identity
 from .run import StoredModel, StoredOptimizerState, StoredRun, describe_run, home_of_run
 
-__all__ = ["ConvertReport", "convert"]
-
 #: Bytes read, hashed and written at a time.
 _PIECE_BYTES = 8 * 1024**2
 

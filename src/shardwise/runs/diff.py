@@ -29,8 +29,6 @@ from ..tensors.boxes import Box
 from ..tensors.tiles import identity
 from .third_party import StoredOptimizer, as_text, find_run
 
-__all__ = ["Change", "DiffReport", "diff"]
-
 _PIECE_BYTES = 16 * 1024**2
 _SETTING_CHARS = 40
 

@@ -18,23 +18,6 @@ from ..publish.places import was_ever_published
 from ..storage import is_file, stat_of_expected
 from ..storage.records import is_url, join
 
-__all__ = [
-    "RESUMED",
-    "RootContents",
-    "StepSummary",
-    "is_root",
-    "losses_of_steps",
-    "losses_of_trainer",
-    "losses_in",
-    "lost_parts",
-    "newest_step",
-    "numbered_steps",
-    "others_steps",
-    "ranks_of",
-    "rates_in",
-    "steps_below",
-]
-
 #: Files of one checkpoint that are counted.
 _MOST_FILES = 10_000
 

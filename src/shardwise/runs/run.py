@@ -56,21 +56,6 @@ from ..tensors.live import LiveModel
 from ..tensors.tiles import identity
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party, plain_tensor
 
-__all__ = [
-    "StoredModel",
-    "StoredOptimizerState",
-    "StoredRun",
-    "as_config_says",
-    "as_stored",
-    "describe_run",
-    "has_module_names",
-    "home_of_run",
-    "members_of",
-    "restore",
-    "restore_unlogged",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Which parameter has which number in a stored optimizer, as the model and the usual ways to build an optimizer say.
 

@@ -48,23 +48,6 @@ from ..objects import frozen
 from ..storage import is_directory, is_file, looking_once, names_in
 from .history import ranks_of
 
-__all__ = [
-    "Objects",
-    "PlainValues",
-    "StoredOptimizer",
-    "ThirdPartyRun",
-    "as_text",
-    "count_of_steps",
-    "find_run",
-    "is_third_party",
-    "nested",
-    "plain_parts",
-    "plain_tensor",
-    "plain_values",
-    "step_in",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Reads pickled values and small tensors of other programs as plain values; builds no other object.
 

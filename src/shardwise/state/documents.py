@@ -23,28 +23,6 @@ from .low_bit import PARTS, Form, part_name
 from .parts import equal, is_several, takes
 from .typed_json import FUNCTIONS
 
-__all__ = [
-    "attribute_of_class",
-    "callables_in",
-    "check_classes",
-    "check_form",
-    "check_position",
-    "check_rng",
-    "check_scaler",
-    "check_scheduler",
-    "check_settings",
-    "check_state",
-    "check_values",
-    "class_text",
-    "functions_left_out",
-    "inner_schedulers",
-    "inner_states",
-    "refuse_other_kind",
-    "unsaid_classes",
-    "unwrapped",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Checks the form of every document of a checkpoint, before any document is used.
 #

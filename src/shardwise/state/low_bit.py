@@ -20,23 +20,6 @@ from ..objects import frozen
 from ..tensors.live import HostMemory
 from ..tensors.placements import BlockGrid, grid_of
 
-__all__ = [
-    "Form",
-    "PARTS",
-    "PLAIN",
-    "StoredForm",
-    "books_of",
-    "contents_of",
-    "form_of",
-    "part_name",
-    "parts_by_rank",
-    "parts_of",
-    "room_for",
-    "state_by_rank",
-    "warn_of_rounded_updates",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Optimizer states of few bits (torchao's): as plain tensors that are spread like their parameter, and made of such again.
 #

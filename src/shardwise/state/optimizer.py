@@ -26,35 +26,6 @@ from .beyond import refuse_fsdp1
 from .low_bit import Form, StoredForm, form_of, part_name, room_for, warn_of_rounded_updates
 from .parts import why_unstorable
 
-__all__ = [
-    "AgreedForm",
-    "Drained",
-    "GRADIENT",
-    "LowBitState",
-    "NO_FORMS",
-    "TrainState",
-    "TrainedBy",
-    "UNSEEN_GRADIENTS",
-    "bare_optimizer",
-    "check_groups",
-    "check_stored",
-    "clear_gradients",
-    "differing_groups",
-    "document_of",
-    "drain",
-    "fill_groups",
-    "has_unseen_gradients",
-    "parameter_names",
-    "place_gradients",
-    "place_scalars",
-    "place_states",
-    "place_values",
-    "refuse_unreduced",
-    "waiting_gradients",
-    "watch_steps",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Gradients that wait for an optimizer step: they are part of the state during an accumulation.
 #

@@ -16,25 +16,6 @@ from ..dtypes import code_of
 from ..errors import FormatError, StateError
 from ..internals.torch import local_tensor, scaler_stages
 
-__all__ = [
-    "all_parts",
-    "attributes",
-    "epoch_of",
-    "equal",
-    "is_several",
-    "item_generators",
-    "keeps_workers",
-    "own_states",
-    "parts_of",
-    "put_own_states",
-    "refuse_meta",
-    "refuse_unfinished_step",
-    "takes",
-    "unfit_generators",
-    "why_unstorable",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The parts of a data loader that keep state between batches: samplers, dataset, collator, and their generators.
 #
