@@ -127,8 +127,8 @@ def convert(
         run = describe_run(root, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
         own = own_parts(snapshot, ranks.rank)
-        parts = (*run.models.values(), *run.optimizers.values())
-        files = list(dict.fromkeys(file for part in parts for file in part.catalog.files))
+        catalogs = [m.catalog for m in run.models.values()] + [o.catalog for o in run.optimizers.values()]
+        files = list(dict.fromkeys(file for catalog in catalogs for file in catalog.files))
         claim.alike([layout_hash(snapshot), [[f.path, f.version] for f in files if f.version is not None]])
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
     collected = Collected(
