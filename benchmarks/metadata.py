@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
-from shardwise.checkpoint.optimizer import stored_states, trained_by
+from shardwise.checkpoint.optimizer import OptimizerInCheckpoint, trained_by
 from shardwise.checkpoint.save import (
     checked_text,
     file_records,
@@ -313,7 +313,7 @@ def plan_resume(
     planned = plan_load(described, catalog, Rules(), io=io)
     facts_of(planned, fingerprint(planned.plan, {}), in_words(planned.plan, {}))
     part = trained_by("optimizer", state.optimizers["optimizer"], {"model": described})
-    states = stored_states(part, stored_settings(path, manifest))
+    states = OptimizerInCheckpoint(part, stored_settings(path, manifest)).states()
     given = states.filling(described, tensors, HostMemory(), io)
     return planned.plan, plan_load(given.live, given.catalog, given.rules, io=io).plan
 
@@ -328,7 +328,7 @@ def measure_resume(state: sw.TrainState, path: str, repeats: int) -> dict[str, A
     """One rank's planning of a resume from the manifest in ``path``."""
     optimizer, model = state.optimizers["optimizer"], state.models["model"]
     part = trained_by("optimizer", optimizer, {"model": describe(model)})
-    spread = stored_states(part, stored_settings(path, read_manifest(path))).spread
+    spread = OptimizerInCheckpoint(part, stored_settings(path, read_manifest(path))).states().spread
     tensors, _ = place_states(part, spread, HostMemory())
     del spread
     seconds, plans = timed(lambda: plan_resume(state, path, tensors), repeats)

@@ -1521,7 +1521,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/optimizer.py",
-        "    if bad:\n        _refuse_cuts(part, stored, bad)\n",
+        "        if bad:\n            self._refuse_cuts(bad)\n",
         "",
         ("tests/checkpoint/test_low_bit.py::test_cuts_inside_blocks_are_refused_before_anything_is_read",),
         "cuts inside blocks are not refused",

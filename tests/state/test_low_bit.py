@@ -13,7 +13,7 @@ import torchao.optim
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.optimizer import check_low_bit, trained_by
+from shardwise.checkpoint.optimizer import OptimizerInCheckpoint, trained_by
 from shardwise.checkpoint.stored import StoredCheckpoint, decode_documents, read_documents
 from shardwise.errors import FormatError, StateError
 from shardwise.format.manifest import Manifest, checksum_of, parse_manifest, read_manifest
@@ -161,7 +161,7 @@ def test_parts_without_their_document_are_damage(tmp_path: Path) -> None:
     manifest, documents = stored(tmp_path / "step")
     part = trained_by("optimizer", state.optimizer, {"model": describe(state.model)})  # type: ignore[arg-type]
     checkpoint = StoredCheckpoint("here", manifest, documents, Places(), manifest)
-    check_low_bit(part, checkpoint)
+    OptimizerInCheckpoint(part, checkpoint).check_cuts()
     del documents["optimizer.low_bit"]
-    with pytest.raises(FormatError, match=r"'exp_avg:scale' of 'weight' has a different shape"):
-        check_low_bit(part, checkpoint)
+    with pytest.raises(FormatError, match=r"'exp_avg:scale' of 'weight' has another shape"):
+        OptimizerInCheckpoint(part, checkpoint).check_cuts()

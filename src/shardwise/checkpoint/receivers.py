@@ -31,7 +31,7 @@ from ..state.optimizer import UNSEEN_GRADIENTS, TrainState
 from ..state.parts import is_several
 from ..state.typed_json import Places
 from ..tensors.live import LiveModel
-from .optimizer import check_optimizer, trained_by
+from .optimizer import OptimizerInCheckpoint, trained_by
 from .own import not_taken, reaches_others
 from .snapshot import classes_of, modules_with_state
 from .stored import StoredCheckpoint
@@ -119,29 +119,26 @@ class _Stateful(_OfCheckpoint):
         return reaches_others(self._target)
 
 
-class _Extra(_OfCheckpoint):
+class _Extra(_Stateful):
     """An extra: an object with ``load_state_dict``, or a plain value that is put back into the dict."""
 
     def __init__(self, extra: dict[str, Any], key: str, stored: StoredCheckpoint) -> None:
-        super().__init__(f"extra.{key}", stored)
-        self._extra, self._key, self._places = extra, key, stored.places
+        super().__init__(f"extra.{key}", extra[key], stored)
+        self._extra, self._key = extra, key
+        self._is_object = hasattr(extra[key], "load_state_dict")
 
     def check(self, stored: Any) -> None:
-        target = self._extra[self._key]  # any value of typed JSON may be the state of other objects
-        if isinstance(target, LRScheduler | torch.amp.GradScaler):
-            check_state(target, stored, self.name)
+        if isinstance(self._target, LRScheduler | torch.amp.GradScaler):
+            super().check(stored)  # any value of typed JSON may be the state of other objects
 
     def restore(self, stored: Any) -> Iterable[str]:
-        target = self._extra[self._key]
-        if hasattr(target, "load_state_dict"):
-            _load_state(target, stored, self.name, self._places, self.asked)
-        else:
-            self._extra[self._key] = self._places.put(stored, lambda: target)
+        if self._is_object:
+            return super().restore(stored)
+        self._extra[self._key] = self._places.put(stored, lambda: self._target)
         return ()
 
     def reaches_others(self) -> bool:
-        target = self._extra[self._key]
-        return hasattr(target, "load_state_dict") and reaches_others(target)
+        return self._is_object and super().reaches_others()
 
     def missing(self) -> None:
         if self._is_of_other_ranks:
@@ -237,7 +234,7 @@ class _Optimizer(_OfCheckpoint):
             )
         named = self._stored.under_names_of(self._lives)
         if {t.name for t in part.live.stored} == named.manifest.models[trained].keys():
-            check_optimizer(part, named)  # of another model, the load says what does not fit
+            OptimizerInCheckpoint(part, named).check()  # of another model, the load says what does not fit
 
     def restore(self, stored: Any) -> Iterable[str]:
         return [f"{self.name}: not stored: {UNSEEN_GRADIENTS}"] * bool(stored.get("unseen_gradients"))
@@ -331,37 +328,31 @@ _Asked = list[Callable[[], Iterable[str]]]
 
 
 def _give(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> Iterator[str]:
-    """Give state to an object, or to several by name. Yields lines for stored state that was not asked for."""
-    if not is_several(target):
-        _load_state(target, value, name, places, asked)
-        if name == "scaler" and value and not target.state_dict():
-            asked.clear()
-            yield "scaler: it is disabled in this run"
-        if name.partition(".")[0] == "dataloader":
-            with _taking(name, target):
-                make_iterator(target)
-        return
-    for key, one in value.items():
-        if key in target:
-            yield from _give(target[key], one, f"{name}.{key}", places, asked)
-        else:
-            yield f"{name}.{key}: not given to this run"
+    """Give state to an object, or to several by name. Adds a later comparison of each one's state to ``asked``.
 
-
-def _load_state(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> None:
-    """``target.load_state_dict(value)``. Adds a later comparison of the object's state to ``asked``.
-
-    Raises :class:`StateError` naming the object for any error of its own.
+    Yields lines for stored state that was not asked for. Raises :class:`StateError` naming the object for any error of its own.
     """
+    if is_several(target):
+        for key, one in value.items():
+            if key in target:
+                yield from _give(target[key], one, f"{name}.{key}", places, asked)
+            else:
+                yield f"{name}.{key}: not given to this run"
+        return
     # A loader may start its workers to give its state, and loaders of this package keep the given one until training continues.
     is_of_ours = type(target).__module__.partition(".")[0] == __name__.partition(".")[0]
-    is_loader = name.partition(".")[0] == "dataloader" or isinstance(target, torch.utils.data.DataLoader)
-    is_asked = not (is_of_ours or is_loader)
+    is_loader = name.partition(".")[0] == "dataloader"
+    is_asked = not (is_of_ours or is_loader or isinstance(target, torch.utils.data.DataLoader))
     kept = copy.deepcopy(value) if is_asked else None  # the object may keep or change the given value
     with _taking(name, target):
         target.load_state_dict(places.put(value, target.state_dict if is_asked else lambda: None))
-    if is_asked:
+    if name == "scaler" and value and not target.state_dict():
+        yield "scaler: it is disabled in this run"
+    elif is_asked:
         asked.append(partial(not_taken, name, kept, target.state_dict))
+    if is_loader:
+        with _taking(name, target):
+            make_iterator(target)
 
 
 @contextmanager
@@ -394,11 +385,8 @@ def check_documents(receivers: Iterable[Receiver], documents: Mapping[str, Any])
             receiver.missing()
 
 
-#: Reports don't list documents of these kinds: other modules apply them.
-_APPLIED_ELSEWHERE = frozenset(
-    ("step", "rng", "classes", "optimizer", "opaque", "low_bit", "own", "not_stored", "settings")
-    + ("data_settings",)
-)
+#: Documents of these kinds are listed in reports. Those of other kinds are applied with tensors, or by other modules.
+_LISTED = ("scheduler", "scaler", "dataloader", "extra", "modules", "buffers")
 
 
 def restore_documents(
@@ -413,7 +401,7 @@ def restore_documents(
         assert meaning is not None, "unknown names are refused where they are read"
         if name in by_name:
             skipped += by_name[name].restore(value)
-            if meaning.kind not in _APPLIED_ELSEWHERE:
+            if meaning.kind in _LISTED:
                 restored.append(name)
         elif meaning.kind == "extra":
             skipped.append(f"{name}: not among this run's extras")
@@ -432,8 +420,8 @@ def _without_document(state: TrainState, documents: Mapping[str, Any], manifest:
         if name in documents or meaning is None:
             continue
         if meaning.kind == "buffers":
-            yield f"{name} that differed between ranks: every rank now has those of one rank"
-        elif meaning.kind not in _APPLIED_ELSEWHERE or meaning.kind == "own":
+            yield f"{name} that differed between ranks: every rank has those of one rank now"
+        elif meaning.kind in (*_LISTED, "own"):
             yield f"{name}: stored per rank, but this run has a different number of ranks"
     for name in manifest.models:
         if name not in state.models:

@@ -51,7 +51,7 @@ from ..state.optimizer import (
 from ..storage.records import counting
 from ..tensors.live import HostMemory, LiveModel, describe
 from ..tensors.placements import mesh_text
-from .optimizer import StoredStates, stored_states, trained_by
+from .optimizer import OptimizerInCheckpoint, StoredStates, trained_by
 from .own import OwnState, Watched, changed_anywhere
 from .receivers import Buffers, Generators, check_documents, receivers_of, restore_documents
 from .resume_report import ResumeReport
@@ -149,8 +149,7 @@ class Restored:
                 compare_referred(referred, self.lives[name], catalogs[name].root, self.ranks)
         for name in names:
             live, options = self.lives[name].without(self.run.referred.get(name, ())), FillOptions(io=self.io)
-            filled = fill(partial(Filling, live, catalogs[name], Rules(), options), self.ranks)
-            self.loads.append(filled.report)
+            self.loads.append(fill(partial(Filling, live, catalogs[name], Rules(), options), self.ranks))
             self.lives[name] = self.lives[name].refreshed()
 
     def fill_optimizer(self, name: str, optimizer: Optimizer) -> None:
@@ -173,7 +172,7 @@ class Restored:
             tensors, before = place_states(part, stored.spread, memory, stored.low_bit)
             return stored.filling(part.live, tensors, memory, self.io)
 
-        self.optimizers.append(fill(prepare, self.ranks).report)
+        self.optimizers.append(fill(prepare, self.ranks))
         with self.ranks.agree("place optimizer state"):
             held = (*tensors.items(), *stored.scalars.items())
             gradients = {n: states[GRADIENT] for n, states in held if GRADIENT in states}
@@ -315,7 +314,7 @@ class _Checkpoint(Run):
         self._stored = self._stored.under_names_of(restored.lives)
 
     def states_of(self, part: TrainedBy) -> StoredStates:
-        return stored_states(part, self._stored)
+        return OptimizerInCheckpoint(part, self._stored).states()
 
     def give_documents(self, restored: Restored) -> None:
         state, lives, ranks = self._state, restored.lives, restored.ranks

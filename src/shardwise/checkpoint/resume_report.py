@@ -106,14 +106,19 @@ class ResumeReport(Printed):
 
     def rows(self) -> Mapping[str, str]:
         """The rows of the printed table: the source, whether the resume is exact and why not, and what was restored."""
-        tensors = f"{self.tensors:,} model tensors, {self.optimizer_tensors:,} optimizer tensors"
+        tensors = f"{self.tensors:,} tensors of the model, {self.optimizer_tensors:,} of the optimizer"
+        exact = "yes"
+        if not self.exact:
+            exact = f"no: {'; '.join((*self.differences, *self.skipped, *self.caveats))}"
+        elif self.not_given:
+            exact = f"yes, for the state that was given (no {', no '.join(self.not_given)})"
         ranks = self.saved_world_size
         saved_on = f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "an unknown number of ranks"
         rows = {
             "resumed from": f"step {self.step}, saved on {saved_on}, now on {self.world_size}"
             + " (from memory)" * self.from_memory,
             "path": self.path,
-            "exact": self._exact_in_words(),
+            "exact": exact,
             "digests compared": tensors if self.digest else "none: the checkpoint has no digests",
             "restored unchecked": "" if self.digest else tensors,
             "also restored": ", ".join(self.documents),
@@ -126,13 +131,6 @@ class ResumeReport(Printed):
             else "",
         }
         return {name: value for name, value in rows.items() if value}
-
-    def _exact_in_words(self) -> str:
-        if not self.exact:
-            return f"no: {'; '.join((*self.differences, *self.skipped, *self.caveats))}"
-        if self.not_given:
-            return f"yes, for the state you passed (no {', no '.join(self.not_given)})"
-        return "yes"
 
     def line(self) -> str:
         """The report in one line, as it is logged."""

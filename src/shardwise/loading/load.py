@@ -456,9 +456,10 @@ def load(
     with counting() as looks:
         opened = open_for_all(source, ranks)
     hub: HubRules | None = None
+    live: LiveModel
 
     def prepare() -> Filling:
-        nonlocal hub
+        nonlocal hub, live
         unused = patterns_of("allow_unused", allow_unused)
         missing = patterns_of("allow_missing", allow_missing)
         plain = patterns_of("allow_plain", allow_plain)
@@ -485,10 +486,10 @@ def load(
         adapters = open_adapters(model, adapter)
         return Filling(live, *combine(live, catalog, rules, adapters, key_mapping=key_mapping), options)
 
-    filled = fill(prepare, ranks)
+    report = fill(prepare, ranks)
     if hub is not None:
-        note_conversions(filled.live.base, hub.used())
-    return noted(model, filled.report.after(looks))
+        note_conversions(live.base, hub.used())
+    return noted(model, report.after(looks))
 
 
 @frozen(kw_only=True)
@@ -515,15 +516,7 @@ class Filling:
     """Where the tensors were allocated, if none is on meta anymore."""
 
 
-@frozen
-class Filled:
-    """What was filled, and how."""
-
-    live: LiveModel
-    report: LoadReport
-
-
-def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
+def fill(prepare: Callable[[], Filling], ranks: Ranks) -> LoadReport:
     """The pipeline behind :func:`load`, ``load_pretrained`` and ``restore``: plan, prove, read, place, verify.
 
     ``prepare`` is rank-local; ranks hear of its failure as of one in planning.
@@ -545,12 +538,17 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         if given.options.allow_plain is not None:
             _refuse_unsharded(given.live, given.options.allow_plain)
         planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)
-        new.extend(_parameters_of(planned.plan))
+        parameters = {
+            w.name for w in planned.plan.wanted if w.kind == "parameter"
+        }  # buffers get values from construction
+        new.extend(d.name for d in planned.plan.initialized if d.name in parameters)
         if new:
             from .initialize import check_rules
 
             check_rules(given.live, new)
-        _refuse_too_large(given.live, given.options.device, host)
+        if torch.device(given.options.device or default_device(given.live.stored)).type == "cpu":
+            new_bytes = sum(local_tensor(t.tensor).nbytes for t in given.live.stored if t.tensor.is_meta)
+            refuse_too_large(new_bytes, host)
         recorded = {} if given.options.verify == "cover" else recorded_digests(given.catalog, planned.plan)
         words = in_words(planned.plan, recorded)
         return asdict(facts_of(planned, fingerprint(planned.plan, recorded), words))
@@ -586,7 +584,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
         remember_source((live.root, live.base), catalog)
-    report = LoadReport.of(
+    return LoadReport.of(
         plan,
         cost,
         source=catalog.root,
@@ -596,7 +594,6 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         host=host,
         is_kept=kept_in_fp32_of_class(live.base) if plan.rounded else lambda _: False,
     )
-    return Filled(live, report)
 
 
 def plan_load(
@@ -629,12 +626,6 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
     return problems
 
 
-def _refuse_too_large(live: LiveModel, device: torch.device | str | None, host: HostBudget | None) -> None:
-    """Raises :class:`PlanError` if the memory that meta tensors get on the CPU exceeds the host's limit."""
-    if torch.device(device or default_device(live.stored)).type == "cpu":
-        refuse_too_large(sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host)
-
-
 def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
     """Trainable plain parameters beside FSDP's drift apart, unless the caller or ``shard`` reduces their gradients.
 
@@ -659,12 +650,6 @@ def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
             f"reduced: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
             f"parameters plain), freeze them, or name them in allow_plain=(…) and reduce their gradients yourself"
         )
-
-
-def _parameters_of(plan: Plan) -> list[str]:
-    """Names of the parameters that need initial values; buffers get theirs from construction."""
-    kinds = {w.name: w.kind for w in plan.wanted}
-    return [d.name for d in plan.initialized if kinds[d.name] == "parameter"]
 
 
 def _resolve(

@@ -404,7 +404,7 @@ def load_wrapped(
         options = replace(filling, allow_plain=wrap(prepared.model))
         return Filling(describe(prepared.model), prepared.catalog, prepared.rules, options)
 
-    report = fill(build, ranks).report
+    report = fill(build, ranks)
     with ranks.agree("finish model"):
         base = prepared.base
         base.eval()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..catalog.records import Catalog, StoredFile, StoredTensor
+from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
 from ..engine.engine import Reader
 from ..engine.shared import (
@@ -102,7 +102,10 @@ def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
     catalog = planned.catalog
     files: str | None = None
     with suppress(OSError):
-        sizes = [(os.path.basename(f.path), _size_of(f), f.version) for f in catalog.files]
+        sizes = [
+            (os.path.basename(f.path), f.nbytes if is_url(f.path) else os.stat(f.path).st_size, f.version)
+            for f in catalog.files
+        ]
         files = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
     in_store = _in_store(catalog)
     network = not in_store and bool(catalog.files) and on_network(catalog.files[0].path)
@@ -174,17 +177,15 @@ def _chosen(
     return "once" if hosts > 1 else "node", reason
 
 
-def _size_of(file: StoredFile) -> int:
-    return file.nbytes if is_url(file.path) else os.stat(file.path).st_size
-
-
 def _in_short_runs(transfers: Sequence[Transfer]) -> int:
     """Bytes of strided transfers whose runs are short."""
     like = transfers.kinds if isinstance(transfers, Transfers) else transfers
     short = [
         k
         for k, t in enumerate(like)
-        if len(t.loops) > 1 and t.run_numel < t.numel and _run_bytes(t) < _SHORT_BYTES
+        if len(t.loops) > 1
+        and t.run_numel < t.numel
+        and t.run_numel * itemsize(t.source_dtype) < _SHORT_BYTES
     ]
     if not short:
         return 0
@@ -207,10 +208,6 @@ def _codes_in_short_runs(planned: Planned) -> int:
         if run < min(part.numel * itemsize(stored.dtype), _SHORT_BYTES):
             found += box.numel * itemsize(one.tensor.dtype)
     return found
-
-
-def _run_bytes(transfer: Transfer) -> int:
-    return transfer.run_numel * itemsize(transfer.source_dtype)
 
 
 def on_network(path: str) -> bool:
@@ -255,17 +252,13 @@ class Planned:
         for transfer in build_plan(
             self.catalog, self.live.layout(rank=rank), self.matched, self.io
         ).transfers:
-            yield _span(transfer)
+            nbytes = transfer.span_numel * itemsize(transfer.source_dtype)
+            yield transfer.path, transfer.offset_bytes, transfer.offset_bytes + nbytes
 
     def from_buckets(self, tensors: Mapping[str, StoredTensor]) -> Plan:
         """This rank's plan with these stored tensors. Results of host conversions lie in buckets, too."""
         catalog = replace(self.catalog, tensors={**self.stored, **tensors})
         return build_plan(catalog, self.live.layout(), replace(self.matched, conversions={}), self.io)
-
-
-def _span(transfer: Transfer) -> Span:
-    nbytes = transfer.span_numel * itemsize(transfer.source_dtype)
-    return transfer.path, transfer.offset_bytes, transfer.offset_bytes + nbytes
 
 
 def buckets_for(planned: Planned, choice: Choice, rank: int, *, copies: bool) -> Buckets | None:

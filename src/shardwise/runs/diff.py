@@ -18,7 +18,7 @@ from ..dtypes import itemsize
 from ..engine.engine import Staging, read_box, wanted_box
 from ..engine.objects import SourceReader
 from ..errors import ShardwiseError, SourceError
-from ..format.manifest import read_manifest
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..objects import frozen
 from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
@@ -132,10 +132,6 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffR
 TensorsByName = Mapping[str, tuple[StoredTensor, int | None]]
 
 
-def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    return is_file(os.path.join(os.fspath(path), "manifest.json"))
-
-
 @frozen
 class _Contents:
     """A source: tensors by name, in one with optimizers by ``part:name``, and how its optimizers are stored."""
@@ -153,7 +149,7 @@ class _Contents:
 def _contents(path: str | os.PathLike[str], files: list[StoredFile]) -> _Contents:
     """Everything of a source that can be compared. Adds its files to ``files``."""
     root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)
-    if not _is_checkpoint(root):
+    if not is_file(os.path.join(root, MANIFEST_NAME)):
         catalog = open_catalog(root)
         files += catalog.files
         return _with_optimizers(root, _of(catalog), files)

@@ -553,7 +553,14 @@ class _OfAnotherProgram(Run):
                     f"is {run.kind.name}, without training state that can be restored. {run.kind.line(path)}",
                     path=path,
                 )
-            _check_asked(state, run)
+            if state.dataloader is not None:
+                raise StateError(
+                    f"{path}: such a checkpoint holds no readable data position; leave dataloader out of the state"
+                )
+            if len(state.models) > len(run.models):
+                raise StateError(
+                    f"{path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}"
+                )
             self.path, self.step, self.world_size = path, run.step or 0, run.world_size
             self.catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
             self._optimizers = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
@@ -618,16 +625,6 @@ class _OfAnotherProgram(Run):
         ]
         casts = [cast.in_words() for load in restored.loads for cast in load.casts]
         restored.differences = [*self._differences, *restored.differences, *casts]
-
-
-def _check_asked(state: TrainState, run: ThirdPartyRun) -> None:
-    """Refuse a state that asks for more than such a checkpoint holds."""
-    if state.dataloader is not None:
-        raise StateError(
-            f"{run.path}: such a checkpoint contains no readable data position; leave dataloader out of the state"
-        )
-    if len(state.models) > len(run.models):
-        raise StateError(f"{run.path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}")
 
 
 class _Stateful(Receiver):

@@ -440,23 +440,28 @@ def check_state(target: Any, stored: Any, name: str) -> None:
 
 def check_classes(saved: Any, now: Any, name: str = "scheduler") -> None:
     """Raise :class:`StateError` if the saved schedulers had other classes than those of this run."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        for key in saved.keys() & now.keys():
-            check_classes(saved[key], now[key], f"{name}.{key}")
-    elif saved and now and saved not in (now, now.partition("(")[0]):
-        raise StateError(
-            f"{name}: the checkpoint contains the state of a {saved}, but this run has a {now}; use the same one, or leave "
-            f"it out of the state"
-        )
+    for one, was, is_now in _known_classes(saved, now, name):
+        if was not in (is_now, is_now.partition("(")[0]):
+            raise StateError(
+                f"{one}: the checkpoint contains the state of a {was}, but this run has a {is_now}; use the same one, or leave "
+                f"it out of the state"
+            )
 
 
 def unsaid_classes(saved: Any, now: Any, name: str = "scheduler") -> Iterator[str]:
     """One line for each scheduler whose inner classes (:func:`.class_text`) were not recorded."""
+    for one, was, is_now in _known_classes(saved, now, name):
+        if was != is_now:  # an older checkpoint names the outermost only
+            yield f"{one}: the checkpoint does not record the classes of the schedulers in it"
+
+
+def _known_classes(saved: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """The name of each scheduler, and its saved and its live class, where both are known."""
     if isinstance(saved, dict) and isinstance(now, dict):
         for key in saved.keys() & now.keys():
-            yield from unsaid_classes(saved[key], now[key], f"{name}.{key}")
-    elif saved and now and saved != now:  # an older checkpoint names the outermost only
-        yield f"{name}: the checkpoint does not record the classes of the schedulers in it"
+            yield from _known_classes(saved[key], now[key], f"{name}.{key}")
+    elif saved and now:
+        yield name, saved, now
 
 
 def check_scheduler(target: Any, state: Any, name: str) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
-from ..format.manifest import GRADIENT, document_of
+from ..format.manifest import GRADIENT
 from ..host import to_host
 from ..internals.fsdp import fsdp_unreduced_ids
 from ..internals.torch import keeps_flat_history, local_tensor, storage_key, version_of
@@ -58,14 +58,10 @@ def watch_steps(optimizer: Optimizer) -> None:
     if inner in _MARKS:
         return
     try:
-        inner.register_step_post_hook(_note_used)
+        inner.register_step_post_hook(lambda optimizer, *_: _mark(optimizer, is_used=True))
     except AttributeError:  # its class leaves out torch's constructor, and takes no hooks
         return
     _mark(inner, is_used=False)
-
-
-def _note_used(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _mark(optimizer, is_used=True)
 
 
 def _mark(optimizer: Optimizer, *, is_used: bool) -> None:
@@ -367,21 +363,6 @@ class TrainedBy:
         members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         return cls(name, optimizer, model_name, live, members, parameters)
-
-    @property
-    def document(self) -> str:
-        """Name of the document with its settings."""
-        return document_of("optimizer", self.name)
-
-    @property
-    def opaque(self) -> str:
-        """Name of the document with its tensors that only their own rank can interpret."""
-        return document_of("optimizer", self.name, "opaque")
-
-    @property
-    def low_bit(self) -> str:
-        """Name of the document that says what its states of few bits are."""
-        return document_of("optimizer", self.name, "low_bit")
 
 
 def check_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> None:
