@@ -119,7 +119,7 @@ class OptimizerInCheckpoint:
             for state, e in t.states.get(self._part.name, {}).items():
                 if e.shape is not None and state not in known:
                     raise FormatError(
-                        f"the state {brief(state)} of {brief(name)} has another shape than its parameter, and {self._low_bit_name} "
+                        f"the state {brief(state)} of {brief(name)} has a different shape than its parameter, and {self._low_bit_name} "
                         f"does not say what it is",
                         path=self._stored.path,
                     )
@@ -151,8 +151,8 @@ class OptimizerInCheckpoint:
             )
         if others := [n for n in self._opaque if self._is_moved(n)]:
             raise StateError(
-                f"optimizer state of {', '.join(others[:5])} has another shape than its parameter and was stored per rank; "
-                f"the parameter is now spread over ranks otherwise, so it can't be carried over"
+                f"optimizer state of {', '.join(others[:5])} has a different shape than its parameter, and was stored per rank; "
+                f"the parameter is now sharded differently, so the state can't be carried over"
             )
 
     def states(self) -> StoredStates:

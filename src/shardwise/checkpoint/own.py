@@ -210,13 +210,13 @@ class Watched:
         """
         lives.update({name: describe(live.root) for name, live in lives.items()})
         swapped = [
-            f"{name}: {t.name} is another tensor since another object took its state; optimizers train the former"
+            f"{name}: {t.name} was replaced with a different tensor when another object was restored; optimizers train the previous one"
             for name, before in self._tensors.items()
             for t in lives[name].stored
             if before.get(t.name) is not t.tensor
         ]
         changed = [
-            f"{name}: {what} was changed when another object took its state, and may differ now"
+            f"{name}: {what} was changed when another object was restored, and may differ now"
             for name, kept in self._kept.items()
             for what in kept.put_back()
         ]

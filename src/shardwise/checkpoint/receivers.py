@@ -420,7 +420,7 @@ def _without_document(state: TrainState, documents: Mapping[str, Any], manifest:
         if name in documents or meaning is None:
             continue
         if meaning.kind == "buffers":
-            yield f"{name} that differed between ranks: every rank has those of one rank now"
+            yield f"{name} that differed between ranks: every rank now has those of one rank"
         elif meaning.kind in (*_LISTED, "own"):
             yield f"{name}: stored per rank, but this run has a different number of ranks"
     for name in manifest.models:

@@ -267,7 +267,7 @@ class _Checkpoint(Run):
         manifest = read()
         if lost := [name for name in state.models if name not in manifest.models]:  # it may hold more
             raise StateError(
-                f"{path}: holds models {sorted(manifest.models)}, this run has {', '.join(lost)}, too"
+                f"{path}: holds models {sorted(manifest.models)}, but this run also has {', '.join(lost)}"
             )
         self.catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in lives}
         stored = self._stored = read_checkpoint(path, manifest, ranks)
@@ -391,5 +391,5 @@ def _differences(state: TrainState, stored: StoredCheckpoint, restored: Restored
         spread = live.geometries.items()
         moved |= any(not manifest.geometries[entries[n].geometry].is_same_place(g) for n, g in spread)
     if kind is None and manifest.world_size == ranks and moved:
-        found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
+        found.append("mesh or placements: tensors are now sharded differently")
     return found

@@ -106,12 +106,12 @@ class ResumeReport(Printed):
 
     def rows(self) -> Mapping[str, str]:
         """The rows of the printed table: the source, whether the resume is exact and why not, and what was restored."""
-        tensors = f"{self.tensors:,} tensors of the model, {self.optimizer_tensors:,} of the optimizer"
+        tensors = f"{self.tensors:,} model tensors, {self.optimizer_tensors:,} optimizer tensors"
         exact = "yes"
         if not self.exact:
             exact = f"no: {'; '.join((*self.differences, *self.skipped, *self.caveats))}"
         elif self.not_given:
-            exact = f"yes, for the state that was given (no {', no '.join(self.not_given)})"
+            exact = f"yes, for the state you passed (no {', no '.join(self.not_given)})"
         ranks = self.saved_world_size
         saved_on = f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "an unknown number of ranks"
         rows = {

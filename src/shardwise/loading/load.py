@@ -470,7 +470,7 @@ def load(
         if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
             forget_quantization(live.base.config)  # of a model that was built from the config of the source
         if names is None and not catalog.has_module_names:  # a checkpoint's are the module's
-            hub = automatic_rules(live.base, key_mapping)
+            hub = automatic_rules(live, key_mapping)
         rules = Rules(
             _resolve(live, catalog, names, key_mapping, hub),
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,

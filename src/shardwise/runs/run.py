@@ -555,7 +555,7 @@ class _OfAnotherProgram(Run):
                 )
             if state.dataloader is not None:
                 raise StateError(
-                    f"{path}: such a checkpoint holds no readable data position; leave dataloader out of the state"
+                    f"{path}: such a checkpoint contains no readable data position; leave dataloader out of the state"
                 )
             if len(state.models) > len(run.models):
                 raise StateError(
@@ -573,7 +573,7 @@ class _OfAnotherProgram(Run):
             part, stored = trained_by(name, optimizer, lives), self._optimizers[name]
             if stored.is_numbered:
                 self._differences.append(
-                    f"{name}: its parameters were matched by their positions, as torch's load_state_dict does"
+                    f"{name}: its parameters were matched by position, as in torch's load_state_dict"
                 )
                 stored = self._optimizers[name] = stored.named_like(part.members)
             check_groups(part, _groups_of(part, stored))
@@ -620,7 +620,7 @@ class _OfAnotherProgram(Run):
             rng = derive_rng(seed=torch.initial_seed() % 2**63, step=self.step, rank=restored.ranks.rank)
         restored.rng, restored.documents = rng, list(self._documents)
         restored.skipped = [
-            "random generators and data position: not stored in a readable form",
+            "RNG states and data position: not stored in a readable form",
             *self._skipped,
         ]
         casts = [cast.in_words() for load in restored.loads for cast in load.casts]
