@@ -163,5 +163,5 @@ def test_parts_without_their_document_are_damage(tmp_path: Path) -> None:
     checkpoint = StoredCheckpoint("here", manifest, documents, Places(), manifest)
     OptimizerInCheckpoint(part, checkpoint).check_cuts()
     del documents["optimizer.low_bit"]
-    with pytest.raises(FormatError, match=r"'exp_avg:scale' of 'weight' has another shape"):
+    with pytest.raises(FormatError, match=r"'exp_avg:scale' of 'weight' has a different shape"):
         OptimizerInCheckpoint(part, checkpoint).check_cuts()
