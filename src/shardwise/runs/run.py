@@ -343,8 +343,8 @@ def _of_third_party(
                 )
         if stored.is_numbered:
             skipped.append(
-                f"{where}: the optimizer's state, by parameter number, and neither the order of model.parameters() nor the HF Trainer's "
-                f"groups fit it (without a config, --config DIR, neither is known); only an optimizer built as in the saved run can match "
+                f"{where}: the optimizer state is stored by parameter index, and neither the order of model.parameters() nor the HF "
+                f"Trainer's groups fit it (without a config, --config DIR, neither is known); only an optimizer built as in the saved run can match "
                 f"it. To keep it: sw.restore(sw.TrainState(model=model, optimizer=optimizer), {run.path!r}), and sw.save there"
             )
         else:
