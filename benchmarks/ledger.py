@@ -26,7 +26,7 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks.fresh import from_fresh_process
-from shardwise.operations.host_budget import memory_cgroups
+from shardwise.operations.host_budget import cgroups_with
 from shardwise.operations.operation import phase
 
 _MOST, _MOST_OFF = 0.01, 0.02
@@ -60,7 +60,7 @@ def measure(work: Callable[[float], int], seconds: float, place: str | None) -> 
 
 def own_cgroup() -> Path | None:
     """Move this process into a cgroup of its own that counts memory. None where that can't be had."""
-    for version, level in memory_cgroups():
+    for version, level in cgroups_with("memory"):
         place = level / f"shardwise-benchmark-{os.getpid()}"
         with suppress(OSError):
             place.mkdir()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.operations.host_budget import memory_cgroups
+from shardwise.operations.host_budget import cgroups_with
 
 __all__ = ["MemoryLimit", "limited_memory"]
 
@@ -49,7 +49,7 @@ class MemoryLimit:
 def limited_memory() -> Iterator[MemoryLimit | None]:
     """A cgroup while the context lasts; None where none can be made (no root, no memory controller)."""
     found = None
-    for version, own in memory_cgroups():
+    for version, own in cgroups_with("memory"):
         directory = own / f"shardwise-bench-{os.getpid()}"
         try:
             directory.mkdir()

@@ -30,7 +30,7 @@ from shardwise.cli import main
 from shardwise.cli import render as inspection
 from shardwise.cli.program import byte_count, tree_of
 from shardwise.cli.render import size
-from shardwise.doctor.examine import RULES
+from shardwise.doctor.rules import RULES
 from shardwise.operations.host_budget import host_budget
 from tests.harness.command import runner
 from tests.harness.models import sparse_file

@@ -445,9 +445,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("checkpoint.unfinished", "no .metadata", _checkpoint(kind="dcp", lacks_metadata=True)),
     *(
         Pathology(
-            f"log.{known.name}",
+            f"log.{known.line}",
             known.bites,
-            replace(HEALTHY, logs=(Log(path="/l", lines={known.name: "x"}),)),
+            replace(HEALTHY, logs=(Log(path="/l", lines={known.line: "x"}),)),
         )
         for known in KNOWN
     ),

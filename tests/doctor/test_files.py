@@ -456,12 +456,12 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("known", KNOWN, ids=lambda k: k.name)
+@pytest.mark.parametrize("known", KNOWN, ids=lambda k: k.line)
 def test_a_log(known: Any, tmp_path: Path, here: set[str]) -> None:
     path = tmp_path / "run.log"
-    path.write_text(f"{NOISE * 50}{LINES[known.name]}\n{NOISE}")
+    path.write_text(f"{NOISE * 50}{LINES[known.line]}\n{NOISE}")
     findings = found(path)
-    check(findings, here, f"log.{known.name}", words=LINES[known.name][:60])
+    check(findings, here, f"log.{known.line}", words=LINES[known.line][:60])
 
 
 def test_a_long_log_is_read_at_both_ends(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor.examine import RULES, findings_of
+from shardwise.doctor.examine import findings_of
 from shardwise.doctor.facts import Finding
-from shardwise.doctor.rules_machine import CUT_ON_DIM_0
+from shardwise.doctor.rules import RULES
 from tests.doctor import test_conditions, test_files, test_meet, test_system
 from tests.doctor.healthy import HEALTHY, SOFTWARE, YAML, hundred, settings
 from tests.doctor.pathologies import PATHOLOGIES, Pathology
@@ -135,7 +135,8 @@ def test_architectures_that_are_cut_on_dim_0() -> None:
     text = (PAGE.parents[1] / "supported-models.md").read_text("utf-8")
     rows = re.findall(r"^\| ([\w.-]+) \| \w+ \| ([^|]*) \|", text, re.MULTILINE)
     cut = re.compile(r"\b(Chunk|Split|Concatenate|Transpose|Permute\w*|Ernie\w+)\(0\b")
-    assert {name for name, conversions in rows if cut.search(conversions)} == CUT_ON_DIM_0
+    (rule,) = (rule for rule in RULES if rule.id == "model.conversion")
+    assert {name for name, conversions in rows if cut.search(conversions)} == {*rule.model_types}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.operations import operation as recorder
-from shardwise.operations.host_budget import memory_cgroups
+from shardwise.operations.host_budget import cgroups_with
 from shardwise.operations.ledger import _SHARE, _Counts, _Pace
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
@@ -47,7 +47,7 @@ def child(place: Path, *more: object, status: int = 0) -> str:
 @pytest.fixture
 def cgroup() -> Iterator[Path | None]:
     """A cgroup that counts memory, below this process's own; None where none can be made."""
-    for version, level in memory_cgroups():
+    for version, level in cgroups_with("memory"):
         place = level / f"shardwise-test-{os.getpid()}"
         try:
             place.mkdir()

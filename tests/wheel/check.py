@@ -51,7 +51,12 @@ def check_contents(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     source = ROOT / "src"
     expected = {str(path.relative_to(source)) for path in source.rglob("*.py")}
-    expected |= {"shardwise/py.typed", "shardwise/errors.md", "shardwise/report/page.html"}
+    expected |= {
+        "shardwise/py.typed",
+        "shardwise/errors.md",
+        "shardwise/report/page.html",
+        "shardwise/doctor/rules.toml",
+    }
     if names != expected:
         sys.exit(f"{wheel.name}: differs from src in {sorted(names ^ expected)}")
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,7 @@ from .program import (
     AnyPath,
     Program,
     anchor_of,
+    answer,
     as_load_pretrained,
     byte_count,
     common,
@@ -35,6 +37,7 @@ from .program import (
     new_adapter,
     one_model,
     one_step,
+    option,
     print_json,
     quantized_as,
     rank_of_launcher,
@@ -57,6 +60,9 @@ __all__ = [
 
 # ----------------------------------------------------------------------------------------------------
 # The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed.
+
+
+_COUNT, _RANKS = click.IntRange(1), click.IntRange(1, 16_384)
 
 
 @click.group(cls=Program, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,29 +106,21 @@ def _is_sound(contents: Inspection) -> bool:
 
 @main.command(short_help="Show how many GPUs a model needs, or whether it fits.")
 @source_path
-@click.option(
+@option(
     "--ranks",
-    type=click.IntRange(1, 16_384),
-    default=None,
+    type=_RANKS,
     metavar="N",
     help="Number of ranks. With --fit, the default is the smallest number that fits.",
 )
-@click.option(
-    "--replicas",
-    type=click.IntRange(1),
-    default=1,
-    metavar="R",
-    help="Copies of the model (HSDP). R must divide N.",
+@option(
+    "--replicas", type=_COUNT, default=1, metavar="R", help="Copies of the model (HSDP). R must divide N."
 )
-@click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: the config's dtype."
-)
-@click.option("--tp", type=click.IntRange(1), default=1, metavar="T", help="Ranks for tensor parallelism.")
-@click.option("--ep", type=click.IntRange(1), default=1, metavar="E", help="Ranks for expert parallelism.")
-@click.option(
+@option("--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: the config's dtype.")
+@option("--tp", type=_COUNT, default=1, metavar="T", help="Ranks for tensor parallelism.")
+@option("--ep", type=_COUNT, default=1, metavar="E", help="Ranks for expert parallelism.")
+@option(
     "--nodes",
-    type=click.IntRange(1),
-    default=None,
+    type=_COUNT,
     metavar="H",
     help="Number of hosts. Default: as many as the ranks need if every host has as many devices as this one; 1 if it has none.",
 )
@@ -134,15 +132,9 @@ def _is_sound(contents: Inspection) -> bool:
 def plan(
     path: str,
     ranks: int | None,
-    replicas: int,
-    tp: int,
-    ep: int,
-    dtype: str,
     nodes: int | None,
     auto_class: str | None,
     key_mapping: tuple[tuple[str, str], ...],
-    allow_unused: tuple[str, ...],
-    allow_missing: tuple[str, ...],
     adapter: str | None,
     quantized: str,
     as_json: bool,
@@ -164,52 +156,41 @@ def plan(
     from .program import check_axes, console
     from .render import nodes_like_this, show_plan, this_host
 
-    on_this_host = options["device"] == "cpu"
-    asked = asked_training(options)
+    on_this_host, is_own_dtype = options["device"] == "cpu", options["dtype"] == "auto"
+    asked, is_explained = asked_training(options)
     if ranks is None:
-        if asked.device_limit_bytes is None:
+        if asked.get("device_limit_bytes") is None:
             raise click.UsageError("pass --ranks N, or --fit SIZE to find out how many ranks the run needs")
         if nodes is not None:
             raise click.UsageError("--nodes needs --ranks; without it, hosts have 8 ranks")
     else:
-        check_axes(ranks=ranks, nodes=nodes or 1, replicas=replicas, tp=tp, ep=ep)
+        axes = {axis: options[axis] for axis in ("replicas", "tp", "ep")}
+        check_axes(ranks=ranks, nodes=nodes or 1, **axes)
         nodes = nodes or nodes_like_this(ranks)
     report = plan_model(
         one_step(path),
         ranks=ranks,
         nodes=nodes or 1,
-        replicas=replicas,
-        tp=tp,
-        ep=ep,
-        dtype=dtype,
         auto_class=model_class(auto_class),
         key_mapping=dict(key_mapping),
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
         adapter=new_adapter(adapter),
         quantized=quantized_as(quantized),
-        **asked.arguments,
+        **asked,
         **options,
     )
     host = this_host(report, -(-report.ranks // (nodes or -(-report.ranks // 8))))
     if as_json:
         print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:
-        show_plan(console(), report, host if on_this_host else None, is_own_dtype=dtype == "auto")
+        show_plan(console(), report, host if on_this_host else None, is_own_dtype=is_own_dtype)
         if report.run is not None:
-            show_phases(console(), report.run, explain=asked.explain, size=size)
+            show_phases(console(), report.run, explain=is_explained, size=size)
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
 @main.command(short_help="Check every byte of a checkpoint, or of a whole run.")
 @source_path
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=None,
-    metavar="N",
-    help="Default: number of cores, at most 8.",
-)
+@option("--threads", type=click.IntRange(1, 256), metavar="N", help="Default: number of cores, at most 8.")
 @common
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step in a directory of checkpoints.
@@ -217,16 +198,13 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
     If PATH is one host's part of a step (Checkpointer(local=True)), only that host's files are checked. If they're intact, the exit status
     is 3, because the rest of the step wasn't checked.
     """
+    from ..checkpoint.verify import verify as verify_one
     from ..runs.history import is_root
-    from .program import console
     from .render import show_verify
 
     if not is_root(path):
-        report = _verify_one(path, threads)
-        if as_json:
-            print_json(report.to_json())
-        else:
-            show_verify(console(), report)
+        report = verify_one(path, threads=threads)
+        answer(report, as_json, show_verify)
         return _status(bool(report.problems), report.part is not None)
     return _verify_steps(path, threads, as_json)
 
@@ -245,14 +223,10 @@ def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     positions aren't compared. If you pass a run's directory, its newest valid step is used. The exit status is 1 if the two differ.
     """
     from ..runs.diff import diff as diff_sources
-    from .program import console
     from .render import show_diff
 
     report = diff_sources(one_step(first), one_step(second))
-    if as_json:
-        print_json(report.to_json())
-    else:
-        show_diff(console(), report, every=every)
+    answer(report, as_json, partial(show_diff, every=every))
     return FINE if report.ok else WRONG_DATA
 
 
@@ -261,6 +235,7 @@ def _status(is_wrong: bool, is_part: bool) -> int:
 
 
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
+    from ..checkpoint.verify import verify as verify_one
     from ..format.manifest import MANIFEST_NAME
     from ..publish.line import line_of
     from ..runs.history import others_steps
@@ -286,7 +261,7 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():
         try:
-            report = _verify_one(path, threads)
+            report = verify_one(path, threads=threads)
             documents.append(report.to_json())
             if not as_json:
                 show_verify(console(), report)
@@ -308,12 +283,6 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
 
 
-def _verify_one(path: str, threads: int | None) -> Any:
-    from ..checkpoint import verify as stored
-
-    return stored.verify(path, threads=threads)
-
-
 @main.command(short_help="Copy a model or checkpoint, and verify the copy.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
@@ -325,20 +294,16 @@ def copy(path: str, out: str, as_json: bool) -> None:
     continue it.
     """
     from ..publish.copy import copy_checkpoint
-    from .program import console
     from .render import show_copy
 
     report = copy_checkpoint(path, out)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        show_copy(console(), report)
+    answer(report, as_json, show_copy)
 
 
 @main.command(short_help="Write a checkpoint as a Hugging Face model.")
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
-@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: unchanged.")
+@option("--dtype", type=click.Choice(DTYPES), help="Default: unchanged.")
 @click.option(
     "--max-shard-bytes",
     callback=byte_count,
@@ -347,15 +312,12 @@ def copy(path: str, out: str, as_json: bool) -> None:
     metavar="SIZE",
     help="Maximum size of a file.",
 )
-@click.option(
+@option(
     "--quantize",
     type=click.Choice(["as-source"]),
-    default=None,
     help="Write the quantized format of --source. Default: plain weights.",
 )
-@click.option(
-    "--source", metavar="PATH", default=None, help="The quantized model from which this one was loaded."
-)
+@option("--source", metavar="PATH", help="The quantized model from which this one was loaded.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export at OUT, atomically.")
 @one_model
 @config
@@ -367,12 +329,8 @@ def export(
     dtype: str | None,
     quantize: Literal["as-source"] | None,
     source: str | None,
-    max_shard_bytes: int,
-    overwrite: bool,
-    model_name: str | None,
-    config: str | None,
-    trust_remote_code: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Export the model at PATH to OUT, as a Hugging Face directory.
 
@@ -389,28 +347,13 @@ def export(
             "--dtype and --quantize can't be combined, because the source determines the dtypes; give one of them"
         )
     from ..export.hub import export_hf
-    from .program import console
     from .render import show_export
 
     with _ranks_of_launcher() as rank:
-        report = export_hf(
-            one_step(path),
-            out,
-            model_name=model_name,
-            config=config,
-            dtype=dtype,
-            quantize=quantize,
-            source=source,
-            max_shard_bytes=max_shard_bytes,
-            overwrite=overwrite,
-            trust_remote_code=trust_remote_code,
-        )
+        report = export_hf(one_step(path), out, dtype=dtype, quantize=quantize, source=source, **options)
         if rank != 0:
             return
-        if as_json:
-            print_json(report.to_json())
-        else:
-            show_export(console(), report)
+        answer(report, as_json, show_export)
 
 
 @main.command(short_help="Convert a training checkpoint from another library.")
@@ -421,15 +364,7 @@ def export(
 @config
 @trust_remote_code
 @common
-def convert(
-    path: str,
-    out: str,
-    to: str,
-    model_name: str | None,
-    config: str | None,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def convert(path: str, out: str, to: str, model_name: str | None, as_json: bool, **given: Any) -> None:
     """Convert the run at PATH to a checkpoint, or its model to a Hugging Face directory (like export).
 
     PATH is a checkpoint from Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint (sharded or full); safetensors
@@ -444,11 +379,9 @@ def convert(
         )
     from ..export.hub import export_hf
     from ..runs.convert import convert as to_checkpoint
-    from .program import console
     from .render import show_convert, show_export
 
     with _ranks_of_launcher() as rank:
-        given: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
         report: Any
         path = one_step(path)
         if to == "hf":
@@ -457,18 +390,14 @@ def convert(
             report, show = to_checkpoint(path, out, **given), show_convert
         if rank != 0:
             return
-        if as_json:
-            print_json(report.to_json())
-        else:
-            show(console(), report)
+        answer(report, as_json, show)
 
 
 @main.command(short_help="Write an HTML page about a run.")
 @click.argument("paths", type=click.Path(path_type=str), nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The file to write.")
-@click.option(
+@option(
     "--plan",
-    default=None,
     metavar="FILE",
     help="A saved output of `shardwise plan --json` to compare with. Default: RUN/plan*.json.",
 )
@@ -569,10 +498,9 @@ def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
 
 @main.command(short_help="Find problems with this machine, your files and logs.")
 @click.argument("path", nargs=-1, type=AnyPath(path_type=str))
-@click.option(
+@option(
     "--ranks",
-    type=click.IntRange(1, 16_384),
-    default=None,
+    type=_RANKS,
     metavar="N",
     help="Ranks on this host. Default: taken from the launcher, an Accelerate YAML, or the number of devices.",
 )
@@ -595,16 +523,12 @@ def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_js
     command takes at most 30 s. The exit status is 1 if something will fail, or cost time, memory or data. Notes don't affect it.
     """
     from ..doctor.examine import examine
-    from .program import console
 
     with _terminated_as_interrupted():
         diagnosis = examine(path, outputs=run, ranks=ranks)
     if not diagnosis.speaks:
         return FINE  # a launcher ends all ranks when one fails: rank 0 must speak first
-    if as_json:
-        print_json(diagnosis.to_json())
-    else:
-        _show(console(), diagnosis)
+    answer(diagnosis, as_json, _show)
     return WRONG_DATA if diagnosis.bites else FINE
 
 
@@ -629,8 +553,8 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..doctor.examine import RULES
     from ..doctor.facts import count
+    from ..doctor.rules import RULES
     from .render import plain
 
     facts = diagnosis.facts

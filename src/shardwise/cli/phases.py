@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,134 +11,79 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..objects import frozen
-from .program import DTYPES, memory_size
+from .program import DTYPES, memory_size, option, options
 
 if TYPE_CHECKING:
     from ..fit.plan import PlanReport
-    from ..fit.records import Phase, RunPlan, TrainingSpec
-    from ..sharding.fsdp import ShardPolicy
+    from ..fit.records import Phase, RunPlan
 
-__all__ = ["AskedTraining", "as_training", "asked_training", "planned_lines", "show_phases"]
+__all__ = ["as_training", "asked_training", "planned_lines", "show_phases"]
 
-_OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "momentum")
-#: Options of which any one asks for the phases of a run.
-_NAMES = (
-    "batch_size",
-    "sequence_length",
-    "optimizer",
-    "checkpointing",
-    "param_dtype",
-    "reduce_dtype",
-    "offload",
-    "device",
-    "bandwidth",
-    "keep_last",
-    "fit",
-    "host",
-    "explain",
+#: Options of a training run, of which any one asks for its phases, and their fields of :class:`TrainingSpec`.
+_NAMES = {
+    "batch_size": "batch_size",
+    "sequence_length": "sequence_length",
+    "optimizer": "optimizer",
+    "checkpointing": "checkpointing",
+    "device": "device",
+    "bandwidth": "bytes_per_s",
+    "keep_last": "keep_last",
+    **dict.fromkeys(("param_dtype", "reduce_dtype", "offload", "fit", "host", "explain")),
+}
+
+_COUNT, _DTYPE = click.IntRange(1), click.Choice(DTYPES)
+_SIZE: dict[str, Any] = {"callback": memory_size, "metavar": "SIZE"}
+#: The options that describe a training run.
+as_training = options(
+    option("--batch-size", type=_COUNT, help="Samples per rank in one forward pass."),
+    option("--sequence-length", type=_COUNT, help="Tokens per sample."),
+    option(
+        "--optimizer",
+        type=click.Choice(("adamw", "adamw8bit", "sgd", "momentum")),
+        help="Default: adamw.",
+    ),
+    click.option("--checkpointing", is_flag=True, help="Use activation checkpointing for each block."),
+    option("--param-dtype", type=_DTYPE, help="Mixed precision: dtype of the forward pass."),
+    option("--reduce-dtype", type=_DTYPE, help="Mixed precision: dtype in which gradients are reduced."),
+    click.option(
+        "--offload", is_flag=True, help="Keep shards, gradients and optimizer state in host memory."
+    ),
+    option("--device", type=click.Choice(("cuda", "unified", "cpu")), help="Default: cuda."),
+    option("--bandwidth", help="Bandwidth of the checkpoint storage, in bytes per second.", **_SIZE),
+    option("--keep-last", type=_COUNT, help="Number of checkpoints that the run keeps. Default: 3."),
+    option(
+        "--fit", help="Memory of one device: check whether the run fits, or what would make it fit.", **_SIZE
+    ),
+    option("--host", help="Memory of one host: check whether the run fits into that, too.", **_SIZE),
+    click.option("--explain", is_flag=True, help="Show each number with its formula and error bar."),
 )
 
 
-def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that describe a training run. Any one of them asks for its phases."""
-    sizes: dict[str, Any] = {"callback": memory_size, "metavar": "SIZE", "default": None}
-    options = (
-        click.option(
-            "--batch-size", type=click.IntRange(1), default=None, help="Samples per rank in one forward pass."
-        ),
-        click.option("--sequence-length", type=click.IntRange(1), default=None, help="Tokens per sample."),
-        click.option("--optimizer", type=click.Choice(_OPTIMIZERS), default=None, help="Default: adamw."),
-        click.option("--checkpointing", is_flag=True, help="Use activation checkpointing for each block."),
-        click.option(
-            "--param-dtype",
-            type=click.Choice(DTYPES),
-            default=None,
-            help="Mixed precision: dtype of the forward pass.",
-        ),
-        click.option(
-            "--reduce-dtype",
-            type=click.Choice(DTYPES),
-            default=None,
-            help="Mixed precision: dtype in which gradients are reduced.",
-        ),
-        click.option(
-            "--offload", is_flag=True, help="Keep shards, gradients and optimizer state in host memory."
-        ),
-        click.option(
-            "--device", type=click.Choice(("cuda", "unified", "cpu")), default=None, help="Default: cuda."
-        ),
-        click.option(
-            "--bandwidth", help="Bandwidth of the checkpoint storage, in bytes per second.", **sizes
-        ),
-        click.option(
-            "--keep-last",
-            type=click.IntRange(1),
-            default=None,
-            help="Number of checkpoints that the run keeps. Default: 3.",
-        ),
-        click.option(
-            "--fit",
-            help="Memory of one device: check whether the run fits, or what would make it fit.",
-            **sizes,
-        ),
-        click.option(
-            "--host", help="Memory of one host: check whether the run fits into that, too.", **sizes
-        ),
-        click.option("--explain", is_flag=True, help="Show each number with its formula and error bar."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+def asked_training(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Take the options of :data:`as_training` out of ``options``: the arguments of ``plan`` that they describe, and ``--explain``.
 
-
-@frozen
-class AskedTraining:
-    """The run that the options describe, as arguments of ``plan``; without any of them, none."""
-
-    training: TrainingSpec | None
-    policy: ShardPolicy | None
-    device_limit_bytes: int | None
-    host_limit_bytes: int | None
-    explain: bool
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        names = ("training", "policy", "device_limit_bytes", "host_limit_bytes")
-        return {name: getattr(self, name) for name in names}
-
-
-def asked_training(options: dict[str, Any]) -> AskedTraining:
-    """Take the options of :func:`as_training` out of ``options``."""
+    Without any of them there is no run, and no argument.
+    """
     given = {name: options.pop(name) for name in _NAMES}
     if not any(given.values()):
-        return AskedTraining(None, None, None, None, False)
+        return {}, False
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from ..dtypes import named_dtype
     from ..fit.records import TrainingSpec
     from ..sharding.fsdp import ShardPolicy
 
-    fields: Mapping[str, Any] = {
-        "batch_size": given["batch_size"],
-        "sequence_length": given["sequence_length"],
-        "optimizer": given["optimizer"],
-        "checkpointing": given["checkpointing"],
-        "device": given["device"],
-        "bytes_per_s": given["bandwidth"],
-        "keep_last": given["keep_last"],
-    }
     mixed: dict[str, Any] = {
         name: given[name] and named_dtype(given[name]) for name in ("param_dtype", "reduce_dtype")
     }
     precision = MixedPrecisionPolicy(**mixed) if any(mixed.values()) else None
-    return AskedTraining(
-        TrainingSpec(**{name: value for name, value in fields.items() if value}),
-        ShardPolicy(mixed_precision=precision, cpu_offload=given["offload"]),
-        given["fit"],
-        given["host"],
-        given["explain"],
-    )
+    arguments = {
+        "training": TrainingSpec(**{field: given[n] for n, field in _NAMES.items() if field and given[n]}),
+        "policy": ShardPolicy(mixed_precision=precision, cpu_offload=given["offload"]),
+        "device_limit_bytes": given["fit"],
+        "host_limit_bytes": given["host"],
+    }
+    return arguments, given["explain"]
 
 
 def planned_lines(report: PlanReport, *, is_own_dtype: bool) -> list[str]:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ __all__ = [
     "WRONG_DATA",
     "WRONG_USAGE",
     "anchor_of",
+    "answer",
     "as_load_pretrained",
     "byte_count",
     "check_axes",
@@ -53,6 +55,8 @@ __all__ = [
     "new_adapter",
     "one_model",
     "one_step",
+    "option",
+    "options",
     "print_json",
     "quantized_as",
     "rank_of_launcher",
@@ -131,6 +135,14 @@ class Program(click.Group):
 def print_json(document: Any) -> None:
     """The one JSON document of a command, on stdout."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def answer(report: Any, as_json: bool, show: Callable[[Console, Any], None]) -> None:
+    """A command's report: its JSON, or what ``show`` prints of it."""
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show(console(), report)
 
 
 def rank_of_launcher() -> tuple[int, int]:
@@ -319,7 +331,7 @@ def rows_of(text: str) -> list[tuple[str, str, str]]:
 
 def doctors_rules(name: str) -> str:
     """What doctor's check of this name looks for, or those that mention this setting, as Markdown; empty if there are none."""
-    from ..doctor.examine import RULES
+    from ..doctor.rules import RULES
 
     is_setting = re.fullmatch(r"[a-z]+(_[a-z]+)+", name) is not None
     found = [
@@ -439,80 +451,66 @@ def check_axes(*, ranks: int, nodes: int, replicas: int, tp: int, ep: int) -> No
             raise click.BadParameter(of, param_hint=f"'--{name}'")
 
 
-def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--json`` and ``--debug``. The program itself reads both, also when parsing fails."""
-    option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-    return option(debug(command))
+Command = Callable[..., Any]
 
 
-def debug(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--debug``, for the program and for each command: people write it before a command and after it."""
-    return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
+def options(*given: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """A group of options as one decorator, in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(given):
+            command = option(command)
+        return command
+
+    return decorate
 
 
-def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument PATH, unchecked: the readers raise better errors."""
-    return click.argument("path", type=AnyPath(path_type=str))(command)
-
-
-def config(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--config``, for sources that have none of their own."""
-    help = "Directory with config.json, tokenizer and custom code, if PATH has none."
-    return click.option("--config", type=AnyPath(path_type=str), default=None, metavar="DIR", help=help)(
-        command
-    )
-
-
-def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--model``, for commands that write one model of a checkpoint that may hold several."""
-    help = "Model to use, if the checkpoint has several."
-    return click.option("--model-name", default=None, metavar="NAME", help=help)(command)
-
-
-def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--trust-remote-code``, for commands that build the model."""
-    help = "Run the Python files that come with the model."
-    return click.option("--trust-remote-code", is_flag=True, help=help)(command)
-
-
-def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The arguments of ``load_pretrained`` that choose the model and its source."""
-    options = (
-        click.option("--auto-class", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
-        click.option(
-            "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
-        ),
-        click.option(
-            "--allow-unused",
-            multiple=True,
-            metavar="PATTERN",
-            help="Stored tensors that the model may leave unused.",
-        ),
-        click.option(
-            "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
-        ),
-        click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
-        click.option(
-            "--quantized",
-            type=click.Choice(("dequantize", "keep", "nf4", "fp4")),
-            default="dequantize",
-            show_default=True,
-            help="Dequantize, keep the stored codes, or quantize plain weights to 4 bits.",
-        ),
-        click.option("--revision", default=None, help="Branch, tag, or commit on the Hub."),
-        click.option(
-            "--subfolder", default="", metavar="DIR", help="Folder in PATH that contains the model."
-        ),
-        click.option("--variant", default=None, help="Use model.VARIANT.safetensors."),
-        click.option("--cache-dir", default=None, metavar="DIR", help="Hub cache. Default: HF_HUB_CACHE."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
+option = partial(click.option, default=None)
+#: For the program and for each command: people write it before a command and after it. The program itself reads both this
+#: and ``--json``, also when parsing fails.
+debug = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")
+common = options(
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."), debug
+)
+#: A path or URL, unchecked: the readers raise better errors.
+source_path = click.argument("path", type=AnyPath(path_type=str))
+config = option(
+    "--config",
+    type=AnyPath(path_type=str),
+    metavar="DIR",
+    help="Directory with config.json, tokenizer and custom code, if PATH has none.",
+)
+one_model = option("--model-name", metavar="NAME", help="Model to use, if the checkpoint has several.")
+trust_remote_code = click.option(
+    "--trust-remote-code", is_flag=True, help="Run the Python files that come with the model."
+)
 _CLASS_HELP = "Model class or Auto class, from transformers or MODULE. Default: the class in the config."
-_ADAPTER_HELP = "Adapter to load, or to create if DIR contains only adapter_config.json."
+_PATTERNS: dict[str, Any] = {"multiple": True, "metavar": "PATTERN"}
+#: The arguments of ``load_pretrained`` that choose the model and its source.
+as_load_pretrained = options(
+    option("--auto-class", metavar="[MODULE:]CLASS", help=_CLASS_HELP),
+    click.option(
+        "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
+    ),
+    click.option("--allow-unused", help="Stored tensors that the model may leave unused.", **_PATTERNS),
+    click.option("--allow-missing", help="Tensors that may be missing from PATH.", **_PATTERNS),
+    option(
+        "--adapter",
+        metavar="DIR",
+        help="Adapter to load, or to create if DIR contains only adapter_config.json.",
+    ),
+    click.option(
+        "--quantized",
+        type=click.Choice(("dequantize", "keep", "nf4", "fp4")),
+        default="dequantize",
+        show_default=True,
+        help="Dequantize, keep the stored codes, or quantize plain weights to 4 bits.",
+    ),
+    option("--revision", help="Branch, tag, or commit on the Hub."),
+    click.option("--subfolder", default="", metavar="DIR", help="Folder in PATH that contains the model."),
+    option("--variant", help="Use model.VARIANT.safetensors."),
+    option("--cache-dir", metavar="DIR", help="Hub cache. Default: HF_HUB_CACHE."),
+)
 
 
 def model_class(name: str | None) -> Any:

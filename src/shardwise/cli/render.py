@@ -48,7 +48,7 @@ from .program import Node, console, rank_of_launcher, tree_of
 if TYPE_CHECKING:
     from ..fit.plan import PlanReport
     from ..fit.records import StoreRequests
-    from ..fit.verdict import Change, Search
+    from ..fit.verdict import Search
     from ..planning.proof import Cast
     from ..quantized.open import Dequantized
 
@@ -376,12 +376,11 @@ def show_contents(out: Console, contents: Inspection) -> None:
         "kind": source.kind,
         "files": f"{source.files}, {size(source.file_bytes)}",
         "tensors": f"{source.tensors}, {size(source.tensor_bytes)}",
-        **({"quantized": _some([_format(one) for one in source.quantized])} if source.quantized else {}),
-        **({"not whole": _some(source.quantized_problems)} if source.quantized_problems else {}),
+        "quantized": _if_any(map(_format, source.quantized)),
+        "not whole": _if_any(source.quantized_problems),
         "dtypes": ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in source.dtypes.items()) or "-",
+        "ignored files": _if_any(source.ignored_files),
     }
-    if source.ignored_files:
-        facts["ignored files"] = _some(source.ignored_files)
     if source.ignored_entries:
         facts["not read"] = f"next to the model: {_some(source.ignored_entries)}"
     if isinstance(contents, CheckpointContents):
@@ -393,11 +392,7 @@ def show_contents(out: Console, contents: Inspection) -> None:
     if isinstance(contents, CheckpointContents):
         show_problems(out, contents.problems)
         if contents.part and not contents.problems:
-            _show_part(out, contents.part)
-
-
-def _show_part(out: Console, part: str) -> None:
-    out.print(Text(plain(f"not damaged: it {part}"), _YELLOW), soft_wrap=True)
+            out.print(Text(plain(f"not damaged: it {contents.part}"), _YELLOW), soft_wrap=True)
 
 
 def _grow(tree: Tree, nodes: Iterable[Node]) -> None:
@@ -428,8 +423,8 @@ def _line(name: str, detail: str) -> Text:
     return Text.assemble((plain(name), "bold"), "  ", (plain(detail), "dim"))
 
 
-def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
-    facts = {
+def _checkpoint_facts(c: CheckpointContents) -> dict[str, str | None]:
+    facts: dict[str, str | None] = {
         "step": str(c.step),
         "after step": "-" if c.parent_step is None else str(c.parent_step),
         "run": c.run_id,
@@ -442,8 +437,7 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
         facts[f"geometry {number}"] = f"{g.tensors} tensors, {cuts}"
     if c.referred:
         facts["refers to"] = f"{c.referred} frozen base tensors, by digest"
-    if c.parts:
-        facts["parts"] = _some([_part(number, one) for number, one in enumerate(c.parts, 1)])
+    facts["parts"] = _if_any(_part(number, one) for number, one in enumerate(c.parts, 1))
     for s in c.optimizer_states:
         facts[f"{s.optimizer}.{s.name}"] = (
             f"{', '.join(s.dtypes)}, {s.parameters} parameters, {size(s.state_bytes)}"
@@ -521,14 +515,6 @@ def _verdict_of(report: PlanReport) -> Text:
     return Text(text, _RED)
 
 
-def _show_changes(out: Console, changes: Sequence[Change]) -> None:
-    if changes:
-        out.print(Text("It would fit with one of these changes:", _YELLOW))
-    for change in changes:
-        line = f"  {change.what}: {size(change.device_bytes)} per device, {size(change.host_bytes)} per host"
-        out.print(Text(line), soft_wrap=True)
-
-
 def _the(phase: str) -> str:
     """A phase in a sentence: the async save."""
     return " ".join(["the", *reversed(phase.split(", "))])
@@ -584,7 +570,12 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         out.print(_verdict_of(report), soft_wrap=True)
     out.print(Text("\n".join(planned_lines(report, is_own_dtype=is_own_dtype))), soft_wrap=True)
     if has_verdict and report.verdict is not None:
-        _show_changes(out, report.verdict.changes)
+        changes = report.verdict.changes
+        if changes:
+            out.print(Text("It would fit with one of these changes:", _YELLOW))
+        for change in changes:
+            taken = f"{size(change.device_bytes)} per device, {size(change.host_bytes)} per host"
+            out.print(Text(f"  {change.what}: {taken}"), soft_wrap=True)
     largest = report.largest_group
     shape = f"{report.ranks}"
     shards = report.ranks // report.replicas // report.tp
@@ -595,7 +586,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         shape += f" ({' x '.join(axes)}{experts})"
     total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
     from_config = "; from its config alone, as if stored in its dtype" if report.from_config else ""
-    facts = {
+    facts: dict[str, str | None] = {
         "model": f"{report.model_class}, {', '.join(report.dtypes)}{from_config}",
         "tensors": f"{report.tensors}, {size(report.model_bytes)} ({size(report.source_bytes)} stored)",
         "ranks": shape,
@@ -609,19 +600,13 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
     if report.replicated_bytes:
         facts["replicated"] = f"{size(report.replicated_bytes)} on every rank, because it can't be sharded"
     for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
-        if declared:
-            facts[label] = _some([f"{d.name} (says {d.declared_by})" for d in declared])
-    if report.converted:
-        facts["converted in full"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
-    if report.dequantized:
-        held = [one for one in report.dequantized if one.format.endswith(", kept")]
-        plain = [one for one in report.dequantized if one not in held]
-        facts |= {"dequantized": _some([_format(one) for one in plain])} if plain else {}
-        facts |= {"held in codes": _some([_format(one) for one in held])} if held else {}
-    if report.casts:
-        facts["rounded"] = "; ".join(_cast(one) for one in report.casts)
-    if report.ignored_files:
-        facts["ignored files"] = _some(report.ignored_files)
+        facts[label] = _if_any(f"{d.name} (says {d.declared_by})" for d in declared)
+    facts["converted in full"] = _if_any(f"{c.name} ({c.reason})" for c in report.converted)
+    held = [one for one in report.dequantized if one.format.endswith(", kept")]
+    facts["dequantized"] = _if_any(_format(one) for one in report.dequantized if one not in held)
+    facts["held in codes"] = _if_any(map(_format, held))
+    facts["rounded"] = "; ".join(map(_cast, report.casts)) or None
+    facts["ignored files"] = _if_any(report.ignored_files)
     if host is not None:
         budget = host.budget
         facts["this host"] = str(budget)
@@ -696,7 +681,7 @@ _MOST_CHANGES = 20
 
 def show_diff(out: Console, report: Any, *, every: bool) -> None:
     """Print the result of ``diff`` (a ``DiffReport``): counts, then the tensors that changed most, or ``every`` one."""
-    facts = {"equal": f"{report.equal} tensors, {report.by_digest} of them by digest"}
+    facts: dict[str, str | None] = {"equal": f"{report.equal} tensors, {report.by_digest} of them by digest"}
     changed = sorted(
         report.changed, key=lambda one: (-one.relative if one.relative == one.relative else 0.0, one.name)
     )
@@ -705,10 +690,8 @@ def show_diff(out: Console, report: Any, *, every: bool) -> None:
         by = "" if most is None else f", by at most {most:.3g} of their norm"
         facts["changed"] = f"{len(changed)} tensors{by}"
     for label, names in (("added", report.added), ("removed", report.removed)):
-        if names:
-            facts[label] = f"{len(names)}: {_some(names)}"
-    if report.not_compared:
-        facts["not compared"] = "; ".join(report.not_compared)
+        facts[label] = f"{len(names)}: {_some(names)}" if names else None
+    facts["not compared"] = "; ".join(report.not_compared) or None
     _facts(out, f"{report.first} -> {report.second}", facts)
     if changed:
         shown = changed if every else changed[:_MOST_CHANGES]
@@ -734,16 +717,14 @@ def show_export(out: Console, report: Any) -> None:
     facts = {
         "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
         "files": _some(report.files),
+        "rounded": "; ".join(map(_cast, report.casts)) or None,
     }
-    if report.casts:
-        facts["rounded"] = "; ".join(_cast(one) for one in report.casts)
     if report.as_source is not None:
         origin = report.as_source
         facts["from the source"] = f"{origin.copied + len(origin.not_in_model)} tensors, which did not change"
         for rule in origin.requantized:
             facts[f"quantized again ({len(rule.names)})"] = f"{_some(rule.names)}; {rule.reference}"
-        if origin.written:
-            facts["changed, plain"] = _some(origin.written)
+        facts["changed, plain"] = _if_any(origin.written)
     if not os.path.isfile(os.path.join(report.path, "config.json")):
         facts["no config.json"] = (
             "the source has none, so from_pretrained can't open OUT, and tensors keep their names; export again with "
@@ -770,11 +751,9 @@ def show_convert(out: Console, report: Any) -> None:
         "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} optimizer tensors, {size(report.bytes_written)}"
         f"{' by this rank' * (rank_of_launcher()[1] > 1)} in {report.seconds:.1f} s",
         "documents": _some(report.documents),
+        "assumed": "; ".join(report.caveats) or None,
+        "skipped": "; ".join(report.skipped) or None,
     }
-    if report.caveats:
-        facts["assumed"] = "; ".join(report.caveats)
-    if report.skipped:
-        facts["skipped"] = "; ".join(report.skipped)
     _facts(out, str(report.path), facts)
 
 
@@ -782,15 +761,15 @@ def show_convert(out: Console, report: Any) -> None:
 # Pieces
 
 
-def _facts(out: Console, title: str | None, facts: Mapping[str, str]) -> None:
-    """A title and labeled lines under it."""
-    if title is not None:
-        out.print(Text(plain(title), "bold"), soft_wrap=True)
+def _facts(out: Console, title: str, facts: Mapping[str, str | None]) -> None:
+    """A title and labeled lines under it, without those that are None."""
+    out.print(Text(plain(title), "bold"), soft_wrap=True)
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, value in facts.items():
-        grid.add_row(Text(plain(label)), Text(plain(value)))
+        if value is not None:
+            grid.add_row(Text(plain(label)), Text(plain(value)))
     out.print(grid)
 
 
@@ -809,6 +788,11 @@ def _verdict(ok: bool, part: str | None = None) -> RenderableType:
     if ok and part:
         return Text("ok, a part", _YELLOW)
     return Text("ok", _GREEN) if ok else Text("damaged", _RED)
+
+
+def _if_any(lines: Iterable[str]) -> str | None:
+    """As :func:`_some`; None if there are none."""
+    return _some(lines) or None
 
 
 def _some(lines: Iterable[str], shown: int = 8) -> str:

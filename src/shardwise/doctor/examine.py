@@ -9,9 +9,10 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -27,17 +28,13 @@ from ..runs.history import losses_in, losses_of_steps, numbered_steps, others_st
 from ..storage import absolute, is_directory, is_file, names_in
 from ..storage.records import is_url
 from .facts import (
-    Bite,
     Bucket,
     Checkpoint,
     Facts,
     Finding,
     Foreign,
-    Log,
     Meeting,
-    Model,
     Place,
-    Rule,
     Seen,
     Settings,
     count,
@@ -65,14 +62,11 @@ from .files import (
     read_settings,
 )
 from .logs import log_of_losses, read_log
-from .rules_logs import LOGS, RANKS, STORAGE
-from .rules_machine import LAUNCH, MACHINE, MODELS, SOFTWARE
-from .rules_runs import ACCELERATE, CHECKPOINTS, TRAINER
+from .rules import RULES
 
 __all__ = [
     "Assembly",
     "Diagnosis",
-    "RULES",
     "assembly_of",
     "collect",
     "examine",
@@ -90,40 +84,14 @@ _ALL_S, _EACH_S = 12.0, 10.0
 _MOST_FILES = 2_000
 
 
-_KINDS = (
-    "places",
-    "buckets",
-    "accelerate",
-    "arguments",
-    "models",
-    "checkpoints",
-    "logs",
-    "foreign",
-    "unknown",
-    "absent",
-)
 #: Of the numbered checkpoints of the Trainer or Accelerate, the newest that are looked at.
 _STEPS_CHECKED = 3
 #: Those whose names are read, and how many next to each are compared with it.
 _STEPS_LISTED, _NEIGHBORS = 200, 4
 
 
-@dataclass(slots=True)
-class _Found:
-    """What the given paths turned out to be."""
-
-    places: list[Place] = field(default_factory=list)
-    buckets: list[Bucket] = field(default_factory=list)
-    accelerate: list[Settings] = field(default_factory=list)
-    arguments: list[Settings] = field(default_factory=list)
-    models: list[Model] = field(default_factory=list)
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    logs: list[Log] = field(default_factory=list)
-    foreign: list[Foreign] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    taken_for: dict[str, str] = field(default_factory=dict)
-    silent: dict[str, float] = field(default_factory=dict)
+#: What the given paths turned out to be, by the field of :class:`Facts`.
+_Found = defaultdict[str, list[Any]]
 
 
 def collect(paths: Iterable[str], *, outputs: Iterable[str] = (), ranks: int | None = None) -> Facts:
@@ -136,32 +104,27 @@ def collect(paths: Iterable[str], *, outputs: Iterable[str] = (), ranks: int | N
 
     Raises :class:`SourceError` for a path that can't be read.
     """
-    found = _Found()
+    found, taken_for, silent = _Found(list), dict[str, str](), dict[str, float]()
     end = time.monotonic() + _ALL_S
     for look, path in (*((_look_at, path) for path in paths), *((_look_at_output, path) for path in outputs)):
         if "\0" in os.fspath(path):
             raise SourceError("no path has a NUL character", path=brief(os.fspath(path)))
-        _look_with_limit(look, absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
+        path, limit_s = absolute(path), max(2.0, min(_EACH_S, end - time.monotonic()))
+        words = _look_with_limit(look, path, found, limit_s)
+        if words is None:
+            silent[path] = limit_s
+        taken_for[path] = words or f"unknown: its storage didn't answer within {limit_s:.0f} s"
     environment = launch_variables()
     machine = look_at_machine()
     return Facts(
-        ranks=ranks or _ranks_here(environment, found.accelerate, machine.gpus),
+        ranks=ranks or _ranks_here(environment, found["accelerate"], machine.gpus),
         machine=machine,
         software=versions(),
         environment=environment,
         requirements=requirements(),
-        places=tuple(found.places),
-        buckets=tuple(found.buckets),
-        accelerate=tuple(found.accelerate),
-        arguments=tuple(found.arguments),
-        models=tuple(found.models),
-        checkpoints=tuple(found.checkpoints),
-        logs=tuple(found.logs),
-        foreign=tuple(found.foreign),
-        unknown=tuple(found.unknown),
-        absent=tuple(found.absent),
-        taken_for=found.taken_for,
-        silent=found.silent,
+        taken_for=taken_for,
+        silent=silent,
+        **cast(Any, {name: tuple(things) for name, things in found.items()}),
     )
 
 
@@ -177,13 +140,15 @@ def _ranks_here(environment: dict[str, str], accelerate: list[Settings], gpus: i
     return max(1, gpus)
 
 
-def _look_with_limit(look_at: Callable[[str, _Found], str], path: str, found: _Found, limit_s: float) -> None:
-    """Look in a thread: a call into storage that hangs does not return. What comes too late is left out."""
-    seen, errors = _Found(), list[Exception]()
+def _look_with_limit(
+    look_at: Callable[[str, _Found], str], path: str, found: _Found, limit_s: float
+) -> str | None:
+    """Look in a thread: a call into storage that hangs does not return. What comes too late is left out; then None."""
+    seen, words, errors = _Found(list), list[str](), list[Exception]()
 
     def look() -> None:
         try:
-            seen.taken_for[path] = look_at(path, seen)
+            words.append(look_at(path, seen))
         except Exception as error:  # raised in the caller's thread
             errors.append(error)
 
@@ -191,20 +156,16 @@ def _look_with_limit(look_at: Callable[[str, _Found], str], path: str, found: _F
     try:
         thread.start()
         thread.join(limit_s)
-    except (
-        BaseException
-    ):  # Ctrl-C, or a signal that the command turned into an exit: the thread ends with the process
-        delete_probes()
+    except BaseException:  # Ctrl-C, or a signal that the command turned into an exit
+        delete_probes()  # the thread ends with the process
         raise
     if thread.is_alive():
-        found.silent[path] = limit_s
-        found.taken_for[path] = f"unknown: its storage didn't answer within {limit_s:.0f} s"
-        return
+        return None
     for error in errors:
         raise error
-    for name in _KINDS:
-        getattr(found, name).extend(getattr(seen, name))
-    found.taken_for |= seen.taken_for
+    for name, things in seen.items():
+        found[name] += things
+    return words[0]
 
 
 # Each of these notes facts of a path, and returns what the path was taken for.
@@ -217,7 +178,7 @@ def _look_at(path: str, found: _Found) -> str:
         return _look_in(path, found)
     if os.path.lexists(path):
         return _look_at_file(path, found)
-    found.absent.append(path)
+    found["absent"].append(path)
     return "nothing: it doesn't exist"
 
 
@@ -228,7 +189,7 @@ def _look_at_output(path: str, found: _Found) -> str:
     above = path
     while not os.path.isdir(above):
         above = os.path.dirname(above)
-    found.places.append(replace(look_at_place(above), path=path))
+    found["places"].append(replace(look_at_place(above), path=path))
     return f"a directory that the run will create; wrote test files to {above}"
 
 
@@ -240,20 +201,20 @@ def _look_in(path: str, found: _Found) -> str:
     foreign = _note_foreign(path, found)
     if holds_checkpoint(path, names):
         checkpoint = look_for_lost(look_at_checkpoint(path, names), names, _beside(path))
-        found.checkpoints.append(checkpoint)
+        found["checkpoints"].append(checkpoint)
         if checkpoint.kind != "step" and any(name.endswith(".safetensors") for name in names):
-            found.models.append(look_at_model(path))
+            found["models"].append(look_at_model(path))
         if checkpoint.kind == "steps":  # a run continues in it
-            found.places.append(look_at_place(path))
+            found["places"].append(look_at_place(path))
             return foreign or _words_of(checkpoint)
         return (foreign or _words_of(checkpoint)) + _and_its_run(path, found)
     if others := others_steps(path):
         return _look_at_numbered(path, others, found)
     if holds_weights(names):
-        found.models.append(look_at_model(path))
+        found["models"].append(look_at_model(path))
         return "a model directory" + _and_its_run(path, found)
     if not foreign:
-        found.places.append(look_at_place(path))
+        found["places"].append(look_at_place(path))
     return foreign or "a directory to write to; wrote test files to it and deleted them"
 
 
@@ -263,7 +224,7 @@ def _and_its_run(path: str, found: _Found) -> str:
         return ""
     words = _look_at_numbered(path, steps, found)
     # That model is what the run made: its first loss says nothing of how it was loaded.
-    found.logs = [replace(log, first_loss=None) for log in found.logs]
+    found["logs"] = [replace(log, first_loss=None) for log in found["logs"]]
     return f", and {words}"
 
 
@@ -287,17 +248,19 @@ def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str
     for place in [*steps.values()][:_STEPS_CHECKED]:
         names = os.listdir(place)
         if holds_checkpoint(place, names):
-            found.checkpoints.append(look_for_lost(look_at_checkpoint(place, names), names, _beside(place)))
+            found["checkpoints"].append(
+                look_for_lost(look_at_checkpoint(place, names), names, _beside(place))
+            )
     for place in [*steps.values()][_STEPS_CHECKED:_STEPS_LISTED]:
         names = os.listdir(place)
         kind = "step" if MANIFEST_NAME in names else "full"
         older = look_for_lost(Checkpoint(path=place, kind=kind), names, _beside(place))
-        found.checkpoints += [older] * bool(older.lost or older.lost_files)
-    found.places.append(look_at_place(path))
+        found["checkpoints"] += [older] * bool(older.lost or older.lost_files)
+    found["places"].append(look_at_place(path))
     words = f"a run of the HF Trainer or Accelerate, {_some_steps(steps)}"
     if losses := losses_of_steps(steps):
         file, points = losses
-        found.logs.append(log_of_losses(file, points, steps, rates_in(file)))
+        found["logs"].append(log_of_losses(file, points, steps, rates_in(file)))
         words += f"; {count(len(points), 'loss', 'losses')} in {os.path.relpath(file, path)}"
     return words
 
@@ -305,23 +268,23 @@ def _look_at_numbered(path: str, steps: Mapping[int, str], found: _Found) -> str
 def _look_at_url(url: str, found: _Found) -> str:
     try:
         if is_file(url):
-            found.unknown.append(url)
+            found["unknown"].append(url)
             return "an object, which doctor doesn't open"
         names = names_in(url)
     except SourceError as error:
-        found.buckets.append(Bucket(url=url, failures={"list": str(error)}))
+        found["buckets"].append(Bucket(url=url, failures={"list": str(error)}))
         return "a URL to write to, which can't be listed"
     if foreign := _note_foreign(url, found):
         return foreign
     words = "a URL to write to; wrote test objects to it and deleted them"
     if names and holds_checkpoint(url, names):
         checkpoint = look_at_checkpoint(url, names)
-        found.checkpoints.append(checkpoint)
+        found["checkpoints"].append(checkpoint)
         words = _words_of(checkpoint)
     elif names and holds_weights(names):
-        found.models.append(look_at_stored_model(url, names))
+        found["models"].append(look_at_stored_model(url, names))
         return "a model"  # it may well be read-only
-    found.buckets.append(look_at_bucket(url))
+    found["buckets"].append(look_at_bucket(url))
     return words
 
 
@@ -330,7 +293,7 @@ def _note_foreign(path: str, found: _Found) -> str | None:
     kind = kind_of(path)
     if kind is None or kind.works:
         return None
-    found.foreign.append(Foreign(path=path, name=kind.name, instead=kind.line(path)))
+    found["foreign"].append(Foreign(path=path, name=kind.name, instead=kind.line(path)))
     return kind.name
 
 
@@ -341,21 +304,21 @@ def _look_at_file(path: str, found: _Found) -> str:
     if name == TRAINER_FILE:
         return _look_at_state(path, found)
     if name == ARGUMENTS_FILE:
-        found.arguments.append(read_pickled_arguments(path))
+        found["arguments"].append(read_pickled_arguments(path))
         return "TrainingArguments, read from a pickle without running it"
     if path.endswith((".yaml", ".yml", ".json")):
         settings = read_settings(path)
         if is_arguments(settings):
-            found.arguments.append(settings)
+            found["arguments"].append(settings)
             return "TrainingArguments"
         if is_accelerate(settings):
-            found.accelerate.append(settings)
+            found["accelerate"].append(settings)
             return "an Accelerate configuration"
     elif os.path.isfile(path) and not path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")):
         log = read_log(path)
-        found.logs.append(log)
+        found["logs"].append(log)
         return f"a log, {count(log.losses, 'loss', 'losses')}, {count(len(log.lines), 'known line')}"
-    found.unknown.append(path)
+    found["unknown"].append(path)
     return "nothing that doctor recognizes"
 
 
@@ -364,7 +327,7 @@ def _look_at_state(path: str, found: _Found) -> str:
     folder = os.path.dirname(path)
     root = os.path.dirname(folder) if OTHERS_NAME.fullmatch(os.path.basename(folder)) else folder
     points = losses_in(path)
-    found.logs.append(log_of_losses(path, points, numbered_steps(root), rates_in(path)))
+    found["logs"].append(log_of_losses(path, points, numbered_steps(root), rates_in(path)))
     return f"the HF Trainer's state, {count(len(points), 'loss', 'losses')}"
 
 
@@ -534,7 +497,11 @@ class Assembly:
 
     def _comes(self, key: str, limit_s: float) -> bool:
         assert self.store is not None
-        return _come(self.store, key, self._end(limit_s) - time.monotonic())
+        try:
+            self.store.wait([key], timedelta(seconds=self._end(limit_s) - time.monotonic()))
+            return True
+        except dist.DistError:
+            return False
 
     def _alone(self) -> Meeting:
         cant_host = self.hosts_store and self.store is None
@@ -602,14 +569,6 @@ def _answers(address: str, port: int) -> bool:
     return False
 
 
-def _come(store: _Store, key: str, limit_s: float) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=limit_s))
-        return True
-    except dist.DistError:
-        return False
-
-
 def _read(raw: bytes) -> Seen:
     found: dict[str, Any] = json.loads(raw)
     unseen = {path: tuple(ranks) for path, ranks in found.pop("unseen").items()}
@@ -667,69 +626,13 @@ def _remove(path: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The table of all rules, and what they find. Pure: the facts are given.
-
-
-def _unknown(facts: Facts) -> Iterator[Bite]:
-    for path in facts.unknown:
-        yield Bite(
-            path,
-            "Nothing was checked here: doctor doesn't recognize it as a configuration, model, checkpoint, log, or directory.",
-            "A YAML file needs the keys that accelerate config writes, and a JSON file those of TrainingArguments.",
-            "Pass the directory that contains the weights, or the file that the launcher reads.",
-        )
-
-
-def _absent(facts: Facts) -> Iterator[Bite]:
-    for path in facts.absent:
-        yield Bite(
-            path,
-            "Nothing was checked here: there is no such file or directory.",
-            "The path is misspelled, or its storage isn't mounted on this host.",
-            "Correct it, or use --run for a directory that the run will create.",
-        )
-
-
-def _foreign(facts: Facts) -> Iterator[Bite]:
-    for one in facts.foreign:
-        yield Bite(
-            one.path,
-            f"shardwise can't read it: it's {one.name}.",
-            "Its file names or first bytes show this; shardwise can't shard what it contains.",
-            one.instead,
-        )
-
-
-RULES: tuple[Rule, ...] = (
-    *MACHINE,
-    *STORAGE,
-    *LAUNCH,
-    *SOFTWARE,
-    *ACCELERATE,
-    *TRAINER,
-    *MODELS,
-    *CHECKPOINTS,
-    *LOGS,
-    *RANKS,
-    Rule(
-        "path.foreign",
-        "another program's files, which shardwise can't read",
-        "docs/howto/sources.md",
-        _foreign,
-    ),
-    Rule("path.absent", "a path you passed that doesn't exist", "docs/howto/doctor.md", _absent),
-    Rule("path.unknown", "a file of unknown type", "docs/howto/doctor.md", _unknown),
-)
+# ``examine``: collect the facts, meet the other ranks if there are any, and apply the rules.
 
 
 def findings_of(facts: Facts) -> list[Finding]:
     """What the rules find, problems before notes, and in the order of the table. Pure; takes milliseconds."""
     found = [finding for rule in RULES for finding in rule.findings(facts)]
     return sorted(found, key=lambda finding: finding.kind == "note")
-
-
-# ----------------------------------------------------------------------------------------------------
-# ``examine``: collect the facts, meet the other ranks if there are any, and apply the rules.
 
 
 @frozen(kw_only=True)

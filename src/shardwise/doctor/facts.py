@@ -8,12 +8,12 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, field
 from glob import escape, glob
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
@@ -21,10 +21,9 @@ from packaging.version import InvalidVersion, Version
 
 from ..engine.files import shares_memory
 from ..objects import frozen
-from ..operations.host_budget import host_budget
+from ..operations.host_budget import cgroups_with, host_budget, text_of
 
 __all__ = [
-    "Bite",
     "Bucket",
     "Checkpoint",
     "Cores",
@@ -40,13 +39,11 @@ __all__ = [
     "Mount",
     "Network",
     "Place",
-    "Rule",
     "Seen",
     "Settings",
     "Speeds",
     "classes_of",
     "count",
-    "each",
     "gib",
     "is_on",
     "is_version",
@@ -384,7 +381,7 @@ def look_at_machine(root: Path = Path("/")) -> Machine:
         network=_network(),
         clock_s=time.time(),
         gpu_files=sum(p.name[6:].isdecimal() for p in (root / "dev").glob("nvidia*")),
-        gpus=_gpus(),
+        gpus=torch.accelerator.device_count() if _device() is not None else 0,
         has_rdma=any((root / "sys/class/infiniband").glob("*")),
     )
 
@@ -398,7 +395,7 @@ def _memory(root: Path) -> Memory | None:
         shm_bytes: int | None = shm.f_blocks * shm.f_frsize
     except OSError:
         shm_bytes = None
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = _device()
     return Memory(
         limit_bytes=budget.limit_bytes,
         limit_from=budget.limit_from,
@@ -408,14 +405,13 @@ def _memory(root: Path) -> Memory | None:
     )
 
 
+def _device() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def _soft(limit: int) -> int | None:
     soft, _ = resource.getrlimit(limit)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _gpus() -> int:
-    available = torch.accelerator.current_accelerator(check_available=True) is not None
-    return torch.accelerator.device_count() if available else 0
 
 
 def _cores(root: Path) -> Cores:
@@ -428,29 +424,17 @@ def _cores(root: Path) -> Cores:
     return Cores(usable=usable, machine=machine, quota_from=quota_from)
 
 
-def _quotas(root: Path) -> list[tuple[Path, float]]:
+def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
     """Cores that the process's cgroups allow, each with its file. Source: cgroup-v2.rst, scheduler/sched-bwc.rst of Linux."""
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, own = line.split(":", 2)
-        if controllers == "":
-            mounted = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            mounted = root / "sys/fs/cgroup/cpu"
-        else:
-            continue
-        directory = mounted if ".." in own.split("/") else mounted / own.lstrip("/")
-        for level in (directory, *directory.parents):
-            quota, _, period = _text(level / "cpu.max").strip().partition(" ")
+    for version, level in cgroups_with("cpu", root):
+        if version == 2:
             file = level / "cpu.max"
-            if not quota:
-                file = level / "cpu.cfs_quota_us"
-                quota, period = _text(file).strip(), _text(level / "cpu.cfs_period_us").strip()
-            if quota.isdecimal() and period.isdecimal() and int(period):
-                found.append((file, int(quota) / int(period)))
-            if level == mounted:
-                break
-    return found
+            quota, _, period = text_of(file).strip().partition(" ")
+        else:
+            file = level / "cpu.cfs_quota_us"
+            quota, period = text_of(file).strip(), text_of(level / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            yield file, int(quota) / int(period)
 
 
 def _network() -> Network:
@@ -480,13 +464,6 @@ def _address_of(interface: str) -> str | None:
     except OSError:  # it has none, or this process may open no more files
         return None
     return socket.inet_ntoa(reply[20:24])
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -521,28 +498,15 @@ def _unescaped(text: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a rule is: a pure function over the facts, with an id, the versions it applies to, and where it was met.
+# What a rule finds, and words and numbers for that.
 
-T = TypeVar("T")
 #: ``bites``: the run will fail, or cost time, memory or data; the exit status is 1. ``note``: worth knowing, no more.
 Kind = Literal["problem", "note"]
 
 
-@frozen
-class Bite:
-    """What a rule says of one place: one sentence each."""
-
-    where: str
-    """The file, directory, variable or rank."""
-    bites: str
-    """What will go wrong, or has gone wrong."""
-    why: str
-    do: str
-
-
 @frozen(kw_only=True)
 class Finding:
-    """A bite, with the rule that says so."""
+    """What a rule says of one place: a sentence each."""
 
     rule: str
     kind: Kind
@@ -555,65 +519,6 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return asdict(self)
-
-
-@frozen
-class Rule:
-    """A row of the table."""
-
-    id: str
-    about: str
-    """When it fires, for people."""
-    source: str
-    """The upstream thread, manual or case that it comes from."""
-    check: Callable[[Facts], Iterable[Bite]]
-    applies: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    """Versions by package, as in requirements. A package that is not installed does not exclude the rule: the files may
-    be for another machine."""
-    kind: Kind = field(default="problem", kw_only=True)
-
-    def findings(self, facts: Facts) -> list[Finding]:
-        """What the rule finds. Pure."""
-        if not all(is_version(facts, package, wanted) for package, wanted in self.applies.items()):
-            return []
-        return [
-            Finding(
-                rule=self.id,
-                kind=self.kind,
-                where=b.where,
-                bites=b.bites,
-                why=b.why,
-                do=b.do,
-                source=self.source,
-            )
-            for b in self.check(facts)
-        ]
-
-
-def each(
-    items: Callable[[Facts], Iterable[T]],
-    row: tuple[str, str, str],
-    *,
-    when: Callable[[T], object],
-    bites: str | Callable[[T], str],
-    why: str | Callable[[T], str],
-    do: str | Callable[[T], str],
-    where: Callable[[T], str] = lambda item: str(item.path),  # type: ignore[attr-defined]
-    applies: Mapping[str, str] | None = None,
-    kind: Kind = "problem",
-) -> Rule:
-    """A rule that looks at one thing at a time, and has one thing to say of it.
-
-    ``row``: its id, when it fires and its source. ``where``: by default the thing's path.
-    """
-
-    def check(facts: Facts) -> Iterable[Bite]:
-        for item in items(facts):
-            if when(item):
-                bitten, because, then = (t if isinstance(t, str) else t(item) for t in (bites, why, do))
-                yield Bite(where(item), bitten, because, then)
-
-    return Rule(*row, check, applies=applies or {}, kind=kind)
 
 
 def is_version(facts: Facts, package: str, wanted: str) -> bool:

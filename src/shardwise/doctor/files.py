@@ -490,17 +490,14 @@ def look_at_checkpoint(path: str, names: Iterable[str]) -> Checkpoint:
     """Facts of the directory or URL ``path``. Rank-local; reads no payload."""
     known = set(names)
     if MANIFEST_NAME in known:
-        return Checkpoint(path=path, kind="step", damaged=_damage({_step_of(path): path}))
+        try:
+            step = read_manifest(path).step
+        except ShardwiseError:
+            step = 0  # the check says why
+        return Checkpoint(path=path, kind="step", damaged=_damage({step: path}))
     if HEAD_NAME in known or (not is_url(path) and (was_ever_published(path) or leftovers(path))):
         return _of_line(path)
     return _of_others(path)
-
-
-def _step_of(path: str) -> int:
-    try:
-        return read_manifest(path).step
-    except ShardwiseError:
-        return 0  # the check says why
 
 
 def _of_line(path: str) -> Checkpoint:

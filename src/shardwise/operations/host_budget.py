@@ -16,7 +16,7 @@ from ..errors import PlanError
 from ..objects import frozen
 from .operation import size
 
-__all__ = ["HostBudget", "host_budget", "memory_cgroups", "refuse_too_large"]
+__all__ = ["HostBudget", "cgroups_with", "host_budget", "refuse_too_large", "text_of"]
 
 
 @frozen(kw_only=True)
@@ -74,17 +74,17 @@ def refuse_too_large(nbytes: int, budget: HostBudget | None) -> None:
         )
 
 
-def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """The cgroups of this process that may count memory, from its own to the top, each with its version, 1 or 2.
+def cgroups_with(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """The cgroups of this process that may have ``controller``, from its own to the top, each with its version, 1 or 2.
 
-    In a hybrid, one version has the memory controller; the other's directories lack its files.
+    In a hybrid, one version has the controller; the other's directories lack its files.
     """
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers == "":
             mounted, version = root / "sys/fs/cgroup", 2
-        elif "memory" in controllers.split(","):
-            mounted, version = root / "sys/fs/cgroup/memory", 1
+        elif controller in controllers.split(","):
+            mounted, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
         # Where the path is that of another namespace, no such directory is mounted: the top is the process's own.
@@ -97,7 +97,7 @@ def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
 
 def _cgroups(root: Path, swap: int) -> Iterator[HostBudget]:
     """The limits of this process's cgroups."""
-    for version, level in memory_cgroups(root):
+    for version, level in cgroups_with("memory", root):
         found = (_version_2 if version == 2 else _version_1)(level, swap)
         if found is not None:
             limit, file, with_swap, used = found
@@ -132,7 +132,8 @@ def _version_1(level: Path, swap: int) -> _Found | None:
     return limit, "memory.limit_in_bytes", with_swap, max(0, used)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file of the kernel says; empty if there is no such file."""
     try:
         return path.read_text()
     except OSError:
@@ -141,14 +142,14 @@ def _text(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     """The number in a file; None if there is no such file, or it says ``max``."""
-    text = _text(path).strip()
+    text = text_of(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> dict[str, int]:
     """Lines ``name number`` or ``name: number kB``, in bytes."""
     found = {}
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         name, *rest = line.split()
         if rest and rest[0].isdecimal():
             found[name.rstrip(":")] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self
 from ..errors import CheckpointError
 from ..objects import frozen
 from ..storage.records import is_url
-from .host_budget import memory_cgroups
+from .host_budget import cgroups_with
 from .operation import replace_current
 
 __all__ = [
@@ -182,7 +182,7 @@ class Sources:
         self._charge = self._charge_peak = self._stat = None
         self.cgroup: str | None = None
         """The directory of the cgroup that is read."""
-        for version, level in memory_cgroups(root):
+        for version, level in cgroups_with("memory", root):
             charge, peak, self._cache, self._shmem = _FILES[version]
             self._charge = _opened(level / charge)
             if self._charge is not None:
@@ -298,11 +298,7 @@ class _Peak:
         self.cgroup_bytes = max(self.cgroup_bytes, look.cgroup_bytes)
 
     def to_json(self) -> dict[str, int]:
-        return {
-            "peak_anonymous_bytes": self.anonymous_bytes,
-            "peak_resident_bytes": self.resident_bytes,
-            "peak_cgroup_bytes": self.cgroup_bytes,
-        }
+        return {f"peak_{name}": nbytes for name, nbytes in asdict(self).items()}
 
 
 @dataclass(slots=True)
