@@ -24,6 +24,7 @@ __all__ = [
     "groups_of",
     "product_of",
     "products_of",
+    "text_config",
     "whole_step",
     "workspaces_of",
 ]
@@ -303,11 +304,15 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OF_EACH_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
 
 
+def text_config(model: Any) -> Any:
+    """The config of the model's text; None without one."""
+    found: Any = getattr(model, "config", None)
+    return found.get_text_config() if hasattr(found, "get_text_config") else found
+
+
 def _setting(model: Any, names: Sequence[str], default: int) -> int:
     """The first of these numbers that the config of the model's text has."""
-    settings = getattr(model, "config", None)
-    if settings is not None and hasattr(settings, "get_text_config"):
-        settings = settings.get_text_config()
+    settings = text_config(model)
     return next((n for n in (getattr(settings, name, None) for name in names) if isinstance(n, int)), default)
 
 

@@ -19,7 +19,7 @@ from ..internals.trainers import ep_by_plan, own_parts, parallel_plans, put_para
 from ..internals.transformers import is_transformers_model
 from ..objects import frozen
 from ..sharding.fsdp import ShardPolicy, shard, shard_with_experts
-from .groups import Products, StepGroup, groups_of, products_of, whole_step, workspaces_of
+from .groups import Products, StepGroup, groups_of, products_of, text_config, whole_step, workspaces_of
 from .records import Flow, TrainingSpec, Variant
 from .step import Measured, StepPeak, alike, measure, peak_of
 
@@ -176,9 +176,7 @@ def _by_formula(
     reason: str,
 ) -> Step:
     """A step whose activations are counted by block, with a wide error bar."""
-    settings = getattr(model, "config", None)
-    if settings is not None and hasattr(settings, "get_text_config"):
-        settings = settings.get_text_config()
+    settings = text_config(model)
     hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 1024)
     vocabulary = int(getattr(settings, "vocab_size", 0) or 0)
     blocks = sum(g.kind == "block" for g in groups)
@@ -281,18 +279,61 @@ class Exchange:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             module = self.model.get_submodule(path)
             if args:  # attention gets names alone, and has nothing to be done before it
-                rest = (
-                    (self._summed_later(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
-                )
+                rest = (self._routed(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
                 args = (before(self, path, module, args[0]), *rest)
             return after(self, path, module, forward(*args, **kwargs))
 
         return stand_in
 
-    def _summed_later(self, path: str, value: Any) -> Any:
+    def _routed(self, path: str, value: Any) -> Any:
         """The routing weights of experts: their gradients are summed."""
         is_weight = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return _run(_SummedLater, value, self, path) if is_weight else value
+        return self.summed_later(path, value) if is_weight else value
+
+    # -- collectives that only take memory: what they make of a tensor, and of its gradient ---------------------
+
+    def summed_later(self, path: str, x: torch.Tensor) -> Any:
+        """The tensor itself; its gradient is summed over tp."""
+        return _run(x, lambda t: t.view_as(t), self._alike(path, "all-reduce", "tp"))
+
+    def summed_now(self, path: str, x: torch.Tensor) -> Any:
+        """The sum over tp; the gradient passes."""
+        return _run(x, self._alike(path, "all-reduce", "tp"), lambda gradient: gradient)
+
+    def gathered(self, path: str, x: torch.Tensor, dim: int, size: int) -> Any:
+        """The whole of parts on tp along a dim; the gradient is cut."""
+        own = x.size(dim)
+        return _run(x, self._whole(path, dim, size), lambda whole: whole.narrow(dim, 0, own).contiguous())
+
+    def own_part(self, path: str, x: torch.Tensor, dim: int, size: int) -> Any:
+        """This rank's part along a dim, as a copy; the gradient is gathered."""
+        cut = torch.clone if dim == 0 else torch.Tensor.contiguous  # rows are contiguous as they are
+        return _run(x, lambda t: cut(t.narrow(dim, 0, size)), self._whole(path, dim, x.size(dim)))
+
+    def sent_around(self, path: str, x: torch.Tensor) -> Any:
+        """Rows that go to the ranks of their experts, or come back; the gradients go the other way."""
+        return _run(x, *[self._alike(path, "all-to-all", "ep")] * 2)
+
+    def _alike(self, path: str, kind: str, axis: str) -> _Move:
+        """A collective whose result has the shape of what it gets."""
+
+        def move(x: torch.Tensor) -> torch.Tensor:
+            self.note(path, kind, axis, x)
+            return torch.empty_like(x)
+
+        return move
+
+    def _whole(self, path: str, dim: int, size: int) -> _Move:
+        """An all-gather along a dim, which then has this size."""
+
+        def move(x: torch.Tensor) -> torch.Tensor:
+            shape = list(x.shape)
+            shape[dim] = size
+            whole = x.new_empty(shape)
+            self.note(path, "all-gather", "tp", whole)
+            return whole
+
+        return move
 
     def _dispatched(self, path: str, experts: _Forward) -> _Forward:
         """Experts that other ranks send tokens to, as transformers' ``AllToAllEP``: each rank gets as many as it sends."""
@@ -302,140 +343,43 @@ class Exchange:
         ) -> torch.Tensor:
             tokens, dtype = hidden.size(0), hidden.dtype
             if self.tp > 1:  # the ranks of tp have the same tokens: each takes its part
-                hidden, top_k_weights = (
-                    _run(_OwnRows, t, self, path, self.tp) for t in (hidden, top_k_weights)
-                )
+                own = -(-tokens // self.tp)
+                hidden, top_k_weights = (self.own_part(path, t, 0, own) for t in (hidden, top_k_weights))
                 top_k_index = top_k_index[: hidden.size(0)]
             order = torch.argsort(top_k_index.reshape(-1))
             sent = hidden[order // top_k_index.size(-1)]
-            got = _run(_SentAround, sent, self, path)
+            got = self.sent_around(path, sent)
             index = torch.zeros(got.size(0), 1, dtype=top_k_index.dtype, device=got.device)
-            result = _run(
-                _SentAround, experts(got, index, torch.ones_like(index, dtype=got.dtype)), self, path
-            )
-            own = torch.empty_like(result)
-            own[order] = result
-            own = own.view(*top_k_weights.shape, result.size(-1))
-            output = (own * top_k_weights.unsqueeze(-1)).sum(dim=1)
+            result = self.sent_around(path, experts(got, index, torch.ones_like(index, dtype=got.dtype)))
+            ordered = torch.empty_like(result)
+            ordered[order] = result
+            ordered = ordered.view(*top_k_weights.shape, result.size(-1))
+            output = (ordered * top_k_weights.unsqueeze(-1)).sum(dim=1)
             if self.tp > 1:
-                output = _run(_AllRows, output, self, path, tokens)
+                output = self.gathered(path, output, 0, tokens)
             return output.to(dtype)
 
         return forward
 
 
-# ----------------------------------------------------------------------------------------------------
-# Collectives that only take memory
+_Move = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _run(collective: type[torch.autograd.Function], *args: Any) -> Any:
-    return collective.apply(*args)
-
-
-class _SummedLater(torch.autograd.Function):
-    """The tensor itself; its gradient is summed over tp."""
+class _Moved(torch.autograd.Function):
+    """What ``there`` makes of a tensor, and ``back`` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str) -> torch.Tensor:
-        ctx.exchange, ctx.path = exchange, path
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, there: _Move, back: _Move) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        ctx.exchange.note(ctx.path, "all-reduce", "tp", gradient)
-        return torch.empty_like(gradient), None, None
+        return ctx.back(gradients[0]), None, None
 
 
-class _SummedNow(torch.autograd.Function):
-    """The sum over tp; the gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str) -> torch.Tensor:
-        exchange.note(path, "all-reduce", "tp", x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The last dim, whole, of parts on tp; the gradient is cut."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, size: int) -> torch.Tensor:
-        ctx.own = x.size(-1)
-        whole = x.new_empty(*x.shape[:-1], size)
-        exchange.note(path, "all-gather", "tp", whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0][..., : ctx.own].contiguous(), None, None, None
-
-
-class _OwnPart(torch.autograd.Function):
-    """This rank's part of the last dim; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, size: int) -> torch.Tensor:
-        ctx.exchange, ctx.path, ctx.size = exchange, path, x.size(-1)
-        return x[..., :size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        whole = gradient.new_empty(*gradient.shape[:-1], ctx.size)
-        ctx.exchange.note(ctx.path, "all-gather", "tp", whole)
-        return whole, None, None, None
-
-
-class _OwnRows(torch.autograd.Function):
-    """This rank's part of the tokens; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, ranks: int) -> torch.Tensor:
-        ctx.exchange, ctx.path, ctx.rows = exchange, path, x.size(0)
-        return x[: -(-x.size(0) // ranks)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        whole = gradient.new_empty(ctx.rows, *gradient.shape[1:])
-        ctx.exchange.note(ctx.path, "all-gather", "tp", whole)
-        return whole, None, None, None
-
-
-class _AllRows(torch.autograd.Function):
-    """All tokens, of parts on tp; the gradient is cut."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str, rows: int) -> torch.Tensor:
-        ctx.own = x.size(0)
-        whole = x.new_empty(rows, *x.shape[1:])
-        exchange.note(path, "all-gather", "tp", whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0][: ctx.own].contiguous(), None, None, None
-
-
-class _SentAround(torch.autograd.Function):
-    """Rows that go to the ranks of their experts, or come back; the gradients go the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, path: str) -> torch.Tensor:
-        ctx.exchange, ctx.path = exchange, path
-        exchange.note(path, "all-to-all", "ep", x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        ctx.exchange.note(ctx.path, "all-to-all", "ep", gradient)
-        return torch.empty_like(gradient), None, None
+def _run(x: torch.Tensor, there: _Move, back: _Move) -> Any:
+    return _Moved.apply(x, there, back)  # type: ignore[no-untyped-call]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -449,11 +393,11 @@ def _same(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
 
 
 def _summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return _run(_SummedLater, x, exchange, path)
+    return exchange.summed_later(path, x)
 
 
 def _summed_now(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return None if x is None else _run(_SummedNow, x, exchange, path)
+    return None if x is None else exchange.summed_now(path, x)
 
 
 def _summed_in_place(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
@@ -463,17 +407,17 @@ def _summed_in_place(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
 
 def _gathered(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
     size = module.out_features if hasattr(module, "out_features") else module.embedding_dim
-    return _run(_Gathered, x, exchange, path, size)
+    return exchange.gathered(path, x, -1, size)
 
 
 def _own_part(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return _run(_OwnPart, x, exchange, path, module.weight.size(-1))
+    return exchange.own_part(path, x, -1, module.weight.size(-1))
 
 
 def _rope_summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
     rope = module.config.qk_rope_head_dim
     passed, turned = x.split([x.size(-1) - rope, rope], dim=-1)
-    return torch.cat([passed, _run(_SummedLater, turned, exchange, path)], dim=-1)
+    return torch.cat([passed, exchange.summed_later(path, turned)], dim=-1)
 
 
 def _divided(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
@@ -687,20 +631,15 @@ class Spread:
 
     def _shard(self, variant: Variant) -> None:
         if not variant.is_parallel:
-            shard(self.model, _plain_mesh(variant), variant.policy)
+            # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
+            sizes = (variant.ranks,) if variant.replicas == 1 else (variant.replicas, variant.shards)
+            names = ("replicate", "shard")[-len(sizes) :]
+            shard(self.model, init_device_mesh("cpu", sizes, mesh_dim_names=names), variant.policy)
             return
         dense, experts = _meshes(variant)
         axes = ("shard",) if variant.replicas == 1 else ("replicate", "shard")
         over = dense[axes], experts[axes] if variant.ep > 1 else dense[axes]
         shard_with_experts(self.model, *over, variant.policy)
-
-
-def _plain_mesh(variant: Variant) -> DeviceMesh:
-    # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
-    if variant.replicas == 1:
-        return init_device_mesh("cpu", (variant.ranks,), mesh_dim_names=("shard",))
-    shape = (variant.replicas, variant.ranks // variant.replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _meshes(variant: Variant) -> tuple[DeviceMesh, DeviceMesh]:

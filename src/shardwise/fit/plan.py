@@ -57,7 +57,6 @@ __all__ = [
     "MAX_RANKS",
     "PlanReport",
     "RankCost",
-    "RanksPlanned",
     "Source",
     "plan",
     "source_of",
@@ -81,20 +80,6 @@ class RankCost:
     """Host memory besides the shards during the load, for a CPU target; of memory that ranks of a host share, this rank's part."""
     reads: int
     """Strided copies in the plan."""
-
-
-@frozen(kw_only=True)
-class RanksPlanned:
-    """The plan of rank 0, and the cost of each rank that was planned; see :class:`PlanReport`."""
-
-    ranks: int
-    replicas: int
-    tp: int
-    ep: int
-    first: Plan
-    costs: tuple[RankCost, ...]
-    total_shard_bytes: int
-    store: StoreRequests | None
 
 
 #: Fields that are tables of their own, or have a row with another text.
@@ -162,38 +147,6 @@ class PlanReport(Printed):
         if self.verdict is not None:
             rows["verdict"] = self.verdict.outcome
         return rows
-
-    @classmethod
-    def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:
-        """Create the report of the load alone, from the model's ``groups`` and the plans of its ranks."""
-        first, costs = planned.first, planned.costs
-        is_complete = len(costs) == planned.ranks
-        assert not is_complete or planned.total_shard_bytes == sum(c.shard_bytes for c in costs)
-        return cls(
-            path=path,
-            model_class=model_class,
-            dtypes=_dtypes(first),
-            ranks=planned.ranks,
-            replicas=planned.replicas,
-            tp=planned.tp,
-            ep=planned.ep,
-            tensors=len(first.wanted),
-            model_bytes=sum(w.nbytes for w in first.wanted),
-            source_bytes=first.source_bytes,
-            per_rank=costs,
-            total_shard_bytes=planned.total_shard_bytes,
-            total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
-            groups=len(groups),
-            largest_group=largest_group(groups),
-            replicated_bytes=sum(g.replicated_bytes for g in groups),
-            unused=first.unused,
-            initialized=first.initialized,
-            converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
-            dequantized=described(first.coded.values(), first.kept),
-            casts=casts_of(first.rounded),
-            ignored_files=first.ignored_files,
-            store=planned.store,
-        )
 
     @property
     def is_every_rank(self) -> bool:
@@ -477,7 +430,7 @@ def plan(
                     this, search = leaner, replace(again, change="activation checkpointing", unchanged=need)
             this = replace(this, ranks=search.ranks or search.tried[-1].ranks)
         report, run = _report_of(source, this, io, None if training is None else measurements)
-        report = replace(report, from_config=source.is_config_alone, run=run, search=search)
+        report = replace(report, run=run, search=search)
         if run is None or (device_limit_bytes is None and host_limit_bytes is None):
             return report
         return replace(report, verdict=verdict_of(run, limits, this, other_run))
@@ -519,14 +472,15 @@ def _report_of(
                 network = flows_of(step, variant, exchange.sent, compute.itemsize)
         spread.shard()
         live = describe(prepared.model)
-        ranks = _ranks_to_plan(variant.ranks) if every_rank else sorted({0, variant.ranks - 1})
-        planned = _plan_ranks(live, prepared, io, source.looks, variant, ranks)
-        report = PlanReport.of(source.shown, model_class, groups, planned)
+        # torch.chunk never gives a later shard more than an earlier one: the first and the last are the extremes.
+        is_small = every_rank and variant.ranks <= EVERY_RANK_UP_TO
+        ranks = list(range(variant.ranks)) if is_small else sorted({0, variant.ranks - 1})
+        report = _plan_ranks(live, prepared, io, source, variant, ranks, groups, model_class)
         if step is None:
             return report, None
         held = held_by_first(live, variant.training, step.reached, {} if variant.is_wrapped else whole)
-    files = files_of(held, variant, [cost.bytes_read for cost in planned.costs])
-    staging = planned.costs[0].staging_bytes
+    files = files_of(held, variant, [cost.bytes_read for cost in report.per_rank])
+    staging = report.per_rank[0].staging_bytes
     return report, run_plan(
         held, step, variant, io, network, files, compute_dtype=compute, load_staging_bytes=staging
     )
@@ -589,11 +543,6 @@ def _fake_ranks(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _ranks_to_plan(ranks: int) -> list[int]:
-    """All ranks, or the first and the last: torch.chunk never gives a later shard more than an earlier one."""
-    return list(range(ranks)) if ranks <= EVERY_RANK_UP_TO else [0, ranks - 1]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Plans and what they cost
 
@@ -602,46 +551,58 @@ def _plan_ranks(
     live: LiveModel,
     prepared: Prepared,
     io: IOOptions,
-    looks: Requests,
+    source: Source,
     variant: Variant,
     to_plan: Sequence[int],
-) -> RanksPlanned:
-    """Make each rank's plan as ``load_pretrained`` makes it there. Keeps rank 0's plan, and the cost of each plan."""
+    groups: tuple[Group, ...],
+    model_class: str,
+) -> PlanReport:
+    """Make each rank's plan as ``load_pretrained`` makes it there, and report the load. Keeps rank 0's plan alone."""
     catalog, ranks = prepared.catalog, variant.ranks
     in_store = any(is_url(file.path) for file in catalog.files)
-    costs, first, tally = [], None, None
+    costs, first, tally = list[RankCost](), None, None
     staging = StagingTally(ranks=ranks, ranks_per_host=variant.ranks_per_host)
     for rank in to_plan:
         # None for the rank that this process plays: its boxes are also checked against what torch allocated.
         planned = plan_load(live, catalog, prepared.rules, io=io, rank=rank or None)
-        first = first or planned.plan
-        costs.append(_cost(rank, planned.plan))
+        plan, copies = planned.plan, len(planned.plan.transfers) + len(planned.plan.checks)
+        first = first or plan
+        costs.append(RankCost(rank, plan.local_nbytes, plan.bytes_to_read, 0, copies))
         staging.add(rank, planned)
         if in_store:
             tally = tally or StoreTally(planned, ranks=ranks, ranks_per_host=variant.ranks_per_host)
             tally.add(rank, planned)
     assert first is not None
-    return RanksPlanned(
+    is_complete = len(costs) == ranks
+    total_shard_bytes = _over_all_ranks(live, ranks)
+    assert not is_complete or total_shard_bytes == sum(cost.shard_bytes for cost in costs)
+    return PlanReport(
+        path=source.shown,
+        model_class=model_class,
+        dtypes=_dtypes(first),
         ranks=ranks,
         replicas=variant.replicas,
         tp=variant.tp,
         ep=variant.ep,
-        first=first,
-        costs=tuple(
+        tensors=len(first.wanted),
+        model_bytes=sum(w.nbytes for w in first.wanted),
+        source_bytes=first.source_bytes,
+        per_rank=tuple(
             replace(cost, staging_bytes=nbytes) for cost, nbytes in zip(costs, staging.result(), strict=True)
         ),
-        total_shard_bytes=_over_all_ranks(live, ranks),
-        store=None if tally is None else tally.result(looks),
-    )
-
-
-def _cost(rank: int, plan: Plan) -> RankCost:
-    return RankCost(
-        rank=rank,
-        shard_bytes=plan.local_nbytes,
-        bytes_read=plan.bytes_to_read,
-        staging_bytes=max(plan.staging_bytes, plan.init_staging_bytes),
-        reads=len(plan.transfers) + len(plan.checks),
+        total_shard_bytes=total_shard_bytes,
+        total_bytes_read=sum(cost.bytes_read for cost in costs) if is_complete else None,
+        groups=len(groups),
+        largest_group=largest_group(groups),
+        replicated_bytes=sum(g.replicated_bytes for g in groups),
+        unused=first.unused,
+        initialized=first.initialized,
+        converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
+        dequantized=described(first.coded.values(), first.kept),
+        casts=casts_of(first.rounded),
+        ignored_files=first.ignored_files,
+        store=None if tally is None else tally.result(source.looks),
+        from_config=source.is_config_alone,
     )
 
 

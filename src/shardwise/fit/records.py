@@ -263,21 +263,18 @@ class StagingTally:
         """Bytes of each rank that was added, in that order. Of buckets that ranks of a host share, each counts its own."""
         first = self._first
         assert first is not None
-        choice = self._choice(first)
+        choice = _choice(first, self._facts, self._ranks, self._per_host)
         buckets = _buckets_of(first, choice)
         if choice.strategy == "own":
             return [max(one.alone, one.initialized) for one in self._found.values()]
         most = first.io.staging_bytes
         return [max(min(buckets + one.beside_buckets, most), one.initialized) for one in self._found.values()]
 
-    def _choice(self, first: Planned) -> Choice:
-        """The strategy that the ranks will choose."""
-        facts = self._facts
-        told = [
-            asdict(replace(facts.get(rank, facts[0]), host=str(rank // self._per_host)))
-            for rank in range(self._ranks)
-        ]
-        return Choice(**choose("plan", first.io.strategy, first.catalog.nbytes, told))
+
+def _choice(first: Planned, facts: Mapping[int, Facts], ranks: int, per_host: int) -> Choice:
+    """The strategy that the ranks will choose. ``facts``: of some ranks; the others are like rank 0."""
+    told = [asdict(replace(facts.get(rank, facts[0]), host=str(rank // per_host))) for rank in range(ranks)]
+    return Choice(**choose("plan", first.io.strategy, first.catalog.nbytes, told))
 
 
 def _buckets_of(planned: Planned, choice: Choice) -> int:
@@ -333,9 +330,7 @@ class StoreTally:
 
     def __init__(self, first: Planned, *, ranks: int, ranks_per_host: int) -> None:
         self._first, self._ranks = first, ranks
-        facts = facts_of(first, "", "")
-        told = [asdict(replace(facts, host=str(rank // ranks_per_host))) for rank in range(ranks)]
-        self._choice = Choice(**choose("plan", first.io.strategy, first.catalog.nbytes, told))
+        self._choice = _choice(first, {0: facts_of(first, "", "")}, ranks, ranks_per_host)
         self._buckets: dict[str, list[Buckets]] = {}  # by host
         self._readers: dict[str, Sequence[int]] = {}
         self._found: list[RankRequests] = []

@@ -341,15 +341,9 @@ class LiveBytes(TorchDispatchMode):
 def alike(groups: Sequence[StepGroup]) -> dict[int, int]:
     """For each block, the first block of the same class, shapes and settings; itself, if it is the first."""
     first: dict[Any, int] = {}
-    return {
-        g.index: first.setdefault(_signature(g.module), g.index)
-        for g in groups
-        if g.kind == "block" and not _is_inside_block(g, groups)
-    }
-
-
-def _is_inside_block(group: StepGroup, groups: Sequence[StepGroup]) -> bool:
-    return any(o.kind == "block" and group.path.startswith(f"{o.path}.") for o in groups)
+    blocks = [g for g in groups if g.kind == "block"]
+    outer = [g for g in blocks if not any(g.path.startswith(f"{o.path}.") for o in blocks)]
+    return {g.index: first.setdefault(_signature(g.module), g.index) for g in outer}
 
 
 def _signature(module: nn.Module) -> Any:
