@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from ..limits import is_count
 from ..objects import frozen
 from ..operations.operation import OperationName, size
 from .records import (
@@ -115,31 +116,31 @@ def draw_memory(start: Start, process: Process) -> Drawn:
     def draw(figure: Any, form: str) -> None:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1.1))
         times = [offset + s.t for s in samples]
-        stacked = [
-            [s.get(f"{kind}_bytes") / 1024**2 for s in samples] for kind in ("anonymous", "shared", "file")
-        ]
+        stacked = [_mib(s.get(f"{kind}_bytes") for s in samples) for kind in ("anonymous", "shared", "file")]
         kinds = ("anonymous", "shared", "file-backed")
         above.stackplot(times, *stacked, colors=SERIES[:3], labels=kinds, alpha=AREA_ALPHA, linewidth=0)
-        peaks = [
-            max(
-                s.get("peak_resident_bytes"),
-                *(sum(s.get(f"{k}_bytes") for k in ("anonymous", "shared", "file")),),
-            )
-            / 1024**2
-            for s in samples
-        ]
+        held = [sum(s.get(f"{k}_bytes") for k in ("anonymous", "shared", "file")) for s in samples]
+        peaks = _mib(max(s.get("peak_resident_bytes"), n) for s, n in zip(samples, held, strict=True))
         above.plot(times, peaks, color=TEXT, linewidth=0.8, label="peak between records")
-        if any(s.get("device_allocated_bytes") for s in samples):
-            device = [s.get("device_allocated_bytes") / 1024**2 for s in samples]
+        if any(device := _mib(s.get("device_allocated_bytes") for s in samples)):
             above.plot(times, device, color=SERIES[3], linewidth=1.4, label="device, allocated")
-        above.set_ylabel("MiB")
-        above.set_ylim(bottom=0)
-        legend(above, form)
+        _over_time(above, start, form)
         _phase_bars(below, process, start, form)
-        below.set_xlim(0, max(start.seconds, 1e-3))
         below.set_xlabel("seconds since the launch")
 
     return drawn(f"memory-{start.number}-{process.rank}", title, description, 3.1, draw)
+
+
+def _mib(values: Iterable[float]) -> list[float]:
+    return [nbytes / 1024**2 for nbytes in values]
+
+
+def _over_time(axes: Any, start: Start, form: str) -> None:
+    """Axes of memory over the time of a start."""
+    axes.set_ylabel("MiB")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, max(start.seconds, 1e-3))
+    legend(axes, form)
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -219,23 +220,13 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
     def draw(figure: Any, form: str) -> None:
         axes = figure.subplots()
         times = [offset + s.t for s in samples]
-        cache = [s.get("page_cache_bytes") / 1024**2 for s in samples]
-        rest = [max(0.0, s.get("cgroup_bytes") / 1024**2 - c) for s, c in zip(samples, cache, strict=True)]
-        colors = (SERIES[0], SERIES[2])
-        axes.stackplot(
-            times,
-            rest,
-            cache,
-            colors=colors,
-            labels=("all else", "page cache"),
-            alpha=AREA_ALPHA,
-            linewidth=0,
-        )
-        axes.set_ylabel("MiB")
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(0, max(start.seconds, 1e-3))
+        cache = _mib(s.get("page_cache_bytes") for s in samples)
+        charged = _mib(s.get("cgroup_bytes") for s in samples)
+        rest = [max(0.0, n - c) for n, c in zip(charged, cache, strict=True)]
+        style: dict[str, Any] = {"colors": (SERIES[0], SERIES[2]), "alpha": AREA_ALPHA, "linewidth": 0}
+        axes.stackplot(times, rest, cache, labels=("all else", "page cache"), **style)
         axes.set_xlabel("seconds since the launch")
-        legend(axes, form)
+        _over_time(axes, start, form)
 
     return drawn(f"host-{start.number}-{first.rank}", title, description, 2.2, draw)
 
@@ -275,35 +266,20 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
             every = -(-len(points) // _MOST_POINTS)
             shown = points[::every]
             shape = shapes[k % len(shapes)] if len(points) < 100 else "-"
-            color = (SERIES[0], SERIES[1], SERIES[2], SERIES[3])[k % 4]
-            axes.plot(
-                *zip(*shown, strict=True),
-                shape,
-                color=color,
-                markersize=4,
-                linewidth=1.2,
-                label=names[k],
-            )
-        styles: Mapping[str, tuple[str, str, float]] = {
-            "crash": (BAD, "--", 1.4),
-            "resume": (BY_NAME["resume"], ":", 1.8),
-        }
-        for kind, (color, style, width) in styles.items():
+            look: dict[str, Any] = {"color": SERIES[k % 4], "markersize": 4, "linewidth": 1.2}
+            axes.plot(*zip(*shown, strict=True), shape, label=names[k], **look)
+        for kind, label, color, style, width in (
+            ("crash", "crashed", BAD, "--", 1.4),
+            ("resume", "resumed from", BY_NAME["resume"], ":", 1.8),
+        ):
             for k, step in enumerate(told[kind]):
-                label = {"crash": "crashed", "resume": "resumed from"}[kind] if k == 0 else None
-                axes.axvline(step, color=color, linestyle=style, linewidth=width, label=label)
+                named = label if k == 0 else None
+                axes.axvline(step, color=color, linestyle=style, linewidth=width, label=named)
         saved = told["save"][:: -(-max(1, len(told["save"])) // _MOST_POINTS)]
         if saved:
             low = axes.get_ylim()[0]
-            axes.plot(
-                saved,
-                [low] * len(saved),
-                "|",
-                color=BY_NAME["save"],
-                markersize=12,
-                label="saved",
-                clip_on=False,
-            )
+            mark: dict[str, Any] = {"color": BY_NAME["save"], "markersize": 12, "label": "saved"}
+            axes.plot(saved, [low] * len(saved), "|", clip_on=False, **mark)
             axes.set_ylim(bottom=low)
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
@@ -320,7 +296,7 @@ def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
         axes = figure.subplots()
         shown = steps[-_MOST_BARS:]
         places = range(len(shown))
-        axes.bar(places, [nbytes / 1024**2 for _, nbytes in shown], color=BY_NAME["save"], width=0.7)
+        axes.bar(places, _mib(nbytes for _, nbytes in shown), color=BY_NAME["save"], width=0.7)
         every = max(1, -(-len(shown) // (16 if form == "wide" else 7)))
         axes.set_xticks(list(places)[::every], [str(step) for step, _ in shown][::every])
         axes.set_xlim(-0.7, max(len(shown), 10) - 0.3)  # few bars stay narrow
@@ -341,25 +317,13 @@ def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
     def draw(figure: Any, form: str) -> None:
         axes = figure.subplots()
         rows = [-k for k in range(len(found))]
-        planned, upper = (
-            [n / 1024**2 for n in of]
-            for of in zip(*((p.nbytes, p.upper_bytes) for p, _ in found), strict=True)
-        )
-        bars = [u - n for n, u in zip(planned, upper, strict=True)]
-        baseline = [p.baseline_bytes / 1024**2 for p, _ in found]
-        axes.barh(
-            rows,
-            baseline,
-            height=0.5,
-            color=SERIES[2],
-            alpha=0.35,
-            linewidth=0,
-            label="process before the model",
-        )
-        axes.barh(
-            rows, bars, left=planned, height=0.5, color=SERIES[2], linewidth=0, label="planned, to at most"
-        )
-        measured = [nbytes / 1024**2 for _, nbytes in found]
+        planned = _mib(p.nbytes for p, _ in found)
+        bars = _mib(p.upper_bytes - p.nbytes for p, _ in found)
+        baseline = _mib(p.baseline_bytes for p, _ in found)
+        bar: dict[str, Any] = {"height": 0.5, "color": SERIES[2], "linewidth": 0}
+        axes.barh(rows, baseline, alpha=0.35, label="process before the model", **bar)
+        axes.barh(rows, bars, left=planned, label="planned, to at most", **bar)
+        measured = _mib(nbytes for _, nbytes in found)
         axes.plot(measured, rows, "D", color=SERIES[0], markersize=6, label="measured")
         axes.set_yticks(rows, names)
         axes.set_xlim(left=0)
@@ -430,11 +394,12 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
 
 def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Iterator[Part]:
     planned = {(one.phase, one.where): one for one in _planned(plan)}
-    found = [
-        (_from_baseline(planned[p.phase, p.where], p), p)
-        for p in _peaks(starts)
-        if (p.phase, p.where) in planned
-    ]
+    found = []
+    for peak in _peaks(starts):
+        if one := planned.get((peak.phase, peak.where)):  # on top of what the process took before its model
+            before = _baseline(peak.process) if peak.where == "host" else 0
+            low = min(before + one.nbytes, one.upper_bytes)
+            found.append((replace(one, nbytes=low, baseline_bytes=before), peak))
     if not found:
         if planned and starts:
             yield Part(text="No phase of the plan is in the ledgers.")
@@ -455,13 +420,6 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
     if missing:
         about += f" Planned but not measured: {'; '.join(plain(name, 40) for name in missing)}."
     yield Part(text=about)
-
-
-def _from_baseline(planned: Planned, peak: _Peak) -> Planned:
-    """The bar of a plan on top of what the measured process took before its model."""
-    baseline = _baseline(peak.process) if peak.where == "host" else 0
-    low = min(baseline + planned.nbytes, planned.upper_bytes)
-    return replace(planned, nbytes=low, baseline_bytes=baseline)
 
 
 def _row(planned: Planned, peak: _Peak) -> list[Cell]:
@@ -485,7 +443,8 @@ def _planned(plan: Mapping[str, Any]) -> Iterator[Planned]:
     for amount in _amounts(plan):
         key = amount["phase"], str(amount.get("where"))
         nbytes, upper = sums.get(key, (0, 0))
-        more, most = (_count(amount.get(name)) for name in ("nbytes", "upper_bytes"))
+        sizes = [amount.get(name, 0) for name in ("nbytes", "upper_bytes")]
+        more, most = (n if is_count(n) else 0 for n in sizes)
         if amount.get("what") in _BEFORE:
             more, most = 0, most if key[1] == "host" else 0  # an allocator does not see its device's context
         sums[key] = nbytes + more, upper + most
@@ -509,10 +468,6 @@ def _amounts(plan: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         for amount in amounts if isinstance(amounts, list) else ():
             if isinstance(amount, Mapping):
                 yield {**amount, "phase": str(entry.get("name", ""))}
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62 else 0
 
 
 def _peaks(starts: Iterable[Start]) -> list[_Peak]:
@@ -647,19 +602,13 @@ def ending(process: Process, start: Start) -> str:
     """How a process ended."""
     if process.has_ended and process.error is None:
         return "finished"
-    doing = _doing(process)
+    phase, doing = process.stopped_in, ""
+    if phase is not None:
+        verb = f"while {_VERBS[phase.name]}" if phase.name in _VERBS else f"in {plain(phase.name, 40)}"
+        doing = f" {verb}" + ("" if phase.step is None else f" step {phase.step}")
     if process.error is not None:
         return f"failed{doing}: {plain(process.error)}"
     return f"{'died' if process is start.culprit else 'was stopped'}{doing}"
-
-
-def _doing(process: Process) -> str:
-    phase = process.stopped_in
-    if phase is None:
-        return ""
-    step = "" if phase.step is None else f" step {phase.step}"
-    verb = _VERBS.get(phase.name)
-    return f" in {plain(phase.name, 40)}{step}" if verb is None else f" while {verb}{step}"
 
 
 def _crashes(starts: Sequence[Start]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..doctor.logs import losses_of_log
 from ..errors import FormatError, ShardwiseError, SourceError
-from ..limits import MAX_CONFIG_DEPTH, MAX_VALUE_BYTES, read_small
+from ..limits import MAX_CONFIG_DEPTH, MAX_VALUE_BYTES, is_count, read_small
 from ..objects import frozen
 from ..operations.operation import size
 from ..runs.history import RootContents, is_root, losses_in, losses_of_trainer, numbered_steps, steps_below
@@ -58,6 +58,7 @@ __all__ = [
     "json_lines",
     "json_object",
     "legend",
+    "number",
     "plain",
     "plotting",
     "read_process",
@@ -282,9 +283,14 @@ def cells(*values: object) -> list[Cell]:
     return found
 
 
+def number(text: object) -> Cell:
+    """A number as text, to the right of its column; ``–`` for None."""
+    return Cell("–" if text is None else str(text), number=True)
+
+
 def bytes_cell(nbytes: object) -> Cell:
     """Bytes from a file, which may hold anything."""
-    return Cell(size(nbytes) if isinstance(nbytes, int) and 0 <= nbytes < 2**62 else "–", number=True)
+    return number(size(nbytes) if isinstance(nbytes, int) and is_count(nbytes) else None)
 
 
 def facts(caption: str, rows: Iterable[tuple[str, object]]) -> Table:
@@ -609,16 +615,19 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             continue
         place = Path(path)
         if place.is_dir():
+            below = [str(one) for one in (place, place / "checkpoints") if one.is_dir()]
             roots = [
-                str(one) for one in (place, place / "checkpoints") if one.is_dir() and _has_steps(str(one))
-            ]
+                one for one in below if is_root(one) or numbered_steps(one)
+            ]  # a model next to them or not
             found = _files_of(place)
             material.runs += [steps_below(root) for root in roots]
             if logged := losses_of_trainer(str(place)):
                 roots.append(logged[0])
                 material.losses.append(LossLog(*logged))
             if plan is None:
-                material.plans += _plans_in(place)
+                for file in sorted(place.glob("plan*.json")):
+                    with suppress(SourceError, FormatError):  # another program's plan
+                        material.plans.append(_read_plan(file))
         elif place.is_file():
             roots, found = [], [place]
         else:
@@ -647,11 +656,6 @@ def _files_of(place: Path) -> list[Path]:
     return sorted(ledgers) + sorted([*place.glob("loss.jsonl"), *place.glob("*/loss.jsonl")])
 
 
-def _has_steps(path: str) -> bool:
-    """Whether a directory has steps, a model next to them or not."""
-    return is_root(path) or bool(numbered_steps(path))
-
-
 def _log_given(file: Path) -> LossLog:
     """The losses of the Trainer's state, or of the text that a run printed. Raises :class:`SourceError` if there are none."""
     if file.suffix == ".json":
@@ -674,12 +678,6 @@ def _losses(file: Path) -> dict[int, float]:
         if isinstance(step, int) and isinstance(loss, int | float) and 0 <= step < 2**53:
             points[step] = float(loss) if abs(loss) < 2**62 else math.nan
     return points
-
-
-def _plans_in(place: Path) -> Iterator[Mapping[str, Any]]:
-    for file in sorted(place.glob("plan*.json")):
-        with suppress(SourceError, FormatError):  # another program's plan
-            yield _read_plan(file)
 
 
 def _read_plan(file: Path) -> Mapping[str, Any]:

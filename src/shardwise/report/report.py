@@ -42,6 +42,7 @@ from .records import (
     counted,
     facts,
     find_material,
+    number,
     plain,
     plotting,
     seconds_text,
@@ -72,7 +73,7 @@ _MOST_ROWS = 200
 
 def _ratio(part: object, whole: object) -> Cell:
     ok = is_count(part) and is_count(whole) and whole != 0
-    return Cell(f"{part / whole:.3f} ×" if ok else "–", number=True)  # type: ignore[operator]
+    return number(f"{part / whole:.3f} ×" if ok else None)  # type: ignore[operator]
 
 
 def _words(values: object) -> str:
@@ -100,8 +101,8 @@ def starts_section(starts: Sequence[Start]) -> Section:
     """Each process of each start, and how it ended."""
     rows = [
         cells(
-            start.number, p.rank, _ending(p, start), Cell(seconds_text(p.last_t), number=True), bytes_cell(p.peak("resident")),
-            bytes_cell(p.peak("anonymous")), plain(p.host, 40), Cell(time_text(p.began_s), number=True),
+            start.number, p.rank, _ending(p, start), number(seconds_text(p.last_t)), bytes_cell(p.peak("resident")),
+            bytes_cell(p.peak("anonymous")), plain(p.host, 40), number(time_text(p.began_s)),
         )
         for start in starts
         for p in start.processes
@@ -174,7 +175,7 @@ def loss_section(material: Material) -> Section | None:
     rows = [
         cells(
             name, plain(log.file), len(log.points), min(log.points), max(log.points),
-            Cell(f"{log.points[min(log.points)]:.4g}", number=True), Cell(f"{log.points[max(log.points)]:.4g}", number=True),
+            number(f"{log.points[min(log.points)]:.4g}"), number(f"{log.points[max(log.points)]:.4g}"),
         )
         for name, log in zip(names_of(losses), losses, strict=True)
     ]  # fmt: skip
@@ -198,12 +199,10 @@ def resume_section(starts: Sequence[Start]) -> Section | None:
     """What each resume proved, by rank 0's report; and whether all ranks say the same."""
     parts = []
     for start in starts:
-        by_rank: dict[tuple[str, str], list[tuple[Process, Note]]] = {}
-        for name in ("resume", "restore"):
-            for process, note in start.notes(name):
-                by_rank.setdefault((name, str(note.report.get("step"))), []).append((process, note))
-        for found in by_rank.values():
-            parts.append(_resume(start, found))
+        by_step: dict[tuple[str, str], list[tuple[Process, Note]]] = {}
+        for process, note in (*start.notes("resume"), *start.notes("restore")):
+            by_step.setdefault((note.name, str(note.report.get("step"))), []).append((process, note))
+        parts += [_resume(start, found) for found in by_step.values()]
     if not parts:
         return None
     about = "A resume compares the hash of every restored tensor with the one that the save recorded, before training continues."
@@ -262,20 +261,14 @@ def _seconds(value: object) -> str:
 
 def load_section(starts: Sequence[Start]) -> Section | None:
     """Bytes and memory of each load, compared with the least that it needs."""
-    rows = []
-    for start in starts:
-        for process, note in start.notes("load"):
-            rows.append(_load_row(start, process, note))
-    parts: list[Part] = []
-    if rows:
-        head = cells(
-            ">launch", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
-            ">read in", ">rate", "strategy",
-        )  # fmt: skip
-        parts += _tables("Loads, by launch and rank", head, rows)
-        parts += _totals(starts)
-    if not parts:
+    rows = [_load_row(start, process, note) for start in starts for process, note in start.notes("load")]
+    if not rows:
         return None
+    head = cells(
+        ">launch", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
+        ">read in", ">rate", "strategy",
+    )  # fmt: skip
+    parts = [*_tables("Loads, by launch and rank", head, rows), *_totals(starts)]
     about = (
         "At best a load adds no more memory than the rank's shards, and all ranks together read the model once. Memory added is the "
         "peak of anonymous memory during the load minus the memory before it; the first load of a process also imports code."
@@ -293,21 +286,19 @@ def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
     return cells(
         start.number, process.rank, bytes_cell(r.get("local_bytes")), bytes_cell(added), _ratio(added, r.get("local_bytes")),
         bytes_cell(r.get("bytes_read")), _ratio(r.get("bytes_read"), r.get("model_bytes")), bytes_cell(r.get("staging_peak_bytes")),
-        Cell(_seconds(r.get("seconds_plan")), number=True), Cell(_seconds(seconds), number=True), Cell(rate, number=True),
+        number(_seconds(r.get("seconds_plan"))), number(_seconds(seconds)), number(rate),
         plain(str(r.get("strategy", "")).partition(":")[0], 20),
     )  # fmt: skip
 
 
 def _added(process: Process, note: Note) -> int | None:
     """Anonymous memory that the load of a note added at its peak: its phase is the last that ended before the note."""
-    ended = [
-        p for p in process.phases.values() if p.name == "load" and p.ended is not None and p.ended.t <= note.t
-    ]
-    if not ended:
+    loads = [(p.ended, p.began) for p in process.phases.values() if p.name == "load" and p.ended is not None]
+    before = [(ended, began) for ended, began in loads if ended.t <= note.t]
+    if not before:
         return None
-    phase = max(ended, key=lambda p: p.ended.t if p.ended is not None else 0.0)
-    assert phase.ended is not None
-    return max(0, phase.ended.get("peak_anonymous_bytes") - phase.began.get("anonymous_bytes"))
+    ended, began = max(before, key=lambda pair: pair[0].t)
+    return max(0, ended.get("peak_anonymous_bytes") - began.get("anonymous_bytes"))
 
 
 def _totals(starts: Iterable[Start]) -> Iterator[Part]:
@@ -386,7 +377,7 @@ def _phase_table(start: Start) -> Table:
         rows.append(
             cells(
                 plain(name, 60), len(ones), cut,
-                Cell(seconds_text(max(lengths)) if lengths else "–", number=True), most("anonymous"), most("resident"),
+                number(seconds_text(max(lengths)) if lengths else None), most("anonymous"), most("resident"),
                 most("cgroup"), total("requested_read_bytes"), total("requested_written_bytes"),
             )
         )  # fmt: skip
@@ -524,17 +515,10 @@ def _step_row(step: StepSummary) -> list[Cell]:
         state = Cell(plain(step.part))
     else:
         state = Cell(f"valid{without}") if without else Cell("whole", tone="good")
-    nbytes = Cell("–" if step.file_bytes is None else size(step.file_bytes), number=True)
     return cells(
-        step.step,
-        step.fate,
-        state,
-        (step.written or "–").replace("T", " "),
-        Cell("–" if step.parent_step is None else str(step.parent_step), number=True),
-        Cell("–" if step.world_size is None else str(step.world_size), number=True),
-        nbytes,
-        plain(step.run_id or "–", 32),
-    )
+        step.step, step.fate, state, (step.written or "–").replace("T", " "), number(step.parent_step),
+        number(step.world_size), bytes_cell(step.file_bytes), plain(step.run_id or "–", 32),
+    )  # fmt: skip
 
 
 def _read(material: Material) -> Section:
