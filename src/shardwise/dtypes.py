@@ -13,7 +13,6 @@ from .errors import FormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEMSIZE", "code_of", "is_lossless", "itemsize", "named_dtype", "torch_dtype"]
 
 #: Bytes per element of every stored dtype that shardwise reads and writes.
 ITEMSIZE: dict[str, int] = {

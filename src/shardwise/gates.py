@@ -12,8 +12,6 @@ from importlib import metadata
 from .errors import LayoutError, ShardError, ShardwiseError, UnsupportedConversionError
 from .objects import frozen
 
-__all__ = ["GATES", "Gate", "require"]
-
 
 @frozen
 class Gate:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["copies_late", "flat_bytes", "own_device", "to_host"]
-
 #: Bytes that :func:`to_host` packs at a time.
 _BATCH_BYTES = 32 * 1024**2
 

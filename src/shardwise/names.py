@@ -16,24 +16,6 @@ from torch import nn
 from .errors import LayoutError
 from .objects import frozen
 
-__all__ = [
-    "Named",
-    "NamedTensor",
-    "canonical_name",
-    "children",
-    "exchange_parameter",
-    "modules_by_path",
-    "modules_once",
-    "named_tensors",
-    "own_parameter",
-    "own_tensors",
-    "patterns_of",
-    "tensors_of",
-    "unwrap",
-    "without_numbers",
-    "without_wrappers",
-]
-
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
 

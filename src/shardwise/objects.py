@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform, overload
 
-__all__ = ["frozen", "gc_paused"]
-
 C = TypeVar("C", bound=type)
 _MISSING = dataclasses.MISSING
 

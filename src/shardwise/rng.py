@@ -22,17 +22,6 @@ from .host import own_device
 from .names import modules_once, own_tensors
 from .objects import frozen
 
-__all__ = [
-    "RngPlan",
-    "capture_host_rng",
-    "capture_rng",
-    "derive_rng",
-    "devices_of",
-    "plan_rng",
-    "preserve_rng",
-    "restore_rng",
-]
-
 
 @frozen
 class RngPlan:

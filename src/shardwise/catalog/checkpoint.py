@@ -23,22 +23,6 @@ from ..tensors.boxes import Box
 from ..tensors.placements import replicated
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
-__all__ = [
-    "catalog_of_checkpoint",
-    "catalog_of_manifest",
-    "catalog_of_optimizer",
-    "catalog_of_slices",
-    "check_size",
-    "directory",
-    "model_named",
-    "model_tensors",
-    "optimizer_digests",
-    "optimizer_tensors",
-    "refuse_referred",
-    "packed_name",
-    "size_problem",
-]
-
 
 def packed_name(key: str) -> str:
     """Stored name of a packed tensor. No parameter's name starts like it."""

@@ -27,18 +27,6 @@ from .quantized import OpenFile, each, open_file
 from .records import METADATA_NAME, Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .torch_files import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 
-__all__ = [
-    "UNKNOWN_ENTRIES",
-    "ByteRange",
-    "DcpCheckpoint",
-    "ItemFiles",
-    "catalog_of_dcp",
-    "entries_left_out",
-    "model_in",
-    "optimizers_in",
-    "read_dcp",
-]
-
 #: Files that are open at a time.
 _MOST_OPEN = 64
 #: Where a state dict has its model: Accelerate, the HF Trainer, Fabric and FSDP1 in Lightning; torch's examples; Composer;

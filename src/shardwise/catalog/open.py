@@ -26,8 +26,6 @@ from .records import (
 from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
 from .weights import Choice, Weights, weights_in, weights_of_modules
 
-__all__ = ["holds_model", "open_catalog"]
-
 _log = logging.getLogger(__name__)
 _ANY = Choice()
 

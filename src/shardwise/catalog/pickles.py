@@ -20,18 +20,6 @@ from ..limits import (
 )
 from ..objects import frozen
 
-__all__ = [
-    "AnyNames",
-    "Name",
-    "Names",
-    "Record",
-    "check_key",
-    "check_walk",
-    "is_name_of",
-    "unpickled",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The values of pickles as trees: records for objects, and the check that a walk through a value comes to an end.
 

@@ -21,24 +21,6 @@ from ..storage import is_file, read_range, stat_of
 from ..storage.records import is_url, join
 from .records import Catalog, Quantization, StoredFile, StoredTensor
 
-__all__ = [
-    "DESCRIBING",
-    "NAMES_IN_CONFIG",
-    "OpenFile",
-    "Quantized",
-    "code_of_weight",
-    "each",
-    "is_part",
-    "method_of_config",
-    "open_file",
-    "quantized",
-    "settings_of_config",
-    "stands_beside",
-    "way_out",
-    "with_quantization",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Finds quantized weights in a source, by names and dtypes of its tensors, and tells how to dequantize them.
 #

@@ -25,35 +25,6 @@ from ..tensors.boxes import Box, find_overlap, whole
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Catalog",
-    "Chunk",
-    "Chunks",
-    "Coded",
-    "FULL_STATE_STEM",
-    "KINDS",
-    "Kind",
-    "METADATA_NAME",
-    "Quantization",
-    "Rule",
-    "SharedChunk",
-    "SharedCut",
-    "StoredFile",
-    "StoredTensor",
-    "assemble",
-    "is_torch_file",
-    "kind_below",
-    "kind_in",
-    "kind_of",
-    "packed_catalog",
-    "refuse_below",
-    "refuse_config",
-    "refuse_foreign",
-    "refuse_named",
-    "refuse_other",
-    "unpacked_catalog",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # The records that describe every kind of source.

@@ -13,8 +13,6 @@ from ..tensors.boxes import Box, whole
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .weights import Choice, Listed, Weights, listed, names_of, weights_in
 
-__all__ = ["catalog_of_safetensors", "catalog_of_weights", "has_safetensors"]
-
 
 def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of a ``.safetensors`` file or of a directory of them, from headers only.

@@ -13,31 +13,6 @@ from ..limits import brief, check_name, inside, is_inside, read_json, read_shall
 from ..objects import frozen
 from ..storage import is_directory, is_file, names_in
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "CONFIG_NAME",
-    "Choice",
-    "INDEX_NAME",
-    "Listed",
-    "Module",
-    "SINGLE_NAME",
-    "TORCH_INDEX_NAME",
-    "TORCH_SINGLE_NAME",
-    "Weights",
-    "chosen",
-    "config_in",
-    "listed",
-    "modules_in",
-    "named_by",
-    "names_of",
-    "read_weight_map",
-    "weights_in",
-    "weights_of_modules",
-    "with_variant",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The index of a model in several files (``*.index.json``): which file holds each tensor.
 

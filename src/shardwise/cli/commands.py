@@ -53,10 +53,6 @@ if TYPE_CHECKING:
     from ..doctor.examine import Diagnosis
     from .render import Inspection
 
-__all__ = [
-    "main",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed.

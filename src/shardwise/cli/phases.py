@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..fit.plan import PlanReport
     from ..fit.records import Phase, RunPlan
 
-__all__ = ["as_training", "asked_training", "planned_lines", "show_phases"]
 
 #: Options of a training run, of which any one asks for its phases, and their fields of :class:`TrainingSpec`.
 _NAMES = {

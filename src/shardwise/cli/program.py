@@ -28,47 +28,6 @@ from ..errors import PlanError, RankError, ShardwiseError
 from ..objects import frozen
 from ..operations.operation import Bars, following
 
-__all__ = [
-    "AnyPath",
-    "DTYPES",
-    "ERRORS",
-    "FINE",
-    "INTERRUPTED",
-    "Node",
-    "ONLY_A_PART",
-    "Program",
-    "WRONG_DATA",
-    "WRONG_USAGE",
-    "anchor_of",
-    "answer",
-    "as_load_pretrained",
-    "byte_count",
-    "check_axes",
-    "common",
-    "config",
-    "console",
-    "debug",
-    "doctors_rules",
-    "helps",
-    "memory_size",
-    "model_class",
-    "new_adapter",
-    "one_model",
-    "one_step",
-    "option",
-    "options",
-    "print_json",
-    "quantized_as",
-    "rank_of_launcher",
-    "rows_of",
-    "section_of",
-    "show_markdown",
-    "source_path",
-    "tree_of",
-    "trust_remote_code",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # How a command ends: its exit status, and one paragraph for an error instead of a traceback.
 

@@ -38,22 +38,6 @@ from ..publish.write import ObjectWriter
 from ..storage import files_below, names_in, stat_of
 from ..storage.records import is_url, join
 
-__all__ = [
-    "AnonymousPeak",
-    "Course",
-    "PairBatches",
-    "Prepared",
-    "clear_output",
-    "default_model",
-    "die_in_next_save",
-    "docstring_pairs",
-    "prepare_model",
-    "published",
-    "split",
-    "unpublished_bytes",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Checks before any process starts. A mistake is reported in one paragraph.
 

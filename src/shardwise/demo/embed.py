@@ -16,8 +16,6 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer
 
-__all__ = ["TEMPERATURE", "embed", "load_tokenizer", "retrieval"]
-
 TEMPERATURE = 0.05
 MAX_TOKENS = 32
 _BATCH = 32

@@ -39,20 +39,6 @@ from .course import (
 )
 from .train import plan_starts
 
-__all__ = [
-    "Losses",
-    "draw_loss",
-    "print_resume",
-    "print_table",
-    "read_losses",
-    "read_model",
-    "records",
-    "report_of",
-    "run_demo",
-    "torchrun",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The demo's outcome: the report from the records of its processes, a table, and the loss curve.
 

@@ -26,11 +26,6 @@ from ..fit.records import TrainingSpec
 from ..operations.operation import size
 from .embed import MAX_TOKENS
 
-__all__ = [
-    "plan_starts",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # One training worker: load sharded, resume, train, save, export.
 #

@@ -15,8 +15,6 @@ from ..gates import GATES
 from ..objects import frozen
 from .facts import Checkpoint, Facts, Log, Model, Place, Seen, Settings, count, is_on, is_version, number
 
-__all__ = ["CONDITIONS", "SOURCES", "Values", "some"]
-
 _GIB, _MIB = 1024**3, 1024**2
 #: The values that a rule's sentences name.
 Values = Mapping[str, object]

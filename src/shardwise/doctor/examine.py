@@ -64,17 +64,6 @@ from .files import (
 from .logs import log_of_losses, read_log
 from .rules import RULES
 
-__all__ = [
-    "Assembly",
-    "Diagnosis",
-    "assembly_of",
-    "collect",
-    "examine",
-    "findings_of",
-    "sizes_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Collects the facts: of this machine, and of each path that was given. Judges nothing.
 

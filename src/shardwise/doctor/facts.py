@@ -23,39 +23,6 @@ from ..engine.files import shares_memory
 from ..objects import frozen
 from ..operations.host_budget import cgroups_with, host_budget, text_of
 
-__all__ = [
-    "Bucket",
-    "Checkpoint",
-    "Cores",
-    "Facts",
-    "Finding",
-    "Kind",
-    "Limits",
-    "Log",
-    "Machine",
-    "Meeting",
-    "Memory",
-    "Model",
-    "Mount",
-    "Network",
-    "Place",
-    "Seen",
-    "Settings",
-    "Speeds",
-    "classes_of",
-    "count",
-    "gib",
-    "is_on",
-    "is_version",
-    "launch_variables",
-    "look_at_machine",
-    "mount_of",
-    "number",
-    "requirements",
-    "versions",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What was seen, as plain records: of the machine, a place for files, the software, the launch, and files that were given.
 

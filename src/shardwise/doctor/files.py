@@ -44,26 +44,6 @@ from ..storage.records import is_url, join, place_of
 from ..storage.stores import store_of
 from .facts import Bucket, Checkpoint, Model, Place, Settings, Speeds, classes_of, mount_of
 
-__all__ = [
-    "ARGUMENTS_FILE",
-    "PICKLES",
-    "PREFIX",
-    "delete_probes",
-    "holds_checkpoint",
-    "holds_weights",
-    "is_accelerate",
-    "is_arguments",
-    "look_at_bucket",
-    "look_at_checkpoint",
-    "look_at_model",
-    "look_at_place",
-    "look_at_stored_model",
-    "look_for_lost",
-    "read_pickled_arguments",
-    "read_settings",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Looks at a directory of weights: its index, sizes and headers of its files. Opens no pickle.
 

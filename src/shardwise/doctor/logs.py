@@ -15,8 +15,6 @@ from ..objects import frozen
 from .facts import Log
 from .rules import RULES, Rule
 
-__all__ = ["KNOWN", "LoggedLosses", "log_of_losses", "losses_of_log", "read_log"]
-
 #: The value before and after, if one jumps between those before and those after.
 _Compare = Callable[[Sequence[float], Sequence[float]], tuple[float, float] | None]
 

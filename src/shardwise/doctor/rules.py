@@ -13,8 +13,6 @@ from ..objects import frozen
 from .conditions import CONDITIONS, SOURCES, Values, some
 from .facts import Facts, Finding, Kind, gib, is_version
 
-__all__ = ["RULES", "Rule"]
-
 # ----------------------------------------------------------------------------------------------------
 # What a rule is, and how its sentences are made.
 

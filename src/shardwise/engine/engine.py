@@ -32,34 +32,6 @@ from ..tensors.tiles import Tile
 from .files import GAP_BYTES, DeviceRings
 from .objects import SourceReader
 
-__all__ = [
-    "CachedFiles",
-    "ConvertingReader",
-    "Destination",
-    "FileFiller",
-    "Filler",
-    "LEAST_FOR_THREADS",
-    "MOST_BYTES",
-    "Reader",
-    "Staging",
-    "WINDOW",
-    "compare",
-    "execute",
-    "execute_own",
-    "fill",
-    "holds",
-    "parts_of",
-    "put",
-    "read_box",
-    "read_direct",
-    "read_recipe",
-    "spans_of",
-    "spans_of_tensors",
-    "wanted_box",
-    "write_back",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Reads the results of host conversions as if they were files.
 

@@ -29,32 +29,6 @@ from ..planning.plan import IOOptions, Reads, Transfer
 from ..planning.proof import Span
 from ..ranks.ranks import patiently
 
-__all__ = [
-    "AHEAD_BYTES",
-    "Arrive",
-    "Chosen",
-    "DeviceRings",
-    "FileReader",
-    "GAP_BYTES",
-    "LEAST_BYTES",
-    "LookAhead",
-    "MOST_ONTO_DEVICE",
-    "MOST_THREADS",
-    "Pages",
-    "Quicker",
-    "SLOTS",
-    "STEP_BYTES",
-    "Threads",
-    "arrival",
-    "arriving",
-    "holds",
-    "page_cache_for",
-    "shares_memory",
-    "steps",
-    "threads_of_this_rank",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Asks the kernel for the bytes that a load reads next, if that is faster than the kernel's own readahead.
 #

@@ -21,18 +21,6 @@ from ..storage.records import Moved, counted_here, is_url
 from ..storage.stores import fetch
 from .files import Chosen, FileReader, holds, steps
 
-__all__ = [
-    "GAP_BYTES",
-    "IN_FLIGHT_BYTES",
-    "LAST_BYTES",
-    "ObjectReader",
-    "PART_BYTES",
-    "REQUESTS",
-    "SourceReader",
-    "requests_for",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Reads from object stores: several requests at a time, in the order in which a load needs the bytes.
 #

@@ -27,25 +27,6 @@ from ..tensors.boxes import Box, boxes_of_range, contiguous_strides, whole
 from ..tensors.tiles import identity
 from .engine import Reader, Staging, parts_of, read_box, spans_of, wanted_box
 
-__all__ = [
-    "CheckedScales",
-    "DecodingReader",
-    "NodeReader",
-    "NotShared",
-    "OnceReader",
-    "ROWS",
-    "SharedReader",
-    "boxes_of_conversions",
-    "boxes_of_spans",
-    "boxes_of_transfers",
-    "bucket_bytes",
-    "elements_at_a_time",
-    "held_bytes",
-    "spans_in_turn",
-    "spans_of_box",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Reads that ranks share: a bucket of the source is read by one rank, and the others take their parts from it.
 #

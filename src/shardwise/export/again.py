@@ -38,17 +38,6 @@ from .live import LiveJob
 from .stored import StoredJob, share_of
 from .write import HubFiles, HubTensors, Job, Share, Window, Writes, brought_to, by_hub, lay_out
 
-__all__ = [
-    "AsSource",
-    "AsSourceJob",
-    "Changed",
-    "QuantizedSource",
-    "Requantized",
-    "place_of_source",
-    "windows_in",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The quantized source whose format an export writes: found, checked to be what the model was loaded from, and held open.
 

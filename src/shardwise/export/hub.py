@@ -38,9 +38,6 @@ from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered,
 from .stored import StoredJob
 from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, as_named
 
-__all__ = ["ExportReport", "dtype_code", "export_hf", "iter_full_tensors"]
-
-
 # ----------------------------------------------------------------------------------------------------
 # ``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
 #

@@ -48,20 +48,6 @@ from .write import (
     reverted,
 )
 
-__all__ = [
-    "Full",
-    "FullTensors",
-    "LiveJob",
-    "MergedJob",
-    "buckets",
-    "device_of",
-    "gathered",
-    "owned_by",
-    "planned",
-    "write_from_devices",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Export of tensors on devices: cast there, and copied through a small ring while the files are written.
 

@@ -38,12 +38,6 @@ from ..tensors.boxes import Box, TensorSpec, Wanted, whole
 from ..tensors.tiles import Tile, bounds, cut, is_dense
 from .write import HubFiles, HubTensors, Job, Share, Window, as_named, by_hub, inverted, reverted, windows_of
 
-__all__ = [
-    "StoredJob",
-    "share_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Export of a stored model: ranks share the tensors, piece by piece, through staging.
 

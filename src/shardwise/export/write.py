@@ -53,32 +53,6 @@ from ..tensors.boxes import Box, TensorSpec, Wanted, whole
 from ..tensors.live import LiveModel
 from ..tensors.tiles import Tile, cut, identity, invert
 
-__all__ = [
-    "HubFiles",
-    "HubTensors",
-    "INDEX_NAME",
-    "Job",
-    "ToDirectory",
-    "ToStore",
-    "Share",
-    "Window",
-    "Writes",
-    "adapter_assets",
-    "as_named",
-    "brought_to",
-    "by_hub",
-    "check_readable",
-    "chosen_adapters",
-    "header_of",
-    "inverted",
-    "lay_out",
-    "lay_out_adapters",
-    "reverted",
-    "specs_in",
-    "windows_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The files of a model in hub format: which tensor lies where in which file.
 

@@ -14,22 +14,6 @@ from ..objects import frozen
 from ..sharding.fsdp import ShardPolicy, find_wrapping
 from .records import TrainingSpec
 
-__all__ = [
-    "COMPILED_BYTES",
-    "COMPILED_UPPER_BYTES",
-    "Event",
-    "Product",
-    "Products",
-    "StepGroup",
-    "groups_of",
-    "product_of",
-    "products_of",
-    "text_config",
-    "whole_step",
-    "workspaces_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What a training step is made of: FSDP2's groups, and the events of a forward and backward. See :mod:`.step`.
 

@@ -23,18 +23,6 @@ from .groups import Products, StepGroup, groups_of, products_of, text_config, wh
 from .records import Flow, TrainingSpec, Variant
 from .step import Measured, StepPeak, alike, measure, peak_of
 
-__all__ = [
-    "Exchange",
-    "FORMULA_ERROR",
-    "Measurements",
-    "Sent",
-    "Spread",
-    "Step",
-    "flows_of",
-    "step_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The peak of a training step: measured on tensors without memory, or, where the model's code can't run so, by a formula.
 

@@ -52,17 +52,6 @@ from .records import (
 )
 from .verdict import RANKS_PER_HOST, Limits, Search, Verdict, run_plan, smallest_ranks, verdict_of
 
-__all__ = [
-    "EVERY_RANK_UP_TO",
-    "MAX_RANKS",
-    "PlanReport",
-    "RankCost",
-    "Source",
-    "plan",
-    "source_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The records of ``plan``: the cost of a load on every rank, and of a training run by phases.
 

@@ -24,31 +24,6 @@ from ..sharding.fsdp import ShardPolicy
 from ..storage.records import Requests
 from ..tensors.live import LiveModel
 
-__all__ = [
-    "Amount",
-    "Checkpoint",
-    "Device",
-    "Files",
-    "Flow",
-    "Held",
-    "OPTIMIZERS",
-    "Optimizer",
-    "Phase",
-    "RankRequests",
-    "RunPlan",
-    "Setup",
-    "StagingTally",
-    "StoreRequests",
-    "StoreTally",
-    "TrainingSpec",
-    "Variant",
-    "Where",
-    "files_of",
-    "held_by_first",
-    "with_cached_reads",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The records of a plan by phases. Bytes are those of the rank that holds most, rank 0.
 

@@ -26,16 +26,6 @@ from ..objects import frozen
 from .groups import COMPILED_BYTES, Event, Product, Products, StepGroup, product_of
 from .records import TrainingSpec
 
-__all__ = [
-    "LiveBytes",
-    "Measured",
-    "StepPeak",
-    "alike",
-    "measure",
-    "peak_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The memory of one training step: events of a forward and backward, with what FSDP2 holds at each of them.
 #

@@ -37,40 +37,6 @@ from ..storage.records import is_url
 from ..tensors.placements import RULE_VERSION, Cut, Geometry, blocks_of, one_of_equals
 from .header import describe_steps
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CONVERTED",
-    "Document",
-    "DocumentKind",
-    "FORMAT",
-    "FileEntry",
-    "GRADIENT",
-    "MANIFEST_NAME",
-    "Manifest",
-    "Packed",
-    "Place",
-    "StateEntry",
-    "TensorEntry",
-    "VERSION",
-    "VERSION_OF_PLACES",
-    "absent_places",
-    "checksum_of",
-    "describe_absent",
-    "describe_part",
-    "document_named",
-    "document_of",
-    "files_by_place",
-    "parse_documents",
-    "parse_manifest",
-    "rank_of_file",
-    "ranks_text",
-    "read_manifest",
-    "refuse_part",
-    "refuse_unknown",
-    "step_of_manifest",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The records of a manifest, and its JSON text. O(tensors); planning reads nothing else. :mod:`.manifest` checks it.
 #

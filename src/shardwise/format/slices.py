@@ -20,26 +20,6 @@ from ..objects import frozen
 from ..tensors.boxes import Box, LocalBox
 from ..tensors.placements import Geometry, cut_boxes, cutting_axes, dim_intervals
 
-__all__ = [
-    "CutKind",
-    "Slice",
-    "SliceAt",
-    "SliceTensor",
-    "Spread",
-    "StateKey",
-    "assign_owners",
-    "boxes_to_write",
-    "by_name",
-    "file_count",
-    "file_name",
-    "header_bytes",
-    "in_file_order",
-    "owner_ranks",
-    "rank_files",
-    "replicas",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Slice files: which rank writes which boxes of which tensors, into which file, at which offset.
 #

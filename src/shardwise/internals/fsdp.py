@@ -15,16 +15,6 @@ from torch.distributed.tensor import DTensor
 from ..objects import frozen
 from .torch import original_class
 
-__all__ = [
-    "FsdpGroup",
-    "allocate_dtensors",
-    "fsdp_groups",
-    "fsdp_parameter_ids",
-    "fsdp_unreduced_ids",
-    "lazy_chunks",
-    "precision_of",
-]
-
 
 @frozen
 class FsdpGroup:

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from ..errors import FormatError
 from ..limits import MAX_PATTERN_MATCHES, MAX_PATTERN_STEPS, brief
 
-__all__ = ["check_patterns"]
-
 #: Numbers that counting may touch, and what an operation on few counts at least: counting takes time, too.
 _MOST_WORK, _LEAST_WORK = 2**30, 2**15
 #: Expressions that Python keeps compiled. With more, in turn, every match compiles again, which takes as long as that many matches.

@@ -20,36 +20,6 @@ from torch import nn
 from ..objects import frozen
 from .torch import original_class
 
-__all__ = [
-    "HubGroup",
-    "auto_class_of",
-    "blocks_not_to_split",
-    "build_from_config",
-    "can_be_built",
-    "config_settings",
-    "copy_conversions",
-    "default_conversions",
-    "get_model_conversion_mapping",
-    "hub_groups",
-    "ignored_on_load",
-    "ignored_on_save",
-    "initializer_of",
-    "is_transformers_model",
-    "kept_in_fp32",
-    "kept_in_fp32_of_class",
-    "known_class",
-    "modules_cache",
-    "one_sequence_a_sample",
-    "remote_class",
-    "revert_to_hub",
-    "set_conversions",
-    "tie_map",
-    "transformers_conversions",
-    "used_conversions",
-    "without_initialization",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # transformers' table of conversions, of which only what one model needs is made. transformers 5.20-5.23.
 

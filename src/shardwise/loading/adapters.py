@@ -33,24 +33,6 @@ from ..planning.match import Made, Rules, renaming
 from ..tensors.boxes import LocalBox
 from ..tensors.live import LiveModel
 
-__all__ = [
-    "AdapterFiles",
-    "Adapters",
-    "CONFIG_NAME",
-    "Magnitude",
-    "SEEDED_INITS",
-    "WEIGHTS_NAME",
-    "adapter_rules",
-    "attach",
-    "combine",
-    "magnitudes",
-    "open_adapter",
-    "open_adapters",
-    "read_adapter_config",
-    "without_rule",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Initial values of LoRA adapters, by PEFT's own rules.
 #

@@ -37,14 +37,6 @@ from ..tensors.live import LiveModel, describe
 from ..tensors.placements import local_boxes
 from .adapters import adapter_rules, magnitudes, without_rule
 
-__all__ = [
-    "check_rules",
-    "clone",
-    "fill_by_rule",
-    "init_weights",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Initial values by the model's own rule, the same at every world size and sharding.
 

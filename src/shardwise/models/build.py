@@ -12,8 +12,6 @@ from ..errors import UnsupportedConversionError
 from ..names import NamedTensor
 from ..quantized.open import has_family
 
-__all__ = ["forget_quantization", "plain_config", "refuse_request", "refuse_source"]
-
 
 def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> None:
     """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes that a model has no tensors for.

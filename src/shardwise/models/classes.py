@@ -40,27 +40,6 @@ from ..ranks.ranks import Ranks, patiently
 from .documents import MODULES_NAME
 from .meta import meta_init
 
-__all__ = [
-    "Rule",
-    "Template",
-    "build_template",
-    "code_of_auto_map",
-    "config_and_class",
-    "copy_template",
-    "documents_of_outline",
-    "home_of",
-    "import_code",
-    "in_turn",
-    "outline",
-    "outline_of_cache",
-    "read_config",
-    "rules_of",
-    "run_rules",
-    "same_directory",
-    "without_config",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Finds the config and the model class of a directory.
 #

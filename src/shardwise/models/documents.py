@@ -18,22 +18,6 @@ from functools import cache
 from ..errors import SourceError
 from ..limits import inside, is_inside, leads_out, read_small
 
-__all__ = [
-    "ALPHABET",
-    "LANGUAGE_MODEL",
-    "MODULES_NAME",
-    "code_of",
-    "documents_among",
-    "files_below_modules",
-    "is_document",
-    "left_out_of",
-    "modules_in",
-    "named_by_documents",
-    "named_in",
-    "read_documents",
-    "with_imports",
-]
-
 _log = logging.getLogger(__name__)
 
 #: Of one document, and of all of them. The largest tokenizers have about 35 MB.

@@ -25,19 +25,6 @@ from .documents import code_of, read_documents, with_imports
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "ADAPTERS_NAME",
-    "LoadedFrom",
-    "asset_files",
-    "home_of",
-    "inherit_home",
-    "read_assets",
-    "remember_home",
-    "remember_source",
-    "source_of",
-    "versions_of",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # Remembers the directory that a model was built from, and the quantized source that filled it.

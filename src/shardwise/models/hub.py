@@ -51,23 +51,6 @@ from .documents import (
     named_in,
 )
 
-__all__ = [
-    "Arguments",
-    "Found",
-    "FromPretrained",
-    "HubOptions",
-    "Pretrained",
-    "REFUSED",
-    "documents_of",
-    "find_for_all",
-    "find_model",
-    "is_hub_id",
-    "lend_documents",
-    "needed_files",
-    "understand",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # A model's directory that only some ranks have, or that lies in a store: the ranks get its documents, which a model is built from.
 

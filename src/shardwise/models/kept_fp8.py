@@ -15,8 +15,6 @@ from ..errors import UnsupportedConversionError
 from ..internals.low_bit import eager_experts, fp8_modules, with_modules_of
 from .layers import KeptLayer, freeze, product
 
-__all__ = ["KeptFP8Experts", "KeptFP8Linear", "put_fp8"]
-
 
 class _Decoded(KeptLayer):
     """Weights of FP8 codes and scales, as transformers dequantizes them: in fp32, rounded once."""

@@ -23,22 +23,6 @@ from ..internals.low_bit import (
 from ..internals.low_bit import with_4bit_modules as with_modules_of
 from ..internals.regex import check_patterns
 
-__all__ = [
-    "Asked",
-    "KeptCompressedLinear",
-    "KeptLayer",
-    "KeptPackedLinear",
-    "asked_of",
-    "blocks_in",
-    "freeze",
-    "kept_in",
-    "kept_in_checkpoint",
-    "product",
-    "put_compressed",
-    "put_into",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What a caller asks of a model's quantization: ``quantized=`` of a load, understood and put into the model's modules.
 

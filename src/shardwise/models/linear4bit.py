@@ -18,8 +18,6 @@ from ..dtypes import code_of, torch_dtype
 from ..internals.low_bit import linears_4bit, matmul_4bit
 from ..quantized.bitsandbytes import Blocks
 
-__all__ = ["ShardedLinear4bit", "shardable"]
-
 #: What bitsandbytes quantizes by, unless it is told otherwise; transformers does not tell it.
 _BLOCK = 64
 

@@ -33,19 +33,6 @@ from ..names import NamedTensor, canonical_name, modules_by_path
 from ..rng import preserve_rng
 from ..tensors.live import HostMemory, LiveModel
 
-__all__ = [
-    "NotLarger",
-    "at_most",
-    "default_device",
-    "forget_meta_buffers",
-    "give_addresses",
-    "is_unknown",
-    "materialize",
-    "meta_buffers",
-    "meta_init",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Constructs any module with its parameters on meta and its buffers real and correct.
 #

@@ -16,8 +16,6 @@ from ..errors import PlanError
 from ..objects import frozen
 from .operation import size
 
-__all__ = ["HostBudget", "cgroups_with", "host_budget", "refuse_too_large", "text_of"]
-
 
 @frozen(kw_only=True)
 class HostBudget:

@@ -25,18 +25,6 @@ from ..storage.records import is_url
 from .host_budget import cgroups_with
 from .operation import replace_current
 
-__all__ = [
-    "Ledger",
-    "LedgerFile",
-    "Look",
-    "ScalarWriter",
-    "Sources",
-    "memory_ledger",
-    "rank_and_world_size",
-    "shortened",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The file of one process's ledger: JSON lines, each written by one call, so that a killed process leaves whole lines.
 

@@ -23,29 +23,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import ProgressColumn, TaskID
 
-__all__ = [
-    "Bars",
-    "Listener",
-    "Operation",
-    "OperationName",
-    "PERIOD_S",
-    "Progress",
-    "Recorder",
-    "State",
-    "announced",
-    "current",
-    "following",
-    "in_background",
-    "listeners_for",
-    "note",
-    "operation",
-    "phase",
-    "progress",
-    "replace_current",
-    "size",
-    "this_operation",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # What a listener is told of an operation, and its words.

@@ -10,8 +10,6 @@ from typing import Any
 
 from .operation import size
 
-__all__ = ["Printed"]
-
 #: Entries of a list that are shown; its number is shown, too.
 _SHOWN = 3
 _WIDTH = 100

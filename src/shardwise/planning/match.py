@@ -26,31 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "Converted",
-    "Declaration",
-    "HostConversion",
-    "Made",
-    "Matched",
-    "Origin",
-    "Recipe",
-    "Rename",
-    "Resolve",
-    "Rules",
-    "as_stored",
-    "inherit",
-    "match",
-    "match_rules",
-    "matches_any",
-    "recall",
-    "remember",
-    "renamed",
-    "renaming",
-    "same_names",
-    "undeclared",
-    "unmatched",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # Host conversions: a conversion that tiles can't express runs whole, on the fewest stored tensors, in host memory.

@@ -28,24 +28,6 @@ from ..tensors.tiles import Tile, bounds, cut, is_identity, translate
 from .match import Declaration, HostConversion, Matched, Recipe
 from .proof import prove_cover, rounded_in
 
-__all__ = [
-    "Collector",
-    "IOOptions",
-    "LEAST_STAGING_BYTES",
-    "MIN_RUN_BYTES",
-    "Plan",
-    "Reads",
-    "StridedLoop",
-    "Transfer",
-    "Transfers",
-    "build_plan",
-    "common_part",
-    "merge_loops",
-    "transfers_of",
-    "with_results",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The records of a plan.
 

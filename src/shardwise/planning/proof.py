@@ -18,22 +18,6 @@ from ..tensors.boxes import Box, Layout, Wanted, whole
 from ..tensors.tiles import Tile, bounds, is_identity, is_injective, tiles_overlap
 from .match import Matched, Recipe
 
-__all__ = [
-    "Bucket",
-    "Buckets",
-    "Cast",
-    "Range",
-    "Span",
-    "casts_of",
-    "cover_problems",
-    "cut_into_buckets",
-    "one_reader_each",
-    "prove_cover",
-    "rounded_between",
-    "rounded_in",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Cuts a source into buckets, so that ranks can share what one of them reads.
 #

@@ -18,7 +18,6 @@ from .rules import Fp4Pairs, PackedIntegers, Scaled, by_blocks, packed_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Encoder", "Window", "encoder_of", "fp4_bytes", "integer_words", "nibble_bytes"]
 
 #: The parts of a tensor, by role.
 Parts = Mapping[str, "torch.Tensor"]

@@ -22,18 +22,6 @@ from .rules import OneEach, Scaled, by_blocks, check, coded, covering, finite, l
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Blocks",
-    "FourBit",
-    "Joined",
-    "Nested",
-    "SCALE_BYTES",
-    "book_of",
-    "encoded",
-    "find_bitsandbytes",
-    "joined",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # bitsandbytes' 4-bit codes: NF4 and FP4, two a byte, with a scale for each block of consecutive elements.

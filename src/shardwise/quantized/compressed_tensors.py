@@ -17,9 +17,6 @@ from ..objects import frozen
 from .open import Found, Source
 from .rules import Codes, Fp4Pairs, OneEach, PackedIntegers, Scaled, coded, packed_size
 
-__all__ = ["find_compressed_tensors", "read_settings"]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What ``quantization_config`` of compressed-tensors says: which modules are stored in which format.
 

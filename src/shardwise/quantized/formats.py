@@ -14,9 +14,6 @@ from ..tensors.boxes import whole
 from .open import Found, Source
 from .rules import AwqWords, FieldWords, Fp4Columns, OneEach, Scaled, check, coded, require, reshaped
 
-__all__ = ["find_awq", "find_fp8", "find_gptq", "find_mxfp4"]
-
-
 # ----------------------------------------------------------------------------------------------------
 # FP8 with scales, as DeepSeek, Qwen and Mistral store it: ``weight`` and ``weight_scale_inv``, or ``weight_scale``.
 #

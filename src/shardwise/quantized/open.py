@@ -12,17 +12,6 @@ from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionE
 from ..names import Named
 from ..objects import frozen
 
-__all__ = [
-    "Dequantized",
-    "Family",
-    "Found",
-    "Source",
-    "dequantized",
-    "described",
-    "has_family",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The families of formats, and what each must find in a source.
 

@@ -17,28 +17,6 @@ from ..tensors.boxes import Box, whole
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AwqWords",
-    "Codes",
-    "FieldWords",
-    "Fp4Columns",
-    "Fp4Pairs",
-    "OneEach",
-    "PackedIntegers",
-    "Scaled",
-    "by_blocks",
-    "check",
-    "coded",
-    "covering",
-    "fields",
-    "finite",
-    "floats",
-    "looked_up",
-    "packed_size",
-    "require",
-    "reshaped",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # The rule: codes, less zero points, times scales.

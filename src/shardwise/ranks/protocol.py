@@ -20,34 +20,6 @@ from shardwise.internals.torch import default_store
 
 from ..objects import frozen
 
-__all__ = [
-    "Agreement",
-    "FAN",
-    "LOOK_PERIOD_S",
-    "Parts",
-    "Request",
-    "Status",
-    "Store",
-    "Verdict",
-    "Watch",
-    "agreement_of",
-    "are_mergeable",
-    "cause_of",
-    "disagreement",
-    "failure",
-    "look_period_s",
-    "pack",
-    "packed_message",
-    "ranks_below",
-    "shorten",
-    "status_of",
-    "text_of",
-    "unpack",
-    "unpacked_status",
-    "unpacked_verdict",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Finds ranks that make no progress, by their beats: values in the store that change while a rank works.
 

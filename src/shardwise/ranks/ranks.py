@@ -40,24 +40,6 @@ from shardwise.ranks.protocol import packed_message as pack
 
 from ..objects import frozen
 
-__all__ = [
-    "Claim",
-    "LIMIT",
-    "PIECE_BYTES",
-    "Ranks",
-    "Watch",
-    "current_watch",
-    "device_of_group",
-    "device_where_ranks_sum",
-    "different",
-    "host_key",
-    "patiently",
-    "remove_tree",
-    "watched",
-    "write_behind",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Slow system calls on files count as progress, and large writes are cut into short ones.
 #

@@ -25,19 +25,6 @@ from ..objects import frozen
 from .protocol import Watch
 from .ranks import Ranks
 
-__all__ = [
-    "Lease",
-    "Lender",
-    "PreemptionPolicy",
-    "Received",
-    "StopPoint",
-    "StopSignals",
-    "Stops",
-    "Store",
-    "numbers_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The call at which all ranks stop, without a round of agreement at each call.
 #

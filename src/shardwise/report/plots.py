@@ -41,22 +41,6 @@ from .records import (
     plain,
 )
 
-__all__ = [
-    "Mark",
-    "Planned",
-    "conclusion",
-    "draw_host",
-    "draw_losses",
-    "draw_memory",
-    "draw_plan",
-    "draw_sizes",
-    "ending",
-    "names_of",
-    "plan_section",
-    "trained_twice",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The plots of a report, drawn with matplotlib.
 

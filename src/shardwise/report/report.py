@@ -49,18 +49,6 @@ from .records import (
     time_text,
 )
 
-__all__ = [
-    "load_section",
-    "loss_section",
-    "marks_of",
-    "memory_section",
-    "render",
-    "resume_section",
-    "starts_section",
-    "write_report",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # The sections of a report that tell of a run: its starts, losses, resumes, loads, memory and phases.
 

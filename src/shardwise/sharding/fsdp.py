@@ -32,25 +32,6 @@ from ..names import NamedTensor, canonical_name, children, named_tensors, patter
 from ..objects import frozen
 from ..tensors.live import mesh_device, reduce_after_backward
 
-__all__ = [
-    "Candidate",
-    "Group",
-    "GroupKind",
-    "ShardPolicy",
-    "SplitPoints",
-    "Wrapping",
-    "can_be_group",
-    "describe_groups",
-    "find_candidates",
-    "find_wrapping",
-    "largest_group",
-    "remember_sharding",
-    "shard",
-    "shard_alike",
-    "shard_with_experts",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Finds the modules of a model that could be FSDP2 groups. Pure: no mesh, no payload, no collectives.
 

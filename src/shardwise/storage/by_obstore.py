@@ -40,8 +40,6 @@ from .records import (
     pages_of_level,
 )
 
-__all__ = ["ObstoreStore"]
-
 #: Some objects of a listing, as obstore gives them.
 _Objects = list[Any]
 #: Bytes that come from a body at a time.

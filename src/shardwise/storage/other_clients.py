@@ -13,21 +13,6 @@ from typing import Any
 from ..errors import CheckpointError, SourceError
 from .records import Held, Listing, ObjectFile, Requests, Stat, again, note, secrets, without_queries
 
-__all__ = [
-    "FsspecStore",
-    "NOWHERE",
-    "explained",
-    "has_answered",
-    "is_forbidden",
-    "is_lost",
-    "is_too_short",
-    "is_unexplained",
-    "is_unknown_upload",
-    "scrubbed",
-    "text_of",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What an error of obstore means: one sentence that says what to do, without what may be a credential.
 

@@ -18,37 +18,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from ..errors import IntegrityError, SourceError
 from ..objects import frozen
 
-__all__ = [
-    "Cut",
-    "Held",
-    "LISTED_AT_ONCE",
-    "Listing",
-    "MOST_BELOW",
-    "MOST_IN_FOLDER",
-    "Moved",
-    "ObjectFile",
-    "Place",
-    "Requests",
-    "Stat",
-    "Store",
-    "Tries",
-    "again",
-    "configure_storage",
-    "counted_here",
-    "counting",
-    "is_url",
-    "join",
-    "level",
-    "note",
-    "options_of",
-    "pages_below",
-    "pages_of_level",
-    "place_of",
-    "secrets",
-    "without_queries",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What a store says of its objects, and the verbs that it must have.
 

@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import IntegrityError, SourceError
 from .records import Cut, Moved, Stat, Store, Tries, options_of, place_of
 
-__all__ = ["fetch", "store_of"]
-
 #: After so many bytes, a read may be cut as often again, and take as long.
 _PROGRESS_BYTES = 64 * 1024
 

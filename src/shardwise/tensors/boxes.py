@@ -16,23 +16,6 @@ from ..objects import frozen
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Box",
-    "Layout",
-    "LocalBox",
-    "SourceBox",
-    "TensorKind",
-    "TensorSpec",
-    "Wanted",
-    "along_dims",
-    "boxes_of_range",
-    "contiguous_strides",
-    "find_overlap",
-    "source_box",
-    "whole",
-    "whole_tensor",
-]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:

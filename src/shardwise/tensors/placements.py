@@ -17,24 +17,6 @@ from .boxes import Box, LocalBox, whole
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "BlockGrid",
-    "Cut",
-    "Geometry",
-    "RULE_VERSION",
-    "blocks_of",
-    "cut_boxes",
-    "cutting_axes",
-    "dim_intervals",
-    "fitting_ranks",
-    "geometry_of",
-    "grid_of",
-    "local_boxes",
-    "mesh_text",
-    "one_of_equals",
-    "replicated",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # From placements to boxes: where FSDP2, HSDP, TP and EP really cut a tensor.

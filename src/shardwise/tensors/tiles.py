@@ -11,29 +11,6 @@ from typing import Literal
 from ..objects import frozen
 from .boxes import Box
 
-__all__ = [
-    "Loop",
-    "Tile",
-    "Untraceable",
-    "bounds",
-    "cut",
-    "identity",
-    "invert",
-    "is_identity",
-    "is_injective",
-    "iterations",
-    "join",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "squeeze",
-    "tiles_overlap",
-    "translate",
-    "unsqueeze",
-]
-
-
 # ----------------------------------------------------------------------------------------------------
 # Tiles: the one idea behind loading, conversion, resharding and export. Plain integers, no torch.
 #
