@@ -64,7 +64,7 @@ def forked(
 
 LIMITS = {
     "machine.open-files": ({resource.RLIMIT_NOFILE: 200}, "it's only 200"),
-    "machine.file-size": ({resource.RLIMIT_FSIZE: 1024**3}, "more than 1.0 GiB"),
+    "machine.file-size": ({resource.RLIMIT_FSIZE: 1024**3}, "larger than 1.0 GiB"),
 }
 
 
@@ -177,7 +177,7 @@ def _named(host: str) -> list[Finding]:
 
 
 NAMESPACES: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
-    "machine.shm": (_small_shm, "/dev/shm has 64.0 MiB"),
+    "machine.shm": (_small_shm, "/dev/shm has only 64.0 MiB"),
     "storage.overlay": (_container_layer, "lost with the container"),
     "network.loopback": (lambda folder: _named("localhost"), "its name resolves to 127.0.0.1"),
     "network.host-name": (lambda folder: _named("no-such-host.invalid"), "can't be resolved"),
