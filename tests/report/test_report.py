@@ -122,7 +122,7 @@ def test_it_tells_the_story_of_a_run(finished: Path, page: str) -> None:
         "newest valid step 4", "launches 2", "crashed 1", "resumes 1 (exact)",
         "died while saving step 3", "finished", "1 step was trained twice; the losses differ by at most 0.",
         "Launch 2: resume from step 2", "bit-exact resume yes, for the state you passed (no dataloader)", "2 model tensors, ",
-        "the same on every rank that reports it (1)", "Load efficiency", "all ranks together read 16.2 KiB = 1.000 × the model",
+        "the same on every rank that reports it (1)", "Load efficiency", "in total, the ranks read 16.2 KiB, 1.000 × the model",
         "Memory of rank 0 in launch 1", "Saved steps: 1, 2, 3, 4. Crashed at step: 3. Resumed from step: 2",
         "Size of each stored checkpoint", "warm-up",
     ):  # fmt: skip

@@ -105,7 +105,7 @@ def draw_memory(start: Start, process: Process) -> Drawn:
         above.stackplot(times, *stacked, colors=SERIES[:3], labels=kinds, alpha=AREA_ALPHA, linewidth=0)
         held = [sum(s.get(f"{k}_bytes") for k in ("anonymous", "shared", "file")) for s in samples]
         peaks = _mib(max(s.get("peak_resident_bytes"), n) for s, n in zip(samples, held, strict=True))
-        above.plot(times, peaks, color=TEXT, linewidth=0.8, label="peak between records")
+        above.plot(times, peaks, color=TEXT, linewidth=0.8, label="peak")
         if any(device := _mib(s.get("device_allocated_bytes") for s in samples)):
             above.plot(times, device, color=SERIES[3], linewidth=1.4, label="device, allocated")
         _over_time(above, start, form)
@@ -306,12 +306,12 @@ def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
         baseline = _mib(p.baseline_bytes for p, _ in found)
         bar: dict[str, Any] = {"height": 0.5, "color": SERIES[2], "linewidth": 0}
         axes.barh(rows, baseline, alpha=0.35, label="process before the model", **bar)
-        axes.barh(rows, bars, left=planned, label="planned, to at most", **bar)
+        axes.barh(rows, bars, left=planned, label="planned range", **bar)
         measured = _mib(nbytes for _, nbytes in found)
         axes.plot(measured, rows, "D", color=SERIES[0], markersize=6, label="measured")
         axes.set_yticks(rows, names)
         axes.set_xlim(left=0)
-        axes.set_xlabel("MiB of a rank")
+        axes.set_xlabel("MiB per rank")
         legend(axes, form)
 
     return drawn(
@@ -364,10 +364,10 @@ def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) ->
             *(found or [Part(text="The ledgers have no launch with this number of ranks.")]),
         ]
     about = (
-        "Planned memory of each phase and the peak that was measured on any rank. Process is what the rank's process took before it "
-        "loaded a model: Python, torch and other imports. The bar goes from that plus what the plan expects of the phase to the most "
-        "that the plan allows for, later imports included. A point above the bar means that the plan was wrong, a point below it that "
-        "the run took less."
+        "For each phase, the planned memory and the highest peak measured on any rank. Process is the memory that the process used "
+        "before it loaded a model: Python, torch, and other imports. The bar runs from that plus the phase's expected memory to the "
+        "maximum that the plan allows for, including later imports. A point above the bar means that the plan was wrong; a point below "
+        "it means that the run used less."
     )
     return Section("plan", "Planned vs. measured", about, parts)
 
@@ -392,14 +392,16 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
     head = cells("phase", ">process", ">planned", ">at most", ">measured", "verdict", ">launch", ">rank")
     yield Part(
         table=Table(
-            "Phases: the highest of any rank", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]
+            "Phases (the highest peak of any rank)",
+            head,
+            [_row(one, peak) for one, peak in found][:_MOST_ROWS],
         )
     )
     seen = {one.phase for one, _ in found}
     missing = [name for name in dict.fromkeys(phase for phase, _ in planned) if name not in seen]
     about = (
-        "Anonymous memory of the process, as its ledger sampled it; on devices, what torch's allocator gave out. Steps are the time "
-        "outside of loads, saves and other operations, once a model was loaded."
+        "Measured: the process's anonymous memory, as its ledger sampled it; on devices, the memory allocated by torch. Steps are the "
+        "time outside of loads, saves, and other operations after a model was loaded."
     )
     if missing:
         about += f" Planned but not measured: {'; '.join(plain(name, 40) for name in missing)}."

@@ -258,8 +258,8 @@ def load_section(starts: Sequence[Start]) -> Section | None:
     )  # fmt: skip
     parts = [*_tables("Loads, by launch and rank", head, rows), *_totals(starts)]
     about = (
-        "At best a load adds no more memory than the rank's shards, and all ranks together read the model once. Memory added is the "
-        "peak of anonymous memory during the load minus the memory before it; the first load of a process also imports code."
+        "At best, a load adds no more memory than the rank's shards, and the ranks read the model once in total. Memory added is the "
+        "peak anonymous memory during the load minus the memory before it; a process's first load also imports code."
     )
     return Section("load", "Load efficiency", about, parts)
 
@@ -296,7 +296,7 @@ def _totals(starts: Iterable[Start]) -> Iterator[Part]:
         model = notes[0].get("model_bytes") if notes else None
         if read and is_count(model) and model and len(read) == len(start.processes):
             yield Part(
-                text=f"Launch {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
+                text=f"Launch {start.number}: in total, the ranks read {size(sum(read))}, {sum(read) / model:.3f} × the model."
             )
 
 
@@ -328,8 +328,8 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
     if not parts:
         return None
     about = (
-        "Resident memory of each rank, in parts: anonymous (what the program allocated), shared, and pages of mapped files, which "
-        "the kernel can take back. Below it the phases, on two rows: outer ones, and those directly within."
+        "Each rank's resident memory: anonymous (allocated by the program), shared, and file-backed (mapped files, whose pages the "
+        "kernel can reclaim). Below it, the phases in two rows: outer phases, and the phases directly inside them."
     )
     if len(starts) > _DRAWN_STARTS:
         about += f" The last {_DRAWN_STARTS} of {len(starts)} launches are shown."
@@ -374,7 +374,7 @@ def _phase_table(start: Start) -> Table:
         ">written",
     )  # fmt: skip
     return Table(
-        f"Phases of launch {start.number}: the highest of any rank; bytes of all ranks, page cache included",
+        f"Phases of launch {start.number}: peaks are the highest of any rank; bytes are summed over ranks and include the page cache",
         head,
         rows,
     )
