@@ -235,8 +235,8 @@ def _refuse_collisions(names: Set[str], modules: Sequence[tuple[str, nn.Module]]
                 held.setdefault(name, []).append(full_path)
     lines = [f"  - {name}: held at {', '.join(paths)}" for name, paths in held.items()]
     raise LayoutError(
-        "several tensors in the model have the same name once wrapper parts "
-        f"({', '.join(sorted(_WRAPPER_PARTS))}) are removed:\n"
+        "multiple tensors have the same name after wrapper prefixes "
+        f"({', '.join(sorted(_WRAPPER_PARTS))}) are stripped:\n"
         + "\n".join(lines)
         + "\nRename one of the attributes, or unwrap the model before passing it on."
     )

@@ -205,7 +205,9 @@ def test_the_history_of_a_run_that_went_back(steps: Path) -> None:
     assert all(datetime.fromisoformat(t).tzinfo is not None for t in times)
     assert len({s["run_id"] for s in document["steps"]}) == 1
     lines = [line.split() for line in run("inspect", steps).stdout.splitlines()]
-    assert ["ok:", "manifest,", "headers", "and", "sizes"] in [line[:5] for line in lines], "what was checked"
+    assert ["ok:", "manifest,", "headers,", "and", "sizes"] in [line[:5] for line in lines], (
+        "what was checked"
+    )
     rows = [(line[0], line[1], line[2]) for line in lines if line and line[0] in ("10", "15", "17", "20")]
     assert rows == [
         ("20", "damaged", "damaged"),

@@ -152,7 +152,7 @@ def test_the_demo_with_its_checkpoints_in_a_store(
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         use_store(environment["AWS_ENDPOINT_URL"])  # other tests of this process have set another
-        with pytest.raises(ShardwiseError, match="already contains something"):
+        with pytest.raises(ShardwiseError, match="isn't empty"):
             run_demo(url, model=masked_model)
     assert (report["crash"]["signal"], report["crash"]["step"]) == ("SIGKILL", 24)
     assert [name[:13] for name in report["crash"]["published"]] == [f"step-000000{k}" for k in (12, 16, 20)]

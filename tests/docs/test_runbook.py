@@ -29,6 +29,7 @@ def _written() -> str:
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
+    texts += [file.read_text("utf-8") for file in (ROOT / "src/shardwise").rglob("*.toml")]
     return "\n".join(texts)
 
 

@@ -153,7 +153,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _told_two(network=replace(NETWORK, addresses=("127.0.1.1",), interface="lo"))(HEALTHY),
     ),
     Pathology(
-        "network.host-name",
+        "network.hostname",
         "its name can't be resolved",
         _told_two(network=replace(NETWORK, addresses=(), interface=None))(HEALTHY),
     ),
@@ -165,7 +165,9 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _told_two(network=replace(NETWORK, interfaces=("lo", "eth0", "ib0")))(HEALTHY),
     ),
     # ------------------------------------------------------------------------------------- storage
-    Pathology("storage.no-answer", "didn't answer within 10 s", replace(HEALTHY, silent={"/nfs/run": 10.0})),
+    Pathology(
+        "storage.unresponsive", "didn't respond within 10 s", replace(HEALTHY, silent={"/nfs/run": 10.0})
+    ),
     Pathology(
         "storage.not-writable", "Read-only file system", _place(failures={"write": "Read-only file system"})
     ),
@@ -472,12 +474,12 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     ),
     Pathology(
         "log.lr-jump",
-        "jumped back at a resume: 0.007 before, 0.02 after",
+        "was reset at a resume: 0.007 before, 0.02 after",
         replace(HEALTHY, logs=(replace(LOG, rate_jump=("line 58, epoch 0.6406", 0.007, 0.02)),)),
     ),
     Pathology(
         "log.lr-jump",
-        "jumped back after checkpoint-40: 0.007 before, 0.02 after",
+        "was reset after checkpoint-40: 0.007 before, 0.02 after",
         replace(
             HEALTHY, logs=(replace(LOG, rate_jump=("checkpoint-40", 0.007, 0.02), jump_is_certain=False),)
         ),

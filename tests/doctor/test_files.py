@@ -68,7 +68,7 @@ YAMLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("rule", YAMLS)
 def test_a_yaml(rule: str, tmp_path: Path, here: set[str]) -> None:
     values, fsdp = YAMLS[rule]
-    several = {"network.loopback", "network.host-name"}  # as this machine's name has it
+    several = {"network.loopback", "network.hostname"}  # as this machine's name has it
     path = tmp_path / "config.yaml"
     base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
     path.write_text(yaml.safe_dump({**base, **values, "fsdp_config": {**FSDP2, **fsdp}}))

@@ -113,7 +113,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str]] = {
 @pytest.mark.parametrize("rule", VARIABLES)
 def test_variables(rule: str, here: set[str]) -> None:
     env, words = VARIABLES[rule]
-    beside = {"launch.incomplete", "machine.cores", "network.loopback", "network.host-name"} | (
+    beside = {"launch.incomplete", "machine.cores", "network.loopback", "network.hostname"} | (
         {"machine.threads"} if "SLURM_PROCID" in env else set()
     )
     check(forked(env=env, ranks=2), (here | beside) - {rule}, rule, words=words)
@@ -180,7 +180,7 @@ NAMESPACES: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
     "machine.shm": (_small_shm, "/dev/shm has only 64.0 MiB"),
     "storage.overlay": (_container_layer, "lost with the container"),
     "network.loopback": (lambda folder: _named("localhost"), "its name resolves to 127.0.0.1"),
-    "network.host-name": (lambda folder: _named("no-such-host.invalid"), "can't be resolved"),
+    "network.hostname": (lambda folder: _named("no-such-host.invalid"), "can't be resolved"),
 }
 
 
@@ -197,7 +197,7 @@ def test_a_namespace(rule: str, tmp_path: Path, here: set[str]) -> None:
 INJECTED = {
     "storage.fsync": ("fsync:error=EIO", "Input/output error"),
     "storage.no-rename": ("rename,renameat,renameat2:error=EXDEV", "Invalid cross-device link"),
-    "storage.no-answer": ("statfs:delay_enter=18000000", "didn't answer within 10 s"),
+    "storage.unresponsive": ("statfs:delay_enter=18000000", "didn't respond within 10 s"),
     "storage.slow-fsync": ("fsync:delay_enter=1500000", "one fsync of 4 KiB took 1.5 s"),
     "storage.slow-write": ("pwrite64:delay_enter=400000", "one process wrote"),
     "storage.slow-read": ("pread64:delay_enter=400000", "one process read"),
@@ -213,7 +213,7 @@ def test_system_calls_that_fail_or_wait(rule: str, tmp_path: Path, here: set[str
     what, words = INJECTED[rule]
     calls = what.partition(":")[0]
     (tmp_path / "run").mkdir()
-    one_path = ("-P", str(tmp_path / "run")) if rule == "storage.no-answer" else ("--seccomp-bpf",)
+    one_path = ("-P", str(tmp_path / "run")) if rule == "storage.unresponsive" else ("--seccomp-bpf",)
     command = [
         *("strace", "-f", "-qq", *one_path, "-o", str(tmp_path / "trace"), "-e", f"trace={calls}"),
         *("-e", f"inject={what}", sys.executable, "-m", "shardwise", "doctor", str(tmp_path / "run")),
@@ -227,4 +227,4 @@ def test_system_calls_that_fail_or_wait(rule: str, tmp_path: Path, here: set[str
     check(findings, here | slow, rule, words=words)
     assert list((tmp_path / "run").iterdir()) == []
     # strace ends only when the call that it holds has gone on
-    assert time.monotonic() - began < (60 if rule == "storage.no-answer" else 30)
+    assert time.monotonic() - began < (60 if rule == "storage.unresponsive" else 30)

@@ -205,6 +205,10 @@ OPERATIONS = {  # MiB of the whole, and what its bar is called
     "save": (91.6, "step-00000001"), "resume": (91.6, "step-00000001"), "load": (30.5, "step-00000001"),
     "verify": (91.6, "step-00000001"), "copy": (183, "copied"), "export": (30.5, "exported"), "convert": (30.5, "converted"),
 }  # fmt: skip
+DOING = {
+    "save": "saving", "resume": "resuming from", "load": "loading", "verify": "verifying",
+    "copy": "copying to", "export": "exporting to", "convert": "converting to",
+}  # fmt: skip
 
 
 def test_each_operation_on_a_terminal(tmp_path: Path) -> None:
@@ -230,12 +234,12 @@ def test_each_operation_in_a_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EACH, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
-    lines = [line for line in done.stderr.splitlines() if re.match(r"\w+ of /", line)]
+    lines = [line for line in done.stderr.splitlines() if re.match(r"\w+(?: from| to)? /", line)]
     for (begin, end), (name, (mib, _)) in zip(
         zip(lines[::2], lines[1::2], strict=True), OPERATIONS.items(), strict=True
     ):
-        assert re.fullmatch(rf"{name} of /.*: starting, {mib} MiB", begin), begin
-        assert re.fullmatch(rf"{name} of /.*: done, {mib} MiB in [\d.]+ s, [\d.]+ [MG]iB/s", end), end
+        assert re.fullmatch(rf"{DOING[name]} /.*: {mib} MiB", begin), begin
+        assert re.fullmatch(rf"{DOING[name]} /.*: done, {mib} MiB in [\d.]+ s, [\d.]+ [MG]iB/s", end), end
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +273,6 @@ def test_long_commands_say_so_in_logs(step: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(program, "LINES_AFTER_S", 0.0)
     result = runner().invoke(main, ["verify", str(step)])
     begin, end = result.stderr.splitlines()
-    assert begin == f"INFO: verify of {step}: starting, 38.2 MiB"
-    assert end.startswith(f"INFO: verify of {step}: done, 38.2 MiB in ")
+    assert begin == f"INFO: verifying {step}: 38.2 MiB"
+    assert end.startswith(f"INFO: verifying {step}: done, 38.2 MiB in ")
     assert runner().invoke(main, ["verify", str(step), "--json"]).stderr == ""

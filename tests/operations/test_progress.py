@@ -173,8 +173,8 @@ def test_two_lines_of_the_log(step: Path, caplog: pytest.LogCaptureFixture) -> N
         report = sw.load(model, step)
     amount = f"{report.bytes_read / 1024:.0f} KiB"
     begin, end = [record.getMessage() for record in caplog.records if record.name == LOG]
-    assert begin == f"load of {step}: starting, {amount}"
-    assert end.startswith(f"load of {step}: done, {amount} in 0.")
+    assert begin == f"loading {step}: {amount}"
+    assert end.startswith(f"loading {step}: done, {amount} in 0.")
     assert end.endswith("iB/s")
     caplog.clear()
     with caplog.at_level(logging.INFO, "shardwise"), pytest.raises(sw.errors.CheckpointError):

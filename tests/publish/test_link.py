@@ -229,7 +229,7 @@ def test_whoever_passes_proofs_on_can_alter_nothing(
             reply[at[how]] ^= 1
         with suppress(ConnectionError):  # a reader hangs up as soon as it sees the change
             between.reader.sendall(reply)
-        with pytest.raises(IntegrityError, match="is not what host there sent"):
+        with pytest.raises(IntegrityError, match="data received from host there doesn't match what it sent"):
             asked.result()
         assert b"".join(seen) == CONTENT[: sum(map(len, seen))], "no altered piece is given to the caller"
 

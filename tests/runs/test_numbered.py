@@ -89,7 +89,7 @@ def test_diff_compares_a_plain_trainers_optimizers(trained: tuple[Path, Any, Any
     same = sw.diff(root, other)
     assert (same.ok, same.not_compared) == (True, ())
     assert same.equal == len(model.state_dict()) + len(states(model, optimizer))
-    assert diff_lines(root, other, status=0).endswith("no difference")
+    assert diff_lines(root, other, status=0).endswith("no differences")
     stored = torch.load(root / "optimizer.pt", weights_only=True)
     stored["state"][3]["exp_avg"][0] += 1
     stored["param_groups"][1]["lr"] = 0.5
@@ -113,7 +113,7 @@ def test_diff_says_which_optimizers_it_does_not_compare(
         report = sw.diff(*pair)
         assert (report.ok, report.equal) == (True, len(model.state_dict()))
         assert report.not_compared == (f"optimizer: {root} contains one, and {other} doesn't",)
-        assert diff_lines(*pair, status=0).endswith("no difference in what was compared")
+        assert diff_lines(*pair, status=0).endswith("no differences in what was compared")
     assert report.to_json()["not_compared"] == report.not_compared
     (other / "optimizer.pt").write_bytes(b"not a torch file")
     (why,) = sw.diff(root, other).not_compared

@@ -40,7 +40,7 @@ def test_accelerate(ranks: RankPool, proxy: Proxy, root: str, tmp_path: Path) ->
     for found in ranks.run_ranks(2, fns.accelerate, proxy.endpoint, root, str(tmp_path), timeout_s=100):
         assert found["path"] == f"{root}/state"
         assert "CheckpointError" in found["taken"]
-        assert f"{root}/state: already contains something" in found["taken"]
+        assert f"{root}/state: isn't empty" in found["taken"]
         assert found["report"] == (3, True)
         assert found["same"]
         assert f"{root}/other" in found["nowhere"]

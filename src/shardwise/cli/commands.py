@@ -78,7 +78,7 @@ def inspect(path: str, as_json: bool) -> int:
     """Show the contents of a model, a checkpoint, or a directory of checkpoints.
 
     Only headers and manifests are read. PATH can be the ID of a model on the hub if it's in the local cache; nothing is downloaded.
-    The exit status is 1 if a published step is damaged. One host's part of a step doesn't count as damaged.
+    The exit code is 1 if a published step is damaged. One host's part of a step doesn't count as damaged.
     """
     from .program import console
     from .render import contents_of, show_contents, to_json
@@ -145,7 +145,7 @@ def plan(
     a warning if this host, or its container, doesn't have enough memory for its share of the ranks.
 
     With any of the training options (--batch-size through --explain), you also see each phase of the run: load, steps, saves, resume,
-    export. For these, a config.json without weights is enough. The exit status is 1 if the run doesn't fit into --fit or --host.
+    export. For these, a config.json without weights is enough. The exit code is 1 if the run doesn't fit into --fit or --host.
     """
     from ..fit.plan import plan as plan_model
     from ..operations.operation import size
@@ -191,7 +191,7 @@ def plan(
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step in a directory of checkpoints.
 
-    If PATH is one host's part of a step (Checkpointer(local=True)), only that host's files are checked. If they're intact, the exit status
+    If PATH is one host's part of a step (Checkpointer(local=True)), only that host's files are checked. If they're intact, the exit code
     is 3, because the rest of the step wasn't checked.
     """
     from ..checkpoint.verify import verify as verify_one
@@ -216,7 +216,7 @@ def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     """Compare two models or checkpoints tensor by tensor: added, removed, changed, and by how much.
 
     If both are checkpoints, their optimizers are compared, too; the output tells you if that isn't possible. Schedulers, RNG states and data
-    positions aren't compared. If you pass a run's directory, its newest valid step is used. The exit status is 1 if the two differ.
+    positions aren't compared. If you pass a run's directory, its newest valid step is used. The exit code is 1 if the two differ.
     """
     from ..runs.diff import diff as diff_sources
     from .render import show_diff
@@ -516,7 +516,7 @@ def doctor(path: tuple[str, ...], run: tuple[str, ...], ranks: int | None, as_js
     will write to. Doctor tests that one by writing a few files, and deletes them afterwards.
 
     The output starts with the type of each PATH. Under torchrun, the ranks compare their findings, and rank 0 names the ranks that differ. The
-    command takes at most 30 s. The exit status is 1 if something will fail, or cost time, memory or data. Notes don't affect it.
+    command takes at most 30 s. The exit code is 1 if something will fail, or cost time, memory or data. Notes don't affect it.
     """
     from ..doctor.examine import examine
 

@@ -488,7 +488,7 @@ def _show_root(out: Console, root: RootContents) -> None:
 
 def _what_was_checked(steps: Sequence[StepSummary]) -> Iterator[str]:
     if any(s.ok for s in steps):
-        yield "ok: manifest, headers and sizes agree; run verify to check every byte"
+        yield "ok: manifest, headers, and sizes agree; run verify to check every byte"
     if any(s.ok is None for s in steps):
         yield "not checked: no checksums; shardwise doctor looks for missing files"
 
@@ -702,7 +702,7 @@ def show_diff(out: Console, report: Any, *, every: bool) -> None:
         out.print(table)
         if len(shown) < len(changed):
             out.print(f"the {len(shown)} that changed most; --all shows all {len(changed)}")
-    same = "no difference in what was compared" if report.not_compared else "no difference"
+    same = "no differences in what was compared" if report.not_compared else "no differences"
     out.print(Text(same, _GREEN) if report.ok else Text("they differ", _RED))
 
 

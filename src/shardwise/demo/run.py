@@ -440,7 +440,7 @@ def _places(out: str) -> tuple[Path, str]:
         return local, str(local / "checkpoints")
     checkpoints = join(absolute(out), "checkpoints")
     if patiently(is_directory, checkpoints):
-        raise ShardwiseError(f"{checkpoints}: already contains something; give --out another URL")
+        raise ShardwiseError(f"{checkpoints}: isn't empty; pass a different URL to --out")
     return Path(tempfile.mkdtemp(prefix="shardwise-demo-")), checkpoints
 
 

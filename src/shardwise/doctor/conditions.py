@@ -760,13 +760,13 @@ CONDITIONS: Mapping[str, Callable[[Any], bool | Iterable[Values]]] = {
     "machine.clock": lambda facts: facts.machine.clock_s < _EARLIEST_S,
     "machine.gpus-unseen": _gpus_unseen,
     "network.loopback": lambda facts: facts.machine.network.is_loopback and _by_host_name(facts),
-    "network.host-name": lambda facts: not facts.machine.network.addresses and _by_host_name(facts),
+    "network.hostname": lambda facts: not facts.machine.network.addresses and _by_host_name(facts),
     "network.interface": _no_interface,
     "network.gloo-pattern": lambda facts: facts.environment.get("GLOO_SOCKET_IFNAME", "").startswith(
         ("^", "=")
     ),
     "network.slow-interface": _slow_interface,
-    "storage.no-answer": lambda facts: [{"path": p, "waited_s": s} for p, s in facts.silent.items()],
+    "storage.unresponsive": lambda facts: [{"path": p, "waited_s": s} for p, s in facts.silent.items()],
     "storage.space": _space,
     "storage.inodes": lambda place: (
         _below(place.free_inodes, _LEAST_INODES) and "write" not in place.failures

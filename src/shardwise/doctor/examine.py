@@ -102,7 +102,7 @@ def collect(paths: Iterable[str], *, outputs: Iterable[str] = (), ranks: int | N
         words = _look_with_limit(look, path, found, limit_s)
         if words is None:
             silent[path] = limit_s
-        taken_for[path] = words or f"unknown: its storage didn't answer within {limit_s:.0f} s"
+        taken_for[path] = words or f"unknown: its storage didn't respond within {limit_s:.0f} s"
     environment = launch_variables()
     machine = look_at_machine()
     return Facts(

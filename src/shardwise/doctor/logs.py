@@ -218,7 +218,7 @@ def _jump_after(
 
 
 def _back(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
-    """The learning rate before and after, if it jumped back."""
+    """The learning rate before and after, if it was reset."""
     return (before[-1], after[0]) if _goes_back(before, after) else None
 
 

@@ -333,7 +333,7 @@ def iter_full_tensors(
     Args:
         model: a live model, sharded in any way or not at all.
         naming: ``"hub"``: names and shapes as in the files from which it was loaded (otherwise those of its class). ``"module"``:
-            names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active adapter of a ``PeftModel``,
+            names and shapes as in ``state_dict``, without wrapper prefixes. ``"adapter"``: only the active adapter of a ``PeftModel``,
             with the names in its file.
         bucket_bytes: how many bytes to gather at a time: as many tensors as fit, at least one.
         dtype: cast floating-point tensors to this dtype. Default: no cast.

@@ -105,7 +105,7 @@ def _make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
         hosts.on_own(root, "rename an incomplete checkpoint", lambda: _rename_torn(folder))
     elif any(found):
         raise CheckpointError(
-            f"{folder}: already contains something, and a published checkpoint is never overwritten; "
+            f"{folder}: isn't empty, and published checkpoints are never overwritten; "
             + (
                 "resume with load_state(accelerator) first, which continues the count, or set project_configuration.iteration"
                 if automatic

@@ -83,7 +83,7 @@ def init_weights(
 
     Args:
         seed: any integer.
-        only: ``fnmatch`` patterns of parameter names, as in ``state_dict``, without wrapper parts. None: every parameter.
+        only: ``fnmatch`` patterns of parameter names, as in ``state_dict``, without wrapper prefixes. None: every parameter.
 
     Returns:
         The names of the parameters that were initialized, in module order.
@@ -136,7 +136,7 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
     without_match = [p for p in globs if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
     if without_match:
         raise PlanError(
-            "init_weights(only=…): patterns that match no parameter (names are module paths without wrapper parts)",
+            "init_weights(only=…): patterns that match no parameter (names are module paths without wrapper prefixes)",
             tuple(without_match),
         )
     return tuple(

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 OperationName = Literal["load", "save", "resume", "restore", "verify", "diff", "convert", "copy", "export"]
 State = Literal["running", "done", "failed"]
 
+#: How a line of the log begins, before the path.
+_DOING: dict[OperationName, str] = {
+    "load": "loading", "save": "saving", "resume": "resuming from", "restore": "restoring", "verify": "verifying",
+    "diff": "comparing", "convert": "converting to", "copy": "copying to", "export": "exporting to",
+}  # fmt: skip
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -380,10 +386,10 @@ class _Lines:
     def tell(self, found: Progress) -> None:
         if found.seconds < self._after_s:
             return
-        what = f"{found.operation} of {found.path}"
+        what = f"{_DOING[found.operation]} {found.path}"
         if not self._has_begun:
             self._has_begun = True
-            _log.info("%s: starting, %s", what, size(found.total_bytes))
+            _log.info("%s: %s", what, size(found.total_bytes))
         if found.state == "running":
             return
         seconds, rate = f"{found.seconds:.1f} s", f"{size(int(found.bytes_per_s))}/s"

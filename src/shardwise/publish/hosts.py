@@ -359,7 +359,9 @@ class Reader:
         """Raise unless the server has sent this message, as the next one."""
         if not self._replies.is_of(tag, message):
             self.close()
-            raise IntegrityError(f"what arrived is not what host {self._host} sent", path=name)
+            raise IntegrityError(
+                f"data received from host {self._host} doesn't match what it sent", path=name
+            )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -394,7 +394,7 @@ def named_by(tensors: list[NamedTensor], policy: ShardPolicy) -> frozenset[nn.Pa
     if without_match:
         raise ShardError(
             f"ShardPolicy(exclude=…) matches no parameter: {', '.join(map(repr, without_match))}. "
-            f"Names are module paths without wrapper parts, e.g. {tensors[0].name if tensors else ''!r}."
+            f"Names are module paths without wrapper prefixes, e.g. {tensors[0].name if tensors else ''!r}."
         )
     return frozenset(found)
 
