@@ -43,7 +43,7 @@ __all__ = [
     "StateError",
     "UnsupportedConversionError",
     "VersionError",
-    "is_damage",
+    "is_corruption",
     "is_unreadable",
 ]
 
@@ -169,7 +169,7 @@ class RankError(ShardwiseError):
         return type(self), (self.label, self.causes, self.missing, self._timeout_s), self.__dict__
 
 
-def is_damage(error: ShardwiseError) -> bool:
+def is_corruption(error: ShardwiseError) -> bool:
     """Whether an error means that stored bytes are missing or corrupted, on any rank.
 
     These aren't damage: a file that can't be read for another reason (too many open files, permissions, an unreachable server), a newer

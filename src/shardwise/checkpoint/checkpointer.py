@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
+from ..errors import CheckpointError, ShardwiseError, is_corruption, is_unreadable
 from ..format.header import checked_step
 from ..objects import gc_paused
 from ..operations.operation import announced, this_operation
@@ -412,7 +412,7 @@ class Checkpointer:
             except ShardwiseError as error:
                 if is_unreadable(error):
                     self._sites.on_each("check the steps again", self._steps.raise_if_taken, ranks)
-                if not is_damage(error):
+                if not is_corruption(error):
                     raise
                 damaged.setdefault(one.place, {})[one.step] = str(error)
                 if ranks.rank == 0:
@@ -442,7 +442,7 @@ class Checkpointer:
         ]
 
     def _restore(self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks) -> ResumeReport:
-        """Check a step, and restore it. Raises damage as :func:`.is_damage` says."""
+        """Check a step, and restore it. Raises damage as :func:`.is_corruption` says."""
         if not self._sites.places:
             with ranks.agree(f"check step {one.step}"):
                 if ranks.rank == 0:
@@ -502,7 +502,7 @@ class Checkpointer:
                 with memory.opened(held, ranks) as (view, brought):
                     report = restore(state, view, ranks, self._io)
             except ShardwiseError as error:
-                if not is_damage(error) and not _is_of_memory(error):
+                if not is_corruption(error) and not _is_of_memory(error):
                     raise
                 memory.failed.append(held)
                 if ranks.rank == 0:

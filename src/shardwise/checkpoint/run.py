@@ -22,7 +22,7 @@ from ..errors import (
     RankError,
     ShardwiseError,
     SourceError,
-    is_damage,
+    is_corruption,
 )
 from ..format.manifest import read_manifest
 from ..objects import frozen
@@ -290,7 +290,7 @@ class RunSteps:
                     runs.setdefault(patiently(read_manifest, join(line.root, name)).run_id, line.root)
                     break
                 except ShardwiseError as error:  # a resume finds the damage, and says so
-                    if not is_damage(error) and not isinstance(error.__cause__, SourceError):
+                    if not is_corruption(error) and not isinstance(error.__cause__, SourceError):
                         raise
         if len(runs) > 1:
             own, other = list(runs.values())[:2]

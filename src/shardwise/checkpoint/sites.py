@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import xxhash
 
 from ..engine.files import arriving
-from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_damage
+from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_corruption
 from ..format.manifest import MANIFEST_NAME, Manifest, Place, describe_absent, files_by_place, parse_manifest
 from ..limits import inside, read_small
 from ..objects import frozen
@@ -125,7 +125,7 @@ class Found:
 def find_parts(path: str, step: int | None, at: Sites, ranks: Ranks) -> Found:
     """Check the parts of a step, and find who holds each. ``path``: of the step's directory on this rank's host. Collective.
 
-    ``step``: None takes whichever the manifest says. Raises damage as :func:`.is_damage` says, also where a host of this run has lost
+    ``step``: None takes whichever the manifest says. Raises damage as :func:`.is_corruption` says, also where a host of this run has lost
     its part; :class:`CheckpointError` if a host is away.
     """
 
@@ -135,7 +135,7 @@ def find_parts(path: str, step: int | None, at: Sites, ranks: Ranks) -> Found:
         try:
             manifest, here = patiently(lambda: check_parts(path, step, ranks.tick))
         except ShardwiseError as error:
-            if not is_damage(error):
+            if not is_corruption(error):
                 raise
             return ["", [], str(error)]
         text = read_small(os.path.join(path, MANIFEST_NAME), "manifest")
@@ -354,7 +354,7 @@ class Hosts:
         try:
             find_parts(path, None, self._at(os.path.dirname(path)), ranks)
         except ShardwiseError as error:
-            if not is_damage(error):
+            if not is_corruption(error):
                 raise
             if ranks.rank == 0:
                 _log.warning("skipping %s: %s", path, error)
@@ -367,7 +367,7 @@ class Hosts:
     ) -> Iterator[Opened]:
         """A checkpoint, open for the block. ``also``: files that each host needs beside the documents.
 
-        Raises damage as :func:`.is_damage` says, :class:`CheckpointError` if a host that has a part is away; for one directory of all
+        Raises damage as :func:`.is_corruption` says, :class:`CheckpointError` if a host that has a part is away; for one directory of all
         the reader finds damage.
         """
         if not self.is_local:

@@ -28,7 +28,7 @@ from ..errors import (
     NoCheckpointError,
     ShardwiseError,
     UnsupportedConversionError,
-    is_damage,
+    is_corruption,
 )
 from ..export.hub import ExportReport, export_hf
 from ..format.header import TRAINER_FILE
@@ -421,7 +421,7 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
                 path = found
                 break
             except ShardwiseError as error:
-                if not is_damage(error):
+                if not is_corruption(error):
                     raise
                 if ranks.rank == 0:
                     _log.warning("skipping damaged %s: %s", found, error)

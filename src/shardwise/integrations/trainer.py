@@ -36,7 +36,7 @@ from ..checkpoint.run import FailurePolicy, Failures, LastSave
 from ..checkpoint.save import SaveReport, write_checkpoint
 from ..checkpoint.sites import Hosts, Opened, hosts_of
 from ..checkpoint.take import Lineage
-from ..errors import CheckpointError, NoCheckpointError, ShardError, ShardwiseError, is_damage
+from ..errors import CheckpointError, NoCheckpointError, ShardError, ShardwiseError, is_corruption
 from ..format.header import TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..gates import require
@@ -659,7 +659,7 @@ class ShardwiseTrainer(Trainer):
                 with resumed.opened() as opened:
                     self._restore(resumed.path, opened)
             except ShardwiseError as error:
-                if not (run.falls_back and is_damage(error)):
+                if not (run.falls_back and is_corruption(error)):
                     raise
                 run.damaged[resumed.path] = (step, str(error))
                 if Ranks.current().rank == 0:

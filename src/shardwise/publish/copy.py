@@ -19,7 +19,7 @@ import xxhash
 
 from ..catalog.records import StoredFile
 from ..engine.objects import SourceReader
-from ..errors import CheckpointError, IntegrityError, ShardwiseError, SourceError, is_damage
+from ..errors import CheckpointError, IntegrityError, ShardwiseError, SourceError, is_corruption
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest, refuse_part
 from ..limits import inside, read_small, refuse_link_out
 from ..objects import frozen
@@ -464,7 +464,7 @@ def is_same(path: str, copy: str) -> bool | None:
     try:
         first, second = (read_small(join(one, MANIFEST_NAME), "manifest") for one in (path, copy))
     except SourceError as error:
-        if is_damage(error) or isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+        if is_corruption(error) or isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
         raise
     return first == second
@@ -554,7 +554,7 @@ class Mirror:
         except ShardwiseError as error:
             discard_copy(target)
             gone = step not in self._source.seen_steps()
-            if gone or is_damage(error):
+            if gone or is_corruption(error):
                 why = "retention has deleted it" if gone else str(error)
                 _log.warning("%s: step %d is not mirrored: %s", self.line.root, step, why)
                 return True
