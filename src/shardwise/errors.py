@@ -172,7 +172,7 @@ class RankError(ShardwiseError):
 def is_corruption(error: ShardwiseError) -> bool:
     """Whether an error means that stored bytes are missing or corrupted, on any rank.
 
-    These aren't damage: a file that can't be read for another reason (too many open files, permissions, an unreachable server), a newer
+    These don't count as corruption: a file that can't be read for another reason (too many open files, permissions, an unreachable server), a newer
     format version, and valid state that doesn't fit the live objects. They never justify moving a step out of the way.
     """
     return _is_all(error, IntegrityError, FormatError)
