@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl")
 HEAD = """# Compatibility
 
 shardwise requires torch 2.9 or newer and transformers 5.0 or newer. With transformers 5.3 or newer, everything works except for
-some of the features in the first table. With 5.0 to 5.2, you can load, save, resume and export in your own loop or with Accelerate.
+some of the features in the first table. With 5.0 to 5.2, you can load, save, resume, and export in your own loop or with Accelerate.
 `shardwise doctor` tells you which rows apply to your installed packages.
 
 ## What needs newer packages
@@ -34,7 +34,7 @@ some of the features in the first table. With 5.0 to 5.2, you can load, save, re
 TRIED = """
 ## What has been tested
 
-Each row is one environment. *program* loads an MoE model on two ranks, trains it, resumes the run and exports the model, once in a
+Each row is one environment. *program* loads an MoE model on two ranks, trains it, resumes the run, and exports the model, once in a
 plain training loop and once with Accelerate. It checks that every parameter equals what `from_pretrained` loads, that the resumed run matches an uninterrupted run bit
 for bit, and that each rank reads at most 1.02 times the bytes it needs. *demo* runs `shardwise demo`. *quick* runs the single-process
 tests, and *ranks* runs the multi-process tests.

@@ -39,6 +39,7 @@ FEW = 5
 BESIDE_ROOMS = {
     *(
         "cases",
+        "contracts",
         "device",
         "docs",
         "examples",

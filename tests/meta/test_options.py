@@ -202,7 +202,7 @@ def test_the_page_lists_the_options_that_several_calls_take() -> None:
     """Table of docs/reference/api/index.md: complete, and each option with exactly the calls that take it."""
     table = (
         API.read_text(encoding="utf-8")
-        .partition("## Options that several calls take")[2]
+        .partition("## Options that multiple calls take")[2]
         .partition("\n## ")[0]
     )
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", table, re.MULTILINE)
