@@ -118,7 +118,7 @@ MUTATIONS = (
         "a stored copy of a tied tensor keeps its old content",
     ),
     Mutation(
-        "models/layers.py",
+        "models/kept.py",
         "            if tensor.dtype != dtype:\n",
         "            if tensor.dtype.is_complex:\n",
         ("tests/quantized/test_kept.py::test_copies_plans_and_what_can_not_be_done_with_codes",),

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.catalog.open import open_catalog
+from shardwise.catalog.quantized import Found, Source
 from shardwise.catalog.records import Coded
 from shardwise.dtypes import torch_dtype
-from shardwise.quantized.open import Found, Source
 from shardwise.tensors.boxes import Box, whole
 from tests.quantized._opened import check_opened, exactly
 

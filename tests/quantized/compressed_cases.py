@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.quantized.open import Source
+from shardwise.catalog.quantized import Source
 from tests.quantized.boxes import source_of, stored_in
 from tests.quantized.compressed_models import write
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.catalog.quantized import Source
 from shardwise.errors import FormatError
 from shardwise.internals.regex import check_patterns
 from shardwise.quantized.compressed_tensors import find_compressed_tensors as compressed_tensors
 from shardwise.quantized.compressed_tensors import read_settings
-from shardwise.quantized.open import Source
 from tests.harness.bombs import refused_within
 from tests.quantized.boxes import with_part, without
 from tests.quantized.compressed_cases import Checkpoint

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from ..objects import frozen
 from ..ranks.ranks import patiently
 from ..storage import is_file, read_range, stat_of
 from ..storage.records import is_url, join
-from .records import Catalog, Quantization, StoredFile, StoredTensor
+from .records import Catalog, Coded, Quantization, StoredFile, StoredTensor
 
 # ----------------------------------------------------------------------------------------------------
 # Finds quantized weights in a source, by names and dtypes of its tensors, and tells how to dequantize them.
@@ -369,3 +369,43 @@ def _content(catalog: Catalog, describing: tuple[str, ...]) -> dict[str, bytes]:
             read = each(path, lambda t: file.read(t.chunks[0].offset_bytes, t.nbytes), tensors)
         found.update(zip((t.name for t in tensors), read, strict=True))
     return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a family of formats gets to see of a source, and what it must find there.
+
+
+@frozen
+class Source:
+    """A source, as a family looks at it."""
+
+    tensors: Mapping[str, StoredTensor]
+    settings: Mapping[str, Any]
+    """``quantization_config`` of the model's config; empty if there is none."""
+    content: Callable[[str], bytes]
+    """Reads a small tensor that describes others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a family found: the tensors that are stored as codes, by name, and everything that is wrong."""
+
+    coded: dict[str, Coded] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """One sentence each, which names the stored tensor: missing, surplus, of a wrong shape or dtype, contradicting settings."""
+    unused: set[str] = field(default_factory=set)
+    """Stored tensors that say how to run the model in codes, and not what its weights are (input scales)."""
+
+    def add(self, one: Coded) -> None:
+        self.coded[one.tensor.name] = one
+
+    def take(self, make: Callable[[], Coded]) -> None:
+        """Add what ``make`` gives, or the error that it raises as a problem."""
+        try:
+            self.add(make())
+        except SourceError as error:
+            self.problems.append(str(error))
+
+    def parts(self) -> Iterable[str]:
+        """Names of the stored tensors that are parts."""
+        return (part.name for one in self.coded.values() for part in one.parts.values())

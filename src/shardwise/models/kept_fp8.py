@@ -13,7 +13,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from ..errors import UnsupportedConversionError
 from ..internals.low_bit import eager_experts, fp8_modules, with_modules_of
-from .layers import KeptLayer, freeze, product
+from .kept import KeptLayer, freeze, product
 
 
 class _Decoded(KeptLayer):

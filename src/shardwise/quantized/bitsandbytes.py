@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ..catalog.quantized import Found, Source
 from ..catalog.records import Coded, Rule, StoredTensor
 from ..dtypes import torch_dtype
 from ..errors import FormatError
@@ -16,7 +17,6 @@ from ..internals.low_bit import dequantize_4bit, quantize_4bit
 from ..limits import MAX_QUANT_STATE_BYTES, brief, numel_of, parse_json
 from ..objects import frozen
 from ..tensors.boxes import Box, whole
-from .open import Found, Source
 from .rules import OneEach, Scaled, by_blocks, check, coded, covering, finite, looked_up, require, reshaped
 
 if TYPE_CHECKING:

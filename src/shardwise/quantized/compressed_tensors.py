@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ..catalog.quantized import Found, Source
 from ..catalog.records import Coded, StoredTensor
 from ..errors import FormatError
 from ..internals.regex import check_patterns
 from ..limits import brief
 from ..objects import frozen
-from .open import Found, Source
 from .rules import Codes, Fp4Pairs, OneEach, PackedIntegers, Scaled, coded, packed_size
 
 # ----------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from ..catalog.quantized import Found, Source
 from ..catalog.records import Coded, StoredTensor
 from ..errors import FormatError
 from ..limits import brief
 from ..objects import frozen
 from ..tensors.boxes import whole
-from .open import Found, Source
 from .rules import AwqWords, FieldWords, Fp4Columns, OneEach, Scaled, check, coded, require, reshaped
 
 # ----------------------------------------------------------------------------------------------------

@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from ..catalog.quantized import Quantized, method_of_config, quantized, stands_beside, way_out
-from ..catalog.records import Catalog, Coded, StoredTensor
+from ..catalog.quantized import (
+    Found,
+    Quantized,
+    Source,
+    method_of_config,
+    quantized,
+    stands_beside,
+    way_out,
+)
+from ..catalog.records import Catalog, Coded
 from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionError
 from ..names import Named
 from ..objects import frozen
-
-# ----------------------------------------------------------------------------------------------------
-# The families of formats, and what each must find in a source.
-
-
-@frozen
-class Source:
-    """A source, as a family looks at it."""
-
-    tensors: Mapping[str, StoredTensor]
-    settings: Mapping[str, Any]
-    """``quantization_config`` of the model's config; empty if there is none."""
-    content: Callable[[str], bytes]
-    """Reads a small tensor that describes others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``."""
-
-
-@dataclass(slots=True)
-class Found:
-    """What a family found: the tensors that are stored as codes, by name, and everything that is wrong."""
-
-    coded: dict[str, Coded] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    """One sentence each, which names the stored tensor: missing, surplus, of a wrong shape or dtype, contradicting settings."""
-    unused: set[str] = field(default_factory=set)
-    """Stored tensors that say how to run the model in codes, and not what its weights are (input scales)."""
-
-    def add(self, one: Coded) -> None:
-        self.coded[one.tensor.name] = one
-
-    def take(self, make: Callable[[], Coded]) -> None:
-        """Add what ``make`` gives, or the error that it raises as a problem."""
-        try:
-            self.add(make())
-        except SourceError as error:
-            self.problems.append(str(error))
-
-    def parts(self) -> Iterable[str]:
-        """Names of the stored tensors that are parts."""
-        return (part.name for one in self.coded.values() for part in one.parts.values())
-
 
 #: Finds every tensor that is stored in one library's codes. Pure, but for ``content``; raises nothing.
 Family = Callable[[Source], Found]
