@@ -85,7 +85,7 @@ class Checkpointer:
 
     Args:
         root: directory of the checkpoints, created if needed. Only one run at a time may use it (it holds an advisory lock). It can
-        also be the URL of an object store that supports conditional writes. There, the run that saved or resumed last owns the
+            also be the URL of an object store that supports conditional writes. There, the run that saved or resumed last owns the
             URL, and the previous owner gets a :class:`LockedError` at its next save.
         save_every: how often :meth:`should_save` returns True: a number of steps, or a ``datetime.timedelta`` since the last save.
         keep_last: number of newest valid steps to keep; None keeps all of them. A step counts as valid here if its manifest is intact and
