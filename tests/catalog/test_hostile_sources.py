@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from shardwise.models.homes import read_assets
 from shardwise.runs.third_party import find_run
 from tests.fuzz.seeds import make_model
 from tests.harness.bombs import refused_within, run_apart
+from tests.harness.open_files import open_below
 
 #: Texts in the place of a JSON document, each wrong in its own way.
 NOT_DOCUMENTS = {
@@ -315,8 +315,6 @@ def test_no_descriptor_stays_open(run_directory: Path, tmp_path: Path) -> None:
     """After errors as after success."""
     (tmp_path / "bad.pt").write_bytes(b"PK" * 100)
     torch.save([torch.ones(3).as_strided((2,), (2,))], run_directory / "scheduler.bin")
-    gc.collect()  # what tests before this one left in cycles
-    before = len(os.listdir("/proc/self/fd"))
     reads: list[Callable[[], object]] = [
         lambda: open_catalog(tmp_path / "bad.pt"),
         lambda: open_catalog(run_directory),
@@ -327,7 +325,7 @@ def test_no_descriptor_stays_open(run_directory: Path, tmp_path: Path) -> None:
         for _ in range(3):
             with contextlib.suppress(ShardwiseError):
                 read()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == open_below(run_directory) == []
 
 
 def test_a_lock_that_is_a_pipe(tmp_path: Path) -> None:

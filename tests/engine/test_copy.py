@@ -25,6 +25,7 @@ from shardwise.planning.plan import IOOptions, Plan, build_plan
 from shardwise.tensors.boxes import Box, Layout, LocalBox, Wanted, whole, whole_tensor
 from shardwise.tensors.placements import Cut, Geometry, cut_boxes, local_shape
 from shardwise.tensors.tiles import Loop, Tile, identity
+from tests.harness.open_files import open_below
 from tests.harness.tiers import examples
 
 MIB = 1024**2
@@ -409,13 +410,12 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
 
 def test_files_are_opened_once_and_closed(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(64))
-    before = len(os.listdir("/proc/self/fd"))
     with FileReader() as reader:
         for at in range(8):
             reader.read_into(str(tmp_path / "x"), at, memoryview(bytearray(8)))
-        assert len(os.listdir("/proc/self/fd")) == before + 1
+        assert open_below(tmp_path) == [str(tmp_path / "x")]
         assert reader.bytes_read == 64
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 def test_staging_grows_up_to_its_limit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from shardwise.errors import CheckpointError
 from shardwise.publish import write as direct
 from shardwise.publish.write import DirectWriter
+from tests.harness.open_files import open_below
 
 BUFFER = 3 * 4096
 
@@ -100,15 +100,13 @@ def failing(at: int, code: int) -> Callable[..., int]:
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_error_of_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(os, "write", failing(at, errno.ENOSPC))
-    gc.collect()  # what tests before this one left in cycles
-    before = sorted(os.listdir("/proc/self/fd"))
     with (
         pytest.raises(CheckpointError, match=f"file: write failed after {(at - 1) * BUFFER} bytes: No space"),
         DirectWriter(str(tmp_path / "file")) as file,
     ):
         file.write(bytes(5 * BUFFER))
     assert no_thread_is_left()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("at", [1, 3])
