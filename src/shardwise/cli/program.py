@@ -16,17 +16,19 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
 from rich.markdown import Markdown
 
 from .. import errors
-from ..catalog.records import StoredTensor
 from ..errors import PlanError, RankError, ShardwiseError
 from ..objects import frozen
 from ..operations.operation import Bars, following
+
+if TYPE_CHECKING:
+    from ..catalog.records import StoredTensor
 
 # ----------------------------------------------------------------------------------------------------
 # How a command ends: its exit status, and one paragraph for an error instead of a traceback.
