@@ -455,7 +455,7 @@ class Checkpointer:
 
     def _go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
         """Rename the steps newer than a resumed one. Returns them, newest first. Collective."""
-        self._lineage = None  # no save goes on from this step while newer ones are not set aside
+        self._lineage = None  # no save may continue from this step while newer ones are in the way
         newer = self._sites.on_each(
             "rename newer steps", partial(self._steps.go_on_from, step, damaged), ranks
         )

@@ -365,7 +365,7 @@ class Hosts:
     def opened(
         self, path: str, step: int | None = None, also: Callable[[str], bool] = lambda name: False
     ) -> Iterator[Opened]:
-        """A checkpoint, open for the block. ``also``: files that each host needs beside the documents.
+        """A checkpoint, open for the block. ``also``: files that each host needs in addition to the documents.
 
         Raises damage as :func:`.is_corruption` says, :class:`CheckpointError` if a host that has a part is away; for one directory of all
         the reader finds damage.

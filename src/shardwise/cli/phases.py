@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..fit.records import Phase, RunPlan
 
 
-#: Options of a training run, of which any one asks for its phases, and their fields of :class:`TrainingSpec`.
+#: Options of a training run, any of which asks for its phases, and their fields of :class:`TrainingSpec`.
 _NAMES = {
     "batch_size": "batch_size",
     "sequence_length": "sequence_length",

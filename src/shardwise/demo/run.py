@@ -312,7 +312,7 @@ def torchrun(course: Course, world_size: int, name: str, *flags: str, console: C
         log.open("ab") as errors,
         subprocess.Popen(
             command,
-            bufsize=0,  # select sees what is not in a buffer
+            bufsize=0,  # select doesn't see what a buffer holds
             env=_environment(world_size),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

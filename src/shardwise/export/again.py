@@ -321,7 +321,7 @@ class AsSourceJob(Job):
         (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
         return state, json.dumps({**json.loads(content[state]), "nested_offset": mean}).encode()
 
-    # What is quantized again: windows of whole blocks are brought together, and each rank encodes some of them
+    # Requantized tensors: windows of whole blocks are brought together, and each rank encodes some of them
 
     def _measure(self, ranks: Ranks) -> dict[str, float]:
         """Find what some formats need of a whole tensor: extremes, the mean of its scales. Returns the means by name.

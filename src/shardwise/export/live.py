@@ -425,7 +425,7 @@ class MergedJob(LiveJob):
     def elements(
         self, wanted: Wanted, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Wanted, Destination, Sequence[Tile]]]:
-        """Of a made weight, a few MiB at a time. Parts that the tiles leave out are not decoded; each call makes what they don't anew."""
+        """Of a made weight, a few MiB at a time. Parts that the tiles leave out are not decoded; each call decodes the others again."""
         one = self._made.get(wanted.name)
         if one is None:
             yield from super().elements(wanted, tiles)

@@ -411,7 +411,7 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
     reason, which is not damage.
     """
     ranks, path = Ranks.current(), ""
-    if hosts.is_local:  # the newest of which all hosts together hold all parts
+    if hosts.is_local:  # the newest one whose parts the hosts hold in full
         for step, found in listed([lines[0].root], hosts, lambda _: lines[0].steps()):
             if found in damaged:
                 continue
@@ -463,7 +463,7 @@ def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
     Raises :class:`LockedError` if another run has taken the line: the checkpoints may belong to it.
     """
     own = max((run.resumed_step, *run.published))
-    damaged = run.damaged.keys() - run.published.values()  # this run may have saved that step anew
+    damaged = run.damaged.keys() - run.published.values()  # this run may have saved that step again
     for line in lines:
         paths = {step: join(line.root, name) for step, name in line.steps().items()}
         bad = {step for step, path in paths.items() if path in damaged}

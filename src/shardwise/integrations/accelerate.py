@@ -119,7 +119,7 @@ _CHECKPOINT = "checkpoint"
 
 
 def _in_the_way(folder: str) -> str:
-    """What is in the way of a new folder, whose parent is made; empty for nothing."""
+    """Why a new folder can't be made here, whose parent is created; empty if it can."""
     if is_url(folder):
         return "objects" if patiently(is_directory, folder) else ""
     if os.path.isdir(folder) and not os.listdir(folder):

@@ -436,7 +436,7 @@ class ShardwiseTrainer(Trainer):
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. With ``save_total_limit=1`` the best checkpoint alone stays, also where Trainer sees none.
 
-        A run that was stopped goes on from its newest checkpoint, so it keeps that, and does not load the best model.
+        A stopped run resumes from its newest checkpoint, so it keeps that one and doesn't load the best model.
         """
         best, has_stopped = self.state.best_model_checkpoint, self._watch.has_stopped
         if has_stopped:

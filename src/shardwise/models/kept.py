@@ -17,7 +17,7 @@ from ..internals.low_bit import decompress, quantize_activations, with_compresse
 
 
 class KeptLayer(nn.Module):
-    """A layer of which some parameters are a source's own codes and scales."""
+    """A layer with parameters that are a source's own codes and scales."""
 
     stored_dtypes: dict[str, torch.dtype]
     """Of these parameters, by name. FSDP2's mixed precision would cast float8 codes, and lose their scales."""

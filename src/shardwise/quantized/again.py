@@ -32,7 +32,7 @@ Parts = Mapping[str, "torch.Tensor"]
 
 @frozen
 class Window:
-    """What is encoded at a time."""
+    """The part of a tensor that is encoded at once."""
 
     box: Box
     values: torch.Tensor

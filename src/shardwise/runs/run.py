@@ -589,7 +589,7 @@ class _OfAnotherProgram(Run):
         return sum(stored.catalog.nbytes for stored in self._optimizers.values())
 
     def states_of(self, part: TrainedBy) -> StoredStates:
-        """With room for its 0-d tensors: each is stored by itself. Reads nothing."""
+        """With room for its 0-d tensors, each of which is stored separately. Reads nothing."""
         stored, first = self._optimizers[part.name], part.live.first_names
         keys = {short: StateKey(first.get(p, p), s) for short, (p, s) in stored.keys.items()}
         spread: dict[str, dict[str, str]] = {}

@@ -530,7 +530,7 @@ def _generator(part: Any) -> torch.Generator | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Stores the position of a data loader in the middle of an epoch, and goes on exactly there.
+# Stores the position of a data loader mid-epoch, and continues exactly there.
 
 
 class ResumableLoader:
