@@ -34,6 +34,7 @@ SCRIPTS = {
         ["--ranks", "8", "32", "--params", "200", "--tensors", "1000", "--rounds", "2", "--processes", "2"],
     ),
     "per_tensor.py": ([], ["--short"]),
+    "first_load.py": (["--rounds", "5"], ["--short"]),
     "planning.py": (["--repeats", "2"], ["--layers", "2", "--repeats", "1"]),
     "page_cache.py": (["--pairs", "3"], ["--short", "--pairs", "1"]),
     "cold_reads.py": (["--ranks", "1", "4", "--rounds", "2"], ["--short", "--ranks", "2", "--rounds", "1"]),

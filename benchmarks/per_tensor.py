@@ -7,6 +7,9 @@ The tensors are tiny, so that bytes cost nothing: one process, the only rank of 
 Python sets it. The warm figure is the minimum of the repeats, in microseconds for each stored tensor. First use is measured in fresh
 interpreters that have imported torch, transformers and Accelerate: milliseconds to import what ``sw.load`` and then ``Checkpointer``
 need (with cached bytecode, as pip installs it), and the full garbage collections during the first load and right after it.
+
+``moe 100450`` shows that the time is linear; the peak of its Python objects is traced in one more load. The last part compares
+``load_pretrained`` with ``from_pretrained`` on a model of 46,623 stored tensors, in fresh interpreters that have imported its class.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +39,31 @@ _SIZES = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 128, "num_experts_per_tok": 8}
-#: Name → config class, layers, files.
-CASES = {
-    "dense 531": ("Qwen3Config", 48, 1),
-    "dense 3006": ("Qwen3Config", 273, 20),
-    "moe 3147": ("Qwen3MoeConfig", 8, 4),
-    "moe 20046": ("Qwen3MoeConfig", 51, 20),
+_MANY = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 512}
+#: Name → config class, layers, files, and sizes that differ.
+CASES: dict[str, tuple[str, int, int, dict[str, int]]] = {
+    "dense 531": ("Qwen3Config", 48, 1, {}),
+    "dense 3006": ("Qwen3Config", 273, 20, {}),
+    "moe 3147": ("Qwen3MoeConfig", 8, 4, {}),
+    "moe 20046": ("Qwen3MoeConfig", 51, 20, {}),
+    "moe 100450": ("Qwen3MoeConfig", 65, 20, _MANY),
 }
 #: The same with two layers, to see that it runs.
-SHORT = {"dense 25": ("Qwen3Config", 2, 1), "moe 789": ("Qwen3MoeConfig", 2, 2)}
+SHORT: dict[str, tuple[str, int, int, dict[str, int]]] = {
+    "dense 25": ("Qwen3Config", 2, 1, {}),
+    "moe 789": ("Qwen3MoeConfig", 2, 2, {}),
+}
+#: For ``load_pretrained`` beside ``from_pretrained``; the short form has two layers.
+PRETRAINED = ("Qwen3MoeConfig", 60, 20, {"num_experts": 256})
 
 
-def write_model(directory: Path, config_class: str, layers: int, files: int) -> int:
+def write_model(directory: Path, config_class: str, layers: int, files: int, other: dict[str, int]) -> int:
     """A model as the hub stores it; returns how many tensors are stored."""
     import torch
     import transformers
     from safetensors import safe_open
 
-    sizes = {**_SIZES, **(_EXPERTS if "Moe" in config_class else {})}
+    sizes = {**_SIZES, **(_EXPERTS if "Moe" in config_class else {}), **other}
     config = getattr(transformers, config_class)(**sizes, num_hidden_layers=layers, dtype="bfloat16")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -75,7 +86,7 @@ def group() -> Any:
 
 
 def warm(directory: str, repeats: int) -> dict[str, float]:
-    """Seconds of CPU of the quickest load."""
+    """Seconds of CPU of the quickest load, and the most bytes of Python objects during one more."""
     import torch
     import transformers
 
@@ -83,15 +94,35 @@ def warm(directory: str, repeats: int) -> dict[str, float]:
 
     mesh, seconds = group(), []
     config = transformers.AutoConfig.from_pretrained(directory)
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 2):
         with sw.meta_init():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         sw.shard(model, mesh)
         gc.collect()
+        if turn == repeats + 1:
+            tracemalloc.start()
         started = time.process_time()
         sw.load(model, directory)
         seconds.append(time.process_time() - started)
-    return {"seconds": min(seconds[1:])}
+    return {"seconds": min(seconds[1:-1]), "peak_bytes": tracemalloc.get_traced_memory()[1]}
+
+
+def pretrained(directory: str, loader: str) -> dict[str, float]:
+    """Seconds of CPU of the first load from the path, building and sharding included."""
+    import torch
+    import transformers
+
+    import shardwise as sw
+
+    mesh, _ = group(), transformers.Qwen3MoeForCausalLM
+    started = time.process_time()
+    if loader == "load_pretrained":
+        model = sw.load_pretrained(directory, mesh, dtype=torch.bfloat16)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    seconds = time.process_time() - started
+    del model
+    return {"seconds": seconds}
 
 
 def first(directory: str) -> dict[str, float]:
@@ -161,7 +192,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         what, directory, *rest = options.child
-        print(json.dumps(warm(directory, int(rest[0])) if what == "warm" else first(directory)))
+        if what == "warm":
+            print(json.dumps(warm(directory, int(rest[0]))))
+        else:
+            print(json.dumps(first(directory) if what == "first" else pretrained(directory, what)))
         return
     cases, rounds = (SHORT, 1) if options.short else (CASES, options.rounds)
     sources = [str(ROOT / "src"), *([options.against] if options.against else [])]
@@ -171,12 +205,14 @@ def main() -> None:
             f"{'microseconds of CPU for each stored tensor':45} here{'     there' if options.against else ''}"
         )
         for name, count in stored.items():
-            least = [float("inf")] * len(sources)
+            least, peak = [float("inf")] * len(sources), [0.0] * len(sources)
             for turn in range(rounds):
                 for k in list(range(len(sources)))[:: -1 if turn % 2 else 1]:
                     found = child(sources[k], "warm", str(Path(place) / name), str(options.repeats))
                     least[k] = min(least[k], found["seconds"] / count * 1e6)
+                    peak[k] = found["peak_bytes"] / 1e6
             print(f"{name:40} {' '.join(f'{value:9.1f}' for value in least)}", flush=True)
+        print(f"{f'peak of Python objects of {name}, MB':40} {' '.join(f'{value:9.1f}' for value in peak)}")
         name = next(iter(stored))
         print(f"\nfirst use, {name}")
         runs: list[list[dict[str, float]]] = [[] for _ in sources]
@@ -187,6 +223,17 @@ def main() -> None:
                 runs[k].append(child(sources[k], "first", str(Path(place) / name)))
         for what in runs[0][0]:
             print(f"{what:40} {' '.join(f'{min(run[what] for run in one):9.1f}' for one in runs)}")
+        config, layers, files, other = PRETRAINED
+        directory = str(Path(place) / "pretrained")
+        count = write_model(Path(directory), config, 2 if options.short else layers, files, other)
+        loaders = ("load_pretrained", "from_pretrained")
+        seconds = [
+            [child(sources[0], loader, directory)["seconds"] for loader in loaders] for _ in range(rounds)
+        ]
+        ours, theirs = (min(of) for of in zip(*seconds, strict=True))
+        print(
+            f"\n{count} tensors: load_pretrained {ours:.2f} s of CPU, from_pretrained {theirs:.2f}: {ours / theirs:.2f}"
+        )
 
 
 if __name__ == "__main__":

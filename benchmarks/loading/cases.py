@@ -18,7 +18,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.loading.models import model_on_meta, stored_parts
 
-__all__ = ["LAYOUTS", "Case", "Range", "local_ranges", "sharded_model", "unsharded_before_ranks"]
+__all__ = [
+    "LAYOUTS",
+    "Case",
+    "Range",
+    "built_before",
+    "local_ranges",
+    "sharded_model",
+    "unsharded_before_ranks",
+]
 
 #: By name: what the ranks hold.
 LAYOUTS = {
@@ -63,6 +71,11 @@ def unsharded_before_ranks(case: Case) -> None:
         _built[case.directory] = model_on_meta(case.directory)
         gc.collect()
         gc.freeze()  # else a collection in a rank would copy the pages of all these objects
+
+
+def built_before(case: Case, model: nn.Module) -> None:
+    """Take this model on meta, unsharded, for the next rank function of this process that asks for the case's."""
+    _built[case.directory] = model
 
 
 def _model_on_meta(case: Case) -> Any:

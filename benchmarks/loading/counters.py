@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.shared import SharedReader
-
 __all__ = [
     "CollectiveBytes",
     "anonymous_bytes",
@@ -113,6 +111,8 @@ def sampled() -> Iterator[Peak]:
 def _looking(held: Callable[[], tuple[int, int]], limit_bytes: int | None) -> Iterator[Peak]:
     """Look every 2 ms, and before buckets that ranks share are given back: they may live for less. ``limit_bytes``: kill the process when
     it holds more."""
+    from shardwise.engine.shared import SharedReader
+
     peak, done, close = Peak(), threading.Event(), SharedReader.close
 
     def see() -> None:

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from benchmarks.loading.cases import Case, sharded_model
 from benchmarks.stores.served import MODEL
-from shardwise.engine.objects import PART_BYTES, REQUESTS
-from shardwise.storage import fetch
 
 NAME = "bare client"
 WHOLE = False
@@ -23,6 +21,9 @@ def supports(case: Case) -> str | None:
 
 
 def prepare(case: Case) -> Callable[[], dict[str, torch.Tensor]]:
+    from shardwise.engine.objects import PART_BYTES, REQUESTS
+    from shardwise.storage import fetch
+
     sizes = {file.name: file.stat().st_size for file in case.files}
     sharded_model(case)  # as the others do before the time
 

@@ -59,6 +59,7 @@ def test_short_form(tmp_path: Path, script: str, figures: tuple[str, ...]) -> No
         "quantized.py",
         "scale.py",
         "memory_tier.py",
+        "first_load.py",
     ],
 )
 def test_short_form_runs(tmp_path: Path, script: str) -> None:
