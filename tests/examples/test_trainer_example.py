@@ -36,7 +36,7 @@ def test_goes_on_with_other_ranks_and_exports(tmp_path: Path) -> None:
     again, said = launch(tmp_path, 8, 1)
     assert list(again) == list(range(1, 9))
     assert {step: again[step] for step in first} == first
-    assert "not exact: world size: 2 when saved, 1 now" in said
+    assert "exact: no: world size: 2 when saved, 1 now" in said
     assert "global batch size" not in said, "no sample is skipped or repeated"
     assert again[8] < again[1] - 0.3, "it learns"
     assert max(again[7], again[8]) < again[6] + 0.1, "no spike"

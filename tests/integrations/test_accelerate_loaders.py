@@ -77,7 +77,7 @@ def test_says_what_other_loaders_cannot_promise(ranks: RankPool) -> None:
             ("workers", "num_workers=1: workers start"),
             ("iterable", "iterable dataset"),
             ("batch", "had 4 samples when saved, and has 2 now"),
-            ("own batches", "another order"),
+            ("own batches", "in a different order"),
             ("skipped", "skip_first_batches"),
         ):
             assert len(found[name]) == 1, (name, found[name])
