@@ -252,18 +252,14 @@ def test_what_is_recognized_and_not_ours_can_not_be_verified(tmp_path: Path) -> 
     ("config", "said"),
     [
         (
-            {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1"},
-            r"diffusers model \(FluxTransformer2DModel\).*FluxTransformer2DModel.from_config",
-        ),
-        (
             {"architecture": "resnet50", "pretrained_cfg": {}},
             r"timm model \(resnet50\).*timm.create_model\('resnet50'\)",
         ),
     ],
 )
 def test_a_config_of_another_library(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    """One model of diffusers, or of timm: its weights are ordinary, its class is not known here."""
-    save_file({"weight": torch.ones(2, 2)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    """A model of timm: its weights are ordinary, its class is not known here."""
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     for call in ("load_pretrained", "plan"):
         with pytest.raises(SourceError, match=said):

@@ -41,6 +41,7 @@ BESIDE_ROOMS = {
         "cases",
         "contracts",
         "device",
+        "diffusion",
         "docs",
         "examples",
         "faults",

@@ -25,6 +25,7 @@ ALLOWED = {
     "doctor/conditions.py::_release Version(": "as above",
     "doctor/facts.py::versions metadata.version(": "as above",
     "doctor/facts.py::_folder_of util.find_spec(": "where transformers' source is, without importing it",
+    "models/classes.py::_diffusers_class diffusers.__version__": "an error names the version",
     "models/classes.py::_unknown transformers.__version__": "the error says which release lacks the class",
     "fit/verdict.py::_changes find_spec(": "an optional package: plans with adapters only where PEFT is installed",
     "report/records.py::plotting try: import matplotlib": "an optional package: the error names the extra",

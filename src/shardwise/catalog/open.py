@@ -24,7 +24,7 @@ from .records import (
     refuse_named,
 )
 from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
-from .weights import Choice, Weights, weights_in, weights_of_modules
+from .weights import Choice, Weights, names_of, weights_in, weights_of_modules, with_config
 
 _log = logging.getLogger(__name__)
 _ANY = Choice()
@@ -128,11 +128,11 @@ def _of_pickles(root: str, weights: Weights, choice: Choice) -> Catalog:
 
 
 def _of_transformers(root: str, choice: Choice) -> Catalog | None:
-    """The model that ``from_pretrained`` would take from a directory; None if it would find none."""
+    """The model that its library's ``from_pretrained`` would take from a directory; None if it would find none."""
     weights = weights_in(root, choice)
     if weights is None:
         if choice.is_asked:
-            names = " and no ".join(choice.candidates)
+            names = " and no ".join(with_config(root, choice, names_of(root)).candidates)
             raise SourceError(f"contains no {names}, or none that fits {choice}", path=root)
         return None
     found = (

@@ -637,12 +637,6 @@ class _ConfigKind:
 
 _CONFIGS = (
     _ConfigKind(
-        keys=frozenset({"_class_name", "_diffusers_version"}),
-        name="a diffusers model ({_class_name})",
-        instead="Build it with its own class and fill it: with sw.meta_init(): model = "
-        "diffusers.{_class_name}.from_config(diffusers.{_class_name}.load_config('{path}')); then sw.load(model, '{path}')",
-    ),
-    _ConfigKind(
         keys=frozenset({"architecture", "pretrained_cfg"}),
         name="a timm model ({architecture})",
         instead="Build it with timm and fill it: with sw.meta_init(): model = timm.create_model('{architecture}'); then "

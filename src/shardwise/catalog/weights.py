@@ -1,14 +1,15 @@
-"""Chooses the files of a directory that are its model, by the rule of transformers' ``from_pretrained``."""
+"""Chooses the files of a directory that are its model, by the rule of its library's ``from_pretrained``: transformers or diffusers."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import field
+from collections.abc import Collection, Mapping
+from dataclasses import field, replace
 from typing import Any
 
 from ..errors import FormatError, SourceError
+from ..internals.diffusers import is_diffusers_config, weights_names
 from ..limits import brief, check_name, inside, is_inside, read_json, read_shallow_json
 from ..objects import frozen
 from ..storage import is_directory, is_file, names_in
@@ -48,7 +49,8 @@ def _is_plain(file: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Chooses the files of a directory that are its model, by the rule of transformers' ``from_pretrained``.
+# Chooses the files of a directory that are its model, by the rule of its library's ``from_pretrained``. The config says which library
+# it is.
 #
 # Every entry point asks here: loads, plans, ``inspect``, ``convert``, exports, and downloads from the hub.
 
@@ -60,7 +62,9 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 #: Names of transformers' slices (``save_pretrained`` of a distributed model), which it takes before any other file.
 _SLICE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 #: Files that may hold weights.
-_PAYLOAD = re.compile(r".*\.safetensors|(pytorch|adapter)_model.*\.bin")
+_PAYLOAD = re.compile(r".*\.safetensors|(diffusion_pytorch|pytorch|adapter)_model.*\.bin")
+#: An index of files of ``torch.save``.
+_PICKLED_INDEX = re.compile(r".*\.bin(\.[^.]+)?\.index\..*")
 
 
 @frozen(kw_only=True)
@@ -81,7 +85,9 @@ class Choice:
 
     @property
     def candidates(self) -> list[str]:
-        """All names that may be the model or its index, the preferred one first."""
+        """All names that may be the model or its index, the preferred one first. ``config`` says which library's."""
+        if is_diffusers_config(self.config):
+            return weights_names(self.variant, self.use_safetensors)
         names = (SINGLE_NAME, INDEX_NAME, TORCH_SINGLE_NAME, TORCH_INDEX_NAME)
         return [with_variant(name, self.variant) for name in names]
 
@@ -109,7 +115,7 @@ class Weights:
     @property
     def is_pickled(self) -> bool:
         """Whether its files are those of ``torch.save``."""
-        return self.name.endswith(".bin") or self.name.startswith("pytorch_model.bin.index.")
+        return self.name.endswith(".bin") or _PICKLED_INDEX.fullmatch(self.name) is not None
 
 
 @frozen
@@ -137,13 +143,13 @@ def with_variant(name: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{end}"
 
 
-def chosen(
-    names: Collection[str], choice: Choice, named: str | None = None, extra: Iterable[str] = ()
-) -> Weights | None:
-    """The model among the file names of a directory; None if transformers would find none. Pure.
+def chosen(names: Collection[str], choice: Choice, where: str) -> Weights | None:
+    """The model among the file names of a directory; None if ``from_pretrained`` would find none. Pure.
 
-    ``named`` and ``extra``: see :func:`named_by`. ``named`` is taken whether or not it exists.
+    ``choice`` with the config, of which ``where`` is the path: the file that it names is taken whether or not it exists
+    (:func:`named_by`, which says what is raised).
     """
+    named, extra = named_by(choice.config, where)
     present = [name for name in choice.candidates if name in names]
     taken = named
     if taken is None:
@@ -151,7 +157,7 @@ def chosen(
         taken = next((name for name in present if Weights(name).is_pickled in pickled), None)
     if taken is None:
         return None
-    return Weights(taken, tuple(name for name in present if name != taken), tuple(extra))
+    return Weights(taken, tuple(name for name in present if name != taken), extra)
 
 
 def named_by(config: Any, where: str) -> tuple[str | None, tuple[str, ...]]:
@@ -182,18 +188,23 @@ def named_by(config: Any, where: str) -> tuple[str | None, tuple[str, ...]]:
 
 
 def weights_in(root: str, choice: Choice) -> Weights | None:
-    """The model of a directory or URL; None if transformers would find none there, or would read all slices of it.
+    """The model of a directory or URL; None if ``from_pretrained`` would find none there, or would read all slices of it.
 
     Rank-local; reads ``config.json`` unless ``choice`` has the config. Raises :class:`SourceError`, :class:`FormatError`.
     """
     names = names_of(root)
     if any(_SLICE.fullmatch(name) for name in names):
         return None
-    config = choice.config
-    if config is None:
-        config = config_in(root) if CONFIG_NAME in names else {}
+    choice = with_config(root, choice, names)
     present = [n for n in choice.candidates if n in names and is_file(os.path.join(root, n))]
-    return chosen(present, choice, *named_by(config, os.path.join(root, CONFIG_NAME)))
+    return chosen(present, choice, os.path.join(root, CONFIG_NAME))
+
+
+def with_config(root: str, choice: Choice, names: Collection[str]) -> Choice:
+    """The choice with the config of a directory that has these names, unless it has one already."""
+    if choice.config is not None:
+        return choice
+    return replace(choice, config=config_in(root) if CONFIG_NAME in names else {})
 
 
 def listed(root: str, weights: Weights, *, is_asked: bool) -> Listed:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -218,12 +219,13 @@ def auto_class_of(kind: type) -> str | None:
 
 
 def blocks_not_to_split(module: nn.Module) -> tuple[str, ...]:
-    """The classes of a model that must lie on one device as a whole: its blocks. None of a module that says none.
+    """The classes of a model's blocks: those that must be on one device as a whole. None of a module that says none.
 
-    transformers 5.20-5.23: ``_no_split_modules``, which Accelerate and FSDP look at, too. Without it, models whose
-    blocks stand in no list would be one FSDP2 group.
+    transformers 5.20-5.23 and diffusers 0.35-0.42: ``_no_split_modules``, which Accelerate and FSDP look at, too; diffusers also
+    ``_repeated_blocks``. Without it, models whose blocks are in no list would be one FSDP2 group.
     """
-    return tuple(getattr(module, "_no_split_modules", None) or ())
+    names = (getattr(module, name, None) or () for name in ("_no_split_modules", "_repeated_blocks"))
+    return tuple(chain.from_iterable(names))
 
 
 def initializer_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:

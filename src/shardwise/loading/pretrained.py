@@ -18,7 +18,14 @@ from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import FormatError, PlanError, ShardError, ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
-from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
+from ..internals.diffusers import build_from_config as build_diffusers
+from ..internals.diffusers import is_diffusers_model, note_path
+from ..internals.transformers import (
+    build_from_config,
+    default_conversions,
+    kept_in_fp32,
+    kept_in_fp32_of_class,
+)
 from ..limits import (
     MAX_BYTES_PER_STORED,
     MAX_MODULES,
@@ -408,7 +415,7 @@ def load_wrapped(
     with ranks.agree("finish model"):
         base = prepared.base
         base.eval()
-        if base.can_generate():
+        if not is_diffusers_model(base) and base.can_generate():
             base.generation_config = _generation_config(base, directory)
         note_conversions(base, prepared.conversions())
         prepared.model.eval()
@@ -451,6 +458,10 @@ def prepare(
         directory, *given, trust_remote_code=request.trust_remote_code
     )
     catalog = catalog or open_catalog(directory, choice=replace(asked.hub.choice, config=config))
+    if asked.implementations and isinstance(config, dict):
+        raise TypeError(
+            f"diffusers' models take no {next(iter(asked.implementations))[1:]}=; call model.set_attention_backend(…) after the load"
+        )
     for field, value in asked.implementations.items():
         setattr(config, field, value)
     settings = asked_of(request.quantized, config, catalog, directory)
@@ -459,7 +470,7 @@ def prepare(
     layers = {} if settings is None else put_into(base, settings, base.dtype)
     kept = kept_in(base)
     catalog = kept_parts(catalog) if kept else dequantized(catalog, lambda: named_tensors(base))
-    base.config.name_or_path = base.name_or_path = os.fspath(request.path)
+    _note_path(base, os.fspath(request.path))
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     embeddings = embedding_names(base)  # before PEFT renames them
@@ -526,7 +537,9 @@ def _build(
     chosen = _dtype_of(dtype, config, catalog, file)
     try:
         with meta_init(), _as_large_as_stored(catalog, file):
-            if hasattr(model_class, "from_config"):  # an Auto class; the code was trusted or refused before
+            if isinstance(config, dict):
+                model = build_diffusers(model_class, config, chosen)
+            elif hasattr(model_class, "from_config"):  # an Auto class; the code was trusted or refused before
                 model = model_class.from_config(config, dtype=chosen, trust_remote_code=False)
             else:
                 model = build_from_config(model_class, config, chosen)
@@ -534,16 +547,36 @@ def _build(
         raise
     except Exception as error:
         # Model classes may raise anything for wrong values in a config.
+        library = "diffusers" if isinstance(config, dict) else "transformers"
         raise FormatError(
-            f"transformers can't build a model from this config: {type(error).__name__}: {error}", path=file
+            f"{library} can't build a model from this config: {type(error).__name__}: {error}", path=file
         ) from error
-    model.config.name_or_path = model.name_or_path = directory
+    _note_path(model, directory)
     remember_home(model, home_of(directory))
+    if isinstance(config, dict):
+        _cast_as_diffusers(model, chosen)
+        return model
     is_kept = kept_in_fp32(model, chosen)  # by the class: T5's wo in fp16, routers, …
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # still on meta
         if tensor.is_floating_point() and is_kept(name):
             tensor.data = tensor.data.to(torch.float32)
     return model
+
+
+def _cast_as_diffusers(model: Any, dtype: torch.dtype) -> None:
+    """Give what is stored of a model the dtypes of diffusers' ``from_pretrained``: fp32 where the class says so, else ``dtype``."""
+    is_kept = kept_in_fp32_of_class(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if is_kept(name) else dtype)
+
+
+def _note_path(model: Any, path: str) -> None:
+    """Note where a model comes from, where its library's ``from_pretrained`` does."""
+    if is_diffusers_model(model):
+        note_path(model, path)
+    else:
+        model.config.name_or_path = model.name_or_path = path
 
 
 @contextmanager
@@ -575,6 +608,8 @@ def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, fi
         if found is None:
             raise ValueError(f"dtype must be 'auto', a torch dtype or its name, got {dtype!r}")
         return found
+    if isinstance(config, dict):
+        return torch.float32  # diffusers' default, whatever is stored
     if getattr(config, "dtype", None) is not None:
         declared = named_dtype(config.dtype)
         if declared is None:

@@ -68,6 +68,10 @@ def forget_quantization(config: Any) -> None:
     waiting = [config]
     while waiting:
         section = waiting.pop()
+        if isinstance(section, dict):  # of diffusers, which has no parts
+            for name in NAMES_IN_CONFIG:
+                section.pop(name, None)
+            continue
         for name in NAMES_IN_CONFIG:
             if name in vars(section):
                 delattr(section, name)

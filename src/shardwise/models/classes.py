@@ -21,9 +21,10 @@ from torch import nn
 
 from ..catalog.quantized import DESCRIBING
 from ..catalog.records import refuse_config, refuse_foreign
-from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, modules_in
+from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, config_in, modules_in
 from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.header import describe_steps
+from ..internals.diffusers import class_of, is_diffusers_config
 from ..internals.torch import (
     TorchDispatchMode,
     meta_tree,
@@ -65,13 +66,17 @@ def config_and_class(
 ) -> tuple[Any, Any]:
     """A private copy of the config to build a model from, and its model class or Auto class.
 
-    ``config`` and ``auto_class`` replace the directory's own. With ``trust_remote_code`` the directory's code takes
+    The config of a diffusers model is a dict. ``config`` and ``auto_class`` replace the directory's own. With ``trust_remote_code`` the directory's code takes
     precedence over transformers' classes, as in ``from_pretrained``.
 
     Raises :class:`SourceError` if there is no config, or only code that is not trusted or can't be imported;
     :class:`FormatError` if the config can't be read or no class is known.
     """
     directory = os.fspath(path)
+    asked = directory if config is None else config
+    of_diffusers = diffusers_config(asked) if isinstance(asked, str | os.PathLike) else asked
+    if is_diffusers_config(of_diffusers):
+        return dict(of_diffusers), _diffusers_class(of_diffusers, directory, auto_class)
     if config is None or isinstance(config, str | os.PathLike):
         config = read_config(
             directory if config is None else os.fspath(config),
@@ -81,6 +86,38 @@ def config_and_class(
     else:
         config = copy.deepcopy(config)  # building a model writes the dtype into its config
     return config, _class_of(config, directory, auto_class, trust_remote_code)
+
+
+def diffusers_config(directory: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """The content of the ``config.json`` of a diffusers model; None if a local directory or checkpoint has none of diffusers.
+
+    Raises :class:`FormatError` for one with endless lists.
+    """
+    home = home_of(os.fspath(directory))
+    if not is_diffusers_config(config_in(home)):
+        return None
+    return _checked_document(os.path.join(home, CONFIG_NAME))
+
+
+def _diffusers_class(config: Mapping[str, Any], directory: str, auto_class: Any) -> Any:
+    """The class that a config of diffusers names, or the caller's. ``diffusers.AutoModel`` stands for the former."""
+    if auto_class is not None and getattr(auto_class, "__name__", "") != "AutoModel":
+        return auto_class
+    try:
+        found = class_of(config)
+    except ImportError as error:
+        raise ImportError(
+            f"{directory}: is a diffusers model ({brief(config['_class_name'])}), and diffusers can't be imported: {error}; "
+            f"pip install 'shardwise[diffusers]'"
+        ) from error
+    if found is None:
+        import diffusers
+
+        raise FormatError(
+            f"names the class {brief(config['_class_name'])}, which is no model of diffusers {diffusers.__version__}; give auto_class=",
+            path=os.path.join(home_of(directory), CONFIG_NAME),
+        )
+    return found
 
 
 _NO_CONFIG = "no config.json; a transformers model directory has one"

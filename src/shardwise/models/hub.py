@@ -24,12 +24,9 @@ from ..catalog.records import kind_in
 from ..catalog.weights import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    SINGLE_NAME,
-    TORCH_SINGLE_NAME,
     Choice,
     chosen,
     config_in,
-    named_by,
 )
 from ..errors import SourceError
 from ..limits import inside, leads_out, read_json, read_small
@@ -396,8 +393,7 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
         names, index = needed_files(
             files,
             subfolder=options.subfolder,
-            choice=options.choice,
-            named=_named(at, options),
+            choice=_choice(at, options),
             with_code=with_code,
             modules=modules,
             where=model,
@@ -489,8 +485,7 @@ def _cached(model: str, revision: str | None, options: HubOptions) -> str:
         names, index = needed_files(
             files,
             subfolder=options.subfolder,
-            choice=options.choice,
-            named=_named(at, options),
+            choice=_choice(at, options),
             where=folder,
         )
     except SourceError as error:
@@ -554,15 +549,14 @@ def needed_files(
     *,
     subfolder: str = "",
     choice: Choice = _ANY,
-    named: str | None = None,
     with_code: bool = False,
     modules: Collection[str] = (),
     where: str,
 ) -> tuple[list[str], str | None]:
     """The files of a repository that a load needs, and the index that names more of them, if there is one. Pure.
 
-    Its documents (see :func:`.documents_among`, also for ``modules``); the weights that :func:`.program` takes (``named``: by
-    the config), and those of an adapter; with ``with_code`` all Python files. Raises :class:`SourceError` naming ``where`` if
+    Its documents (see :func:`.documents_among`, also for ``modules``); the weights that :func:`.chosen` takes, and those of an
+    adapter; with ``with_code`` all Python files. Raises :class:`SourceError` naming ``where`` if
     there are no weights.
     """
     prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
@@ -573,7 +567,7 @@ def needed_files(
         wanted += [n for n in inner if n.endswith(".py")]
     adapter = next((n for n in ADAPTER_WEIGHTS if n in here), None) if ADAPTER_CONFIG in here else None
     wanted += [adapter] if adapter else []
-    weights = chosen(here, choice, named)
+    weights = chosen(here, choice, where)
     if weights is None and not choice.is_asked:
         wanted += (several := [n for n in here if n.endswith(".safetensors")])
         if several:
@@ -589,7 +583,7 @@ def needed_files(
             {os.path.splitext(n)[1] for n in here if n.endswith((".gguf", ".safetensors", ".bin", ".pt"))}
         )
         raise SourceError(
-            f"contains no {SINGLE_NAME}{of}, no index of several and no {TORCH_SINGLE_NAME}"
+            f"contains no {' and no '.join(choice.candidates)}{of}"
             + (f" in {subfolder!r}" if prefix else "")
             + (f"; it has {', '.join(other)} files under other names" if other else ""),
             path=where,
@@ -598,12 +592,11 @@ def needed_files(
     return names, prefix + weights.name if weights is not None and weights.is_index else None
 
 
-def _named(folder: str, options: HubOptions) -> str | None:
-    """The file of weights that the config names: the caller's, else that of a folder ("": it has none)."""
-    config = options.config
-    if config is None:
-        config = config_in(folder) if folder else {}
-    return named_by(config, os.path.join(folder, "config.json"))[0]
+def _choice(folder: str, options: HubOptions) -> Choice:
+    """The choice, with the caller's config or else that of a folder ("": it has none)."""
+    if options.config is not None or not folder:
+        return options.choice
+    return replace(options.choice, config=config_in(folder))
 
 
 def _listed_weights(file: str, folder: str) -> list[str]:

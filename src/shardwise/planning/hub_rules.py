@@ -15,6 +15,7 @@ from torch import nn
 from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError, UnsupportedConversionError
+from ..internals.diffusers import is_diffusers_model, renamed_on_load, unused_patterns
 from ..internals.peft import (
     adapter_configs,
     base_of,
@@ -59,7 +60,7 @@ from ..tensors.boxes import TensorSpec, whole
 from ..tensors.live import LiveModel
 from ..tensors.tiles import Tile, identity
 from ..tensors.trace import Traced, is_untraceable, stored_tensor
-from .match import HostConversion, Made, Resolve, Rules, as_stored
+from .match import HostConversion, Made, Resolve, Rules, as_stored, renaming
 
 __all__ = [
     "HubRules",
@@ -126,6 +127,8 @@ class HubRules:
 
 def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> HubRules:
     """The rules of a class, from an instance of it whose modules have their original classes. Looks at no values."""
+    if is_diffusers_model(meta_model):
+        return _rules_of_diffusers(meta_model, key_mapping)
     persistent = meta_model.state_dict(keep_vars=True)  # else torch detaches each
     return _rules_of(meta_model, key_mapping, persistent, [name for name, _ in meta_model.named_buffers()])
 
@@ -150,6 +153,25 @@ def _rules_of(
         unexpected=tuple(sorted(unexpected)),
         missing=tuple(sorted(missing)),
         non_persistent=frozenset(name for name in buffers if name not in persistent),
+    )
+
+
+def _rules_of_diffusers(model: Any, key_mapping: Mapping[str, str] | None) -> HubRules:
+    """The rules of a diffusers model, sharded or not: the names that its class changes on load, and no conversions."""
+    rename = renaming(key_mapping or {})
+
+    def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
+        named = {name: rename(name) for name in stored}
+        own = renamed_on_load(model, named.values())
+        return [as_stored(t, own.get(named[name], named[name])) for name, t in stored.items()]
+
+    persistent = model.state_dict(keep_vars=True)
+    return HubRules(
+        resolve=resolve,
+        conversions=[],
+        unexpected=tuple(sorted(unused_patterns(model))),
+        missing=(),
+        non_persistent=frozenset(name for name, _ in model.named_buffers() if name not in persistent),
     )
 
 
@@ -317,10 +339,12 @@ def meta_instance(model: Any) -> Any:
 
 
 def automatic_rules(live: LiveModel, key_mapping: Mapping[str, str] | None = None) -> HubRules | None:
-    """The rules of a live transformers model, sharded or not, compiled or not; None for any other module.
+    """The rules of a live model of transformers or diffusers, sharded or not, compiled or not; None for any other module.
 
     For a model wrapped by PEFT they are the base's; :func:`.adapters.wrapped` continues from them.
     """
+    if is_diffusers_model(live.base):
+        return _rules_of_diffusers(live.base, key_mapping)
     if not is_transformers_model(live.base):
         return None
     kinds = {type(module): module for _, module in live.modules}.values()
@@ -366,7 +390,8 @@ def note_conversions(model: nn.Module, conversions: list[Any]) -> None:
 
     Without them ``save_pretrained`` inverts all conversions of the class, or none if FSDP2 swapped the class.
     """
-    set_conversions(base_of(model), conversions)
+    if is_transformers_model(base := base_of(model)):
+        set_conversions(base, conversions)
 
 
 def reverse_tiles(meta_model: Any, specs: Mapping[str, TensorSpec]) -> list[Made]:

@@ -1,0 +1,116 @@
+"""What shardwise uses of diffusers that is private, or moves between releases. diffusers 0.35-0.42.
+
+Importing this does not import diffusers, and asking whether a module is a diffusers model doesn't either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+#: The first part of the names of a model's files.
+STEM = "diffusion_pytorch_model"
+
+
+def is_diffusers_config(config: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a config is one that diffusers' models write: a mapping with the name of the class in it.
+
+    diffusers 0.35-0.42: ``_class_name``. Without it, such a folder would be called a broken model of transformers.
+    """
+    return (
+        isinstance(config, Mapping)
+        and "model_type" not in config
+        and isinstance(config.get("_class_name"), str)
+    )
+
+
+def is_diffusers_model(module: nn.Module) -> bool:
+    """Whether a module is a model of diffusers; never imports diffusers itself.
+
+    diffusers 0.35-0.42: ``models.modeling_utils.ModelMixin``. Without it, names that a class changes on load would be missing.
+    """
+    modeling = sys.modules.get("diffusers.models.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.ModelMixin)
+
+
+def weights_names(variant: str | None, use_safetensors: bool | None) -> list[str]:
+    """The files that ``from_pretrained`` looks for, in its order: an index, its older name in a variant, one file.
+
+    diffusers 0.35-0.42: ``ModelMixin.from_pretrained`` with ``_fetch_index_file``, ``_fetch_index_file_legacy`` and ``_add_variant``.
+    An index of ``.bin`` files counts only where safetensors are not wanted. Without it, a folder with several variants, or
+    with a single file left beside an index, would not be the model that diffusers opens.
+    """
+    part = "" if variant is None else f".{variant}"
+    found = []
+    for end, is_wanted in (("safetensors", use_safetensors is not False), ("bin", use_safetensors is False)):
+        if is_wanted:
+            found.append(f"{STEM}.{end}.index{part}.json")
+            if variant is not None:
+                found.append(f"{STEM}.{end}{part}.index.json")
+            found.append(f"{STEM}{part}.{end}")
+    if use_safetensors is None:
+        found.append(f"{STEM}{part}.bin")
+    return found
+
+
+def class_of(config: Mapping[str, Any]) -> Any | None:
+    """The model class that a config names; None if diffusers has no such model. Raises :class:`ImportError` without diffusers.
+
+    diffusers 0.35-0.42: ``models.modeling_utils.ModelMixin``. Without it, a scheduler's config would be taken for a model's.
+    """
+    import diffusers
+    from diffusers.models.modeling_utils import ModelMixin
+
+    try:
+        found = getattr(diffusers, config["_class_name"], None)
+    except Exception:  # the attribute imports the class's module, which may fail in any way
+        return None
+    return found if isinstance(found, type) and issubclass(found, ModelMixin) else None
+
+
+def build_from_config(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A model of a class, built as ``from_pretrained`` builds it: with ``dtype`` as torch's default.
+
+    diffusers 0.35-0.42. Without it, buffers that no file stores would be computed in another dtype.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return kind.from_config(dict(config))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def renamed_on_load(model: Any, names: Collection[str]) -> dict[str, str]:
+    """Stored name → the model's, of the names that a class changes when it loads one file: attention of old VAEs.
+
+    ``model`` may be sharded. diffusers 0.35-0.42: ``_fix_state_dict_keys_on_load``, which is run on the names
+    alone. Without it, files of older versions would lack their attention.
+    """
+    fix = getattr(model, "_fix_state_dict_keys_on_load", None)
+    if fix is None:
+        return {}
+    state = {name: name for name in names}
+    fix(state)
+    return {stored: own for own, stored in state.items() if stored != own}
+
+
+def unused_patterns(model: Any) -> set[str]:
+    """Patterns of stored names that a class has no use for.
+
+    diffusers 0.35-0.42: ``_keys_to_ignore_on_load_unexpected``. Without it, loads that ``from_pretrained`` takes without a word are
+    refused.
+    """
+    return set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def note_path(model: Any, path: str) -> None:
+    """Note where a model was loaded from, as ``from_pretrained`` does.
+
+    diffusers 0.35-0.42: ``_name_or_path`` in its config. Without it, pipelines and adapters would not name their base.
+    """
+    model.register_to_config(_name_or_path=path)

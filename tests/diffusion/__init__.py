@@ -1,0 +1,1 @@
+"""Models and pipelines of diffusers."""
