@@ -35,6 +35,7 @@ from .records import (
     Tries,
     again,
     level,
+    no_panics,
     note,
     pages_below,
     pages_of_level,
@@ -247,7 +248,8 @@ class ObstoreStore:
         while True:
             note(Requests(puts=1, bytes_written=len(content)))
             try:
-                self._obstore.put(self._store, key, content, mode=condition)
+                with no_panics():
+                    self._obstore.put(self._store, key, content, mode=condition)
                 return True
             except (BaseError, OSError) as error:
                 failure, lost = _write_failed(f"{self._root}/{key}", error), is_lost(error)
@@ -302,7 +304,8 @@ class ObstoreStore:
         from obstore.exceptions import BaseError
 
         try:
-            yield from got.stream(min_chunk_size=_CHUNK_BYTES)
+            with no_panics():
+                yield from got.stream(min_chunk_size=_CHUNK_BYTES)
         except (BaseError, OSError) as error:
             raise Cut(text_of(error)) from None
 
@@ -367,7 +370,7 @@ class _Writer:
     def give_up(self) -> None:
         """Let the store forget the parts, unless it does not reply."""
         if self._file is not None and not self._is_away:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), no_panics():
                 self._file.__exit__(Exception, None, None)
 
     def _put(self) -> None:
@@ -410,7 +413,8 @@ class _Writer:
         from obstore.exceptions import BaseError
 
         try:
-            call()
+            with no_panics():
+                call()
         except (BaseError, OSError) as error:
             self._is_away = not has_answered(error)
             raise _write_failed(self._url, error) from None

@@ -447,16 +447,23 @@ def _check_lengths(paths: list[str], url: str) -> None:
         )
 
 
+@contextmanager
+def no_panics() -> Iterator[None]:
+    """Raise ``OSError`` for a panic of obstore in the block: a reply that it can't read. pyo3 doesn't derive those from ``Exception``."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ not in ("PanicException", "RustPanic"):  # which it doesn't export
+            raise
+        raise OSError(f"obstore can't read the reply ({error})") from error
+
+
 def _within(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
     """The result of a call, which a thread of this module carries out: one that blocks could not be ended. Raises ``TimeoutError``."""
 
     async def limited() -> T:
-        try:
+        with no_panics():
             return await asyncio.wait_for(_watched(call()), seconds)
-        except Exception as error:
-            if type(error).__name__ != "RustPanic":  # obstore's runtime does not export the class
-                raise
-            raise OSError(f"obstore can't read the reply ({error})") from error
 
     waiting = asyncio.run_coroutine_threadsafe(limited(), _running())
     try:
@@ -537,7 +544,8 @@ def again(call: Callable[[], T], is_lost: Callable[[Exception], bool]) -> T:
     tries = Tries()
     while True:
         try:
-            return call()
+            with no_panics():
+                return call()
         except Exception as error:
             if not (is_lost(error) and tries.another()):
                 raise
