@@ -14,6 +14,7 @@ from .loading.initialize import clone as clone
 from .loading.initialize import init_weights as init_weights
 from .loading.load import load as load
 from .loading.load import load_report as load_report
+from .loading.pipelines import load_pipeline as load_pipeline
 from .loading.pretrained import load_pretrained as load_pretrained
 from .models.meta import meta_init as meta_init
 from .operations.ledger import memory_ledger as memory_ledger

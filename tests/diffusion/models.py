@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ZOO", "Kind", "outputs", "write"]
+__all__ = ["ZOO", "Kind", "outputs", "sample", "write", "write_pipeline"]
 
 
 def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -230,4 +230,99 @@ def outputs(kind: str, model: Any, dtype: torch.dtype = torch.float32) -> torch.
     with torch.no_grad():
         found = model(**inputs, return_dict=False)[0]
     result: torch.Tensor = found[0] if isinstance(found, list | tuple) else found
+    return result
+
+
+def write_pipeline(kind: str, directory: Path, *, half: bool = False) -> None:
+    """Save a pipeline of tiny components: ``flux`` with two text encoders, ``wan`` with two transformers. ``half``: as the variant fp16."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "flux":
+        clip = transformers.CLIPTextConfig(
+            hidden_size=32,
+            intermediate_size=37,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            vocab_size=1000,
+            bos_token_id=0,
+            eos_token_id=2,
+            projection_dim=32,
+        )
+        t5 = transformers.T5Config(vocab_size=256, d_model=32, d_ff=37, d_kv=8, num_layers=2, num_heads=4)
+        pipeline = diffusers.FluxPipeline(
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            vae=diffusers.AutoencoderKL(
+                sample_size=32,
+                block_out_channels=(4,),
+                latent_channels=1,
+                norm_num_groups=1,
+                use_quant_conv=False,
+                use_post_quant_conv=False,
+                shift_factor=0.0609,
+                scaling_factor=1.5035,
+            ),
+            text_encoder=transformers.CLIPTextModel(clip),
+            tokenizer=_tokenizer(),
+            text_encoder_2=transformers.T5EncoderModel(t5),
+            tokenizer_2=_tokenizer(),
+            transformer=ZOO["flux"].cls(**ZOO["flux"].config),
+        )
+    else:
+        first, second = (ZOO["wan"].cls(**ZOO["wan"].config) for _ in range(2))
+        umt5 = transformers.UMT5Config(vocab_size=256, d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2)
+        pipeline = diffusers.WanPipeline(
+            tokenizer=_tokenizer(),
+            text_encoder=transformers.UMT5EncoderModel(umt5),
+            transformer=first,
+            transformer_2=second,
+            vae=diffusers.AutoencoderKLWan(
+                base_dim=3,
+                z_dim=4,
+                dim_mult=[1, 1, 1, 1],
+                num_res_blocks=1,
+                temperal_downsample=[False, True, True],
+            ),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+            boundary_ratio=0.875,
+        )
+    if half:
+        pipeline.to(torch.float16)
+    pipeline.save_pretrained(directory, variant="fp16" if half else None, max_shard_size="50KB")
+
+
+def _tokenizer() -> Any:
+    """Of three words."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<pad>": 0, "a": 1, "cat": 2}, unk_token="<pad>")
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", model_max_length=8)
+
+
+def sample(pipeline: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a pipeline makes of given embeddings and a seed, in two steps, as latents."""
+    generator = torch.Generator().manual_seed(7)
+    if type(pipeline).__name__ == "FluxPipeline":
+        given = {
+            "prompt_embeds": _drawn(1, 8, 32, seed=1).to(dtype),
+            "pooled_prompt_embeds": _drawn(1, 32, seed=2).to(dtype),
+            "height": 8,
+            "width": 8,
+        }
+    else:
+        given = {
+            "prompt_embeds": _drawn(1, 6, 16, seed=1).to(dtype),
+            "negative_prompt_embeds": _drawn(1, 6, 16, seed=2).to(dtype),
+            "height": 16,
+            "width": 16,
+            "num_frames": 5,
+        }
+    found = pipeline(
+        **given, num_inference_steps=2, generator=generator, output_type="latent", return_dict=False
+    )
+    result: torch.Tensor = found[0]
     return result

@@ -407,7 +407,8 @@ KINDS: tuple[Kind, ...] = (
         name="a diffusers pipeline (model_index.json)",
         marks=(r"model_index\.json",),
         unless=_NAMED_WEIGHTS,  # a pipeline often has its weights for other programs, too: flux1-dev.safetensors
-        instead="Give the directory of one of its models, e.g. {path}/transformer, {path}/unet or {path}/vae",
+        instead="Load it with sw.load_pipeline('{path}', mesh, shard=('transformer',)); or give the directory of one of its models, "
+        "such as {path}/transformer, {path}/unet or {path}/vae",
     ),
     Kind(
         name="a sharded Lightning checkpoint",

@@ -5,12 +5,15 @@ Importing this does not import diffusers, and asking whether a module is a diffu
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+from .torch import original_class
 
 #: The first part of the names of a model's files.
 STEM = "diffusion_pytorch_model"
@@ -114,3 +117,53 @@ def note_path(model: Any, path: str) -> None:
     diffusers 0.35-0.42: ``_name_or_path`` in its config. Without it, pipelines and adapters would not name their base.
     """
     model.register_to_config(_name_or_path=path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pipelines
+
+
+def component_class(library: str, name: str) -> Any | None:
+    """The class of a pipeline's component, of diffusers or transformers; None for one of another library or of a pipeline's own code.
+
+    diffusers 0.35-0.42: ``model_index.json`` names both. Without it, a component could be built by another class than its pipeline's.
+    """
+    if library not in ("diffusers", "transformers"):
+        return None
+    return getattr(importlib.import_module(library), name, None)
+
+
+def download_pipeline(path: str, left_out: Collection[str], options: Mapping[str, Any]) -> str:
+    """The folder of a pipeline's snapshot, without the weights of some components.
+
+    diffusers 0.35-0.42: ``DiffusionPipeline.download`` leaves out the components that it is given. Without it, weights would be
+    downloaded that nobody reads.
+    """
+    import diffusers
+
+    return str(diffusers.DiffusionPipeline.download(path, **options, **dict.fromkeys(left_out, True)))
+
+
+def assembled(folder: str, components: Mapping[str, Any], dtype: Any, options: Mapping[str, Any]) -> Any:
+    """The pipeline in a local folder, with these components instead of its own, and its others loaded as diffusers loads them.
+
+    diffusers 0.35-0.42, of which older ones call ``dtype`` ``torch_dtype``. ``DiffusionPipeline`` itself passes by an optional component
+    that it is given (``WanPipeline``'s transformers), so the pipeline's own class is called. Its config then names the components'
+    classes as they were before FSDP2 changed them: otherwise ``save_pretrained`` would write a ``model_index.json`` that can't be opened.
+    """
+    import diffusers
+    from diffusers.utils import deprecation_utils
+
+    name = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
+    named = diffusers.DiffusionPipeline.load_config(folder)["_class_name"]
+    kind = (
+        getattr(diffusers, named, diffusers.DiffusionPipeline)
+        if isinstance(named, str)
+        else diffusers.DiffusionPipeline
+    )
+    pipeline = kind.from_pretrained(folder, **{name: dtype}, **options, **components)
+    for name, component in components.items():
+        if isinstance(component, nn.Module):
+            kind = original_class(component)
+            pipeline.register_to_config(**{name: (kind.__module__.partition(".")[0], kind.__name__)})
+    return pipeline

@@ -233,9 +233,18 @@ class Found:
 
 
 def find_for_all(
-    source: str | os.PathLike[str], options: HubOptions, ranks: Ranks, *, with_code: bool = False
+    source: str | os.PathLike[str],
+    options: HubOptions,
+    ranks: Ranks,
+    *,
+    with_code: bool = False,
+    download: Callable[[HubOptions], str] | None = None,
 ) -> Found:
-    """:func:`find_model`; a rank on which a path does not exist gets the documents of one that has it."""
+    """:func:`find_model`; a rank on which a path does not exist gets the documents of one that has it.
+
+    ``download`` replaces what a model's loader needs: it returns the folder of a snapshot, of the cache alone where the options say
+    ``local_files_only``.
+    """
     path = os.fspath(source)
     if is_url(path):
         url = inside(place_of(path).url, *filter(None, [options.subfolder.strip("/")]))
@@ -258,11 +267,16 @@ def find_for_all(
     def fetch() -> str:
         nonlocal folder
         if ranks.rank in downloaders:
-            folder = _while_ticking(lambda: _fetch(path, options, with_code), ranks.tick)
+            folder = _while_ticking(
+                lambda: _fetch(path, options, with_code) if download is None else download(options),
+                ranks.tick,
+            )
         return os.path.basename(folder)
 
     commit = ranks.combine(f"get {path} from the Hub", fetch, lambda found: _one_commit(path, found))
     with ranks.agree(f"find {path} in the cache"):
+        if not folder and download is not None:
+            folder = download(replace(options, revision=commit, local_files_only=True, force_download=False))
         folder = folder or _cached(path, commit, options)
     return Found(inside(folder, *filter(None, [options.subfolder.strip("/")])))
 

@@ -1,0 +1,98 @@
+"""Pipelines of diffusers with some of their models sharded: the same components, and the same samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import shardwise as sw
+from shardwise.errors import SourceError
+from tests.diffusion.models import sample, write_pipeline
+from tests.harness.on_ranks import on_ranks
+from tests.loading._load_fns import bits, tensors_of, whole
+
+SHARDED = {"flux": ("transformer", "text_encoder_2"), "wan": ("transformer", "transformer_2")}
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pipelines")
+    for kind in SHARDED:
+        write_pipeline(kind, root / kind)
+        write_pipeline(kind, root / f"{kind}-fp16", half=True)
+    return root
+
+
+ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    ("", {"dtype": torch.bfloat16}),
+    ("", {"dtype": {"transformer": torch.bfloat16, "default": torch.float32}}),
+    ("-fp16", {"dtype": torch.float16, "variant": "fp16"}),
+)
+
+
+@on_ranks(2)
+def test_as_diffusers_loads_it(pipelines: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for kind, shard in SHARDED.items():
+        for suffix, options in ASKED:
+            source = pipelines / f"{kind}{suffix}"
+            theirs = diffusers.DiffusionPipeline.from_pretrained(
+                str(source), dtype=options.get("dtype"), variant=options.get("variant")
+            )
+            ours = sw.load_pipeline(source, mesh, shard=shard, **options)
+            assert type(ours) is type(theirs)
+            assert json.loads(ours.to_json_string()) == json.loads(theirs.to_json_string())
+            for name, component in theirs.components.items():
+                own = ours.components[name]
+                if not isinstance(component, torch.nn.Module):
+                    assert type(own) is type(component), name
+                    continue
+                assert isinstance(own, FSDPModule) is (name in shard), name
+                assert not own.training
+                expected, found = tensors_of(component), tensors_of(own)
+                assert found.keys() == expected.keys(), name
+                for tensor, value in expected.items():
+                    assert found[tensor].dtype == value.dtype, f"{source} {options} {name}.{tensor}"
+                    assert torch.equal(bits(whole(found[tensor])), bits(value)), f"{name}.{tensor}"
+            if not options:
+                assert torch.equal(sample(ours), sample(theirs))
+
+
+@on_ranks(1)
+def test_other_components(pipelines: Path) -> None:
+    """Left out, or the caller's own."""
+    mesh = init_device_mesh("cpu", (1,))
+    own = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    given = {"text_encoder": None, "scheduler": own}
+    pipeline = sw.load_pipeline(pipelines / "wan", mesh, shard=("transformer",), components=given)
+    assert pipeline.text_encoder is None
+    assert pipeline.scheduler is own
+    assert isinstance(pipeline.transformer, FSDPModule)
+    assert not isinstance(pipeline.transformer_2, FSDPModule)
+    assert sw.load_report(pipeline.transformer).bytes_read > 0
+
+
+def test_what_is_refused(pipelines: Path, tmp_path: Path) -> None:
+    flux = pipelines / "flux"
+    with pytest.raises(ValueError, match=r"no component 'unet'; it has scheduler, .*transformer"):
+        sw.load_pipeline(flux, shard=("unet",))
+    with pytest.raises(TypeError, match=r"shard=\('transformer',\)"):
+        sw.load_pipeline(flux, shard="transformer")
+    with pytest.raises(ValueError, match=r"adapter= names \['vae'\]"):
+        sw.load_pipeline(flux, shard=("transformer",), adapter={"vae": "x"})
+    with pytest.raises(SourceError, match=r"no model_index.json, which a diffusers pipeline has"):
+        sw.load_pipeline(flux / "transformer", shard=("transformer",))
+    with pytest.raises(SourceError, match=r"is a diffusers pipeline .*sw.load_pipeline"):
+        sw.load_pretrained(flux)
+    (tmp_path / "model_index.json").write_text(json.dumps([1]))
+    with pytest.raises(sw.errors.FormatError, match=r"not a list of components"):
+        sw.load_pipeline(tmp_path, shard=())
