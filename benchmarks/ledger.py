@@ -51,7 +51,7 @@ def multiply(until_s: float) -> int:
 
 def measure(work: Callable[[float], int], seconds: float, place: str | None) -> tuple[float, float]:
     """CPU seconds of the process and work done, each per second."""
-    with nullcontext() if place is None else sw.memory_ledger(place):
+    with nullcontext() if place is None else sw.reports.memory_ledger(place):
         began_s, cpu_s = time.perf_counter(), time.process_time()
         done = work(began_s + seconds)
         took_s = time.perf_counter() - began_s
@@ -79,7 +79,7 @@ def train(seconds: float, place: str, with_ledger: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     state = sw.TrainState(model=model, optimizer=optimizer)
     batch, steps, saves, ledgers_s = torch.randn(4, 64, 384), 0, 0, 0.0
-    with nullcontext() if not with_ledger else sw.memory_ledger(f"{place}/ledger") as ledger:
+    with nullcontext() if not with_ledger else sw.reports.memory_ledger(f"{place}/ledger") as ledger:
         began_s = time.perf_counter()
         with (
             sw.Checkpointer(f"{place}/sync", keep_last=1) as sync,
@@ -151,7 +151,7 @@ def main() -> int:
     seconds = parser.parse_args().seconds
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        with sw.memory_ledger(place):
+        with sw.reports.memory_ledger(place):
             multiply(time.perf_counter() + 0.5)  # what is imported and allocated once
         shares, speeds = [], []
         for _ in range(_ROUNDS):
@@ -162,7 +162,7 @@ def main() -> int:
         print(
             f"matrices with a ledger: {speed:.3f} of the speed without (each: {', '.join(f'{s:.3f}' for s in speeds)})"
         )
-        with sw.memory_ledger(place):
+        with sw.reports.memory_ledger(place):
             began_s = time.perf_counter()
             for _ in range(900):
                 with phase("timed"):

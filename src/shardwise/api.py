@@ -17,7 +17,6 @@ from .loading.load import load_report as load_report
 from .loading.pipelines import load_pipeline as load_pipeline
 from .loading.pretrained import load_pretrained as load_pretrained
 from .models.meta import meta_init as meta_init
-from .operations.ledger import memory_ledger as memory_ledger
 from .operations.operation import progress as progress
 from .planning.plan import IOOptions as IOOptions
 from .publish.copy import copy_checkpoint as copy_checkpoint

@@ -1,6 +1,6 @@
-"""Reports that calls return, and records that progress hooks receive.
+"""Reports that calls return, records that progress hooks receive, and a ledger of memory for ``shardwise report``.
 
-One class for each; ``to_json()`` gives plain values for a file, and ``print`` shows a table.
+One class for each report; ``to_json()`` gives plain values for a file, and ``print`` shows a table.
 """
 
 from .checkpoint.resume_report import ResumeReport
@@ -9,6 +9,7 @@ from .checkpoint.verify import VerifyReport
 from .export.hub import ExportReport
 from .fit.plan import PlanReport
 from .loading.load import LoadReport
+from .operations.ledger import memory_ledger
 from .operations.operation import Progress
 from .publish.copy import CopyReport
 from .runs.convert import ConvertReport
@@ -25,4 +26,5 @@ __all__ = [
     "ResumeReport",
     "SaveReport",
     "VerifyReport",
+    "memory_ledger",
 ]

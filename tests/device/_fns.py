@@ -395,7 +395,7 @@ def in_a_ledger(root: str, device: torch.device) -> tuple[dict[str, Any], int, i
     before = sum(module.used_bytes(d) for d in devices)
     for d in devices:
         module.reset_peak(d)
-    with sw.memory_ledger(root) as ledger, ledger.phase("hold"):
+    with sw.reports.memory_ledger(root) as ledger, ledger.phase("hold"):
         kept = torch.empty(5 * 2**20, dtype=torch.uint8, device=device)
         torch.empty(3 * 2**20, dtype=torch.uint8, device=device)
     used, peak = (sum(of(d) for d in devices) for of in (module.used_bytes, module.peak_bytes))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
+from tests.diffusion.models import write_pipeline
 from tests.docs.blocks import Block
 from tests.harness.object_store import S3Server, s3_server
 
@@ -123,6 +124,9 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
     if page.endswith("/peft.md"):
         write_adapter(config)
         return {"MyModel": Qwen3ForCausalLM, "cfg": config}
+    if page.endswith("/diffusers.md"):
+        for kind in ("flux", "wan"):
+            write_pipeline(kind, Path(kind))
     if page.endswith("/sources.md"):
         write_quantized()
         return {"AutoModelForCausalLM": AutoModelForCausalLM, "SOURCE": "nf4", "OUT": "plain-again"}

@@ -35,6 +35,8 @@ INSTEAD = {
     '"cuda"': '"cpu"',
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
     '"Qwen/Qwen3-0.6B"': "path",
+    '"black-forest-labs/FLUX.1-dev"': '"flux"',
+    '"Wan-AI/Wan2.2-T2V-A14B-Diffusers"': '"wan"',
     "ModelParallelStrategy()": 'ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), accelerator="cpu", devices=1',
     "max_steps=1000": "max_steps=101, logger=False, enable_model_summary=False, enable_progress_bar=False",
 }

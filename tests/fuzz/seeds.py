@@ -119,7 +119,7 @@ def make_seeds(root: Path) -> dict[str, Path]:
 def _report(folder: Path) -> None:
     """A run with its ledger, two loss logs, and a plan."""
     state = state_of(1)
-    with sw.memory_ledger(folder / "ledger"), sw.Checkpointer(folder / "checkpoints") as checkpoints:
+    with sw.reports.memory_ledger(folder / "ledger"), sw.Checkpointer(folder / "checkpoints") as checkpoints:
         checkpoints.save(state, 1)
         checkpoints.save(state, 2)
         checkpoints.resume(state)

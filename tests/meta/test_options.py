@@ -37,8 +37,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "export_hf": sw.export_hf,
     "init_weights": sw.init_weights,
     "iter_full_tensors": sw.iter_full_tensors,
-    "memory_ledger": sw.memory_ledger,
     "load": sw.load,
+    "load_pipeline": sw.load_pipeline,
     "load_pretrained": sw.load_pretrained,
     "plan": sw.plan,
     "restore": sw.restore,
@@ -113,6 +113,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
 ODD = {
     ("export_hf", "dtype"): "None, as stored, is no dtype that a model could be built in",
     ("iter_full_tensors", "dtype"): "None, as stored, is no dtype that a model could be built in",
+    ("load_pipeline", "dtype"): "also dtypes by component; diffusers reads none from a config",
     ("export_hf", "config"): "a directory, because tokenizer and code are taken from it, too",
     ("convert", "config"): "a directory, because tokenizer and code are taken from it, too",
     ("shard", "mesh"): "without a mesh there is nothing to shard",

@@ -139,7 +139,7 @@ NO_BRANCHES = {
 }
 
 _NAMED = re.compile(
-    r"\b(torch|transformers|accelerate|peft|trl|torchao|bitsandbytes|compressed-tensors)\b[^.\n]{0,24}\s\d+\.\d+"
+    r"\b(torch|transformers|diffusers|accelerate|peft|trl|torchao|bitsandbytes|compressed-tensors)\b[^.\n]{0,24}\s\d+\.\d+"
 )
 
 

@@ -30,7 +30,7 @@ def fill(nbytes: int) -> mmap.mmap:
 def main(place: Path, cgroup: Path | None, *, is_killed: bool) -> None:
     if cgroup is not None:
         (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    with sw.memory_ledger(place) as ledger:
+    with sw.reports.memory_ledger(place) as ledger:
         with phase("small"):
             fill(1024**2).close()
         with ledger.phase("large", step=7):
@@ -43,7 +43,7 @@ def main(place: Path, cgroup: Path | None, *, is_killed: bool) -> None:
         if child == 0:
             with ledger.phase("of the child"), phase("of the child"):
                 pass
-            with sw.memory_ledger(place), phase("the child's own"):
+            with sw.reports.memory_ledger(place), phase("the child's own"):
                 pass
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0

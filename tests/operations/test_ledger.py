@@ -1,4 +1,4 @@
-"""``sw.memory_ledger``: its peaks against the kernel's, its phases, its cost, and what a killed or forked process leaves."""
+"""``sw.reports.memory_ledger``: its peaks against the kernel's, its phases, its cost, and what a killed or forked process leaves."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_calls_announce_their_phases_and_reports(tmp_path: Path) -> None:
     if rank == 0:
         models.write_hub_directory("qwen3", tmp_path / "hub", torch.float32)
     dist.barrier()
-    with sw.memory_ledger(tmp_path / "ledger") as ledger:
+    with sw.reports.memory_ledger(tmp_path / "ledger") as ledger:
         model = sw.load_pretrained(tmp_path / "hub", mesh)
         state = sw.TrainState(model=model)
         with sw.Checkpointer(tmp_path / "run") as checkpoints:
@@ -142,7 +142,7 @@ def test_calls_announce_their_phases_and_reports(tmp_path: Path) -> None:
 
 
 def test_errors_stand_in_the_records_and_pass(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), sw.memory_ledger(tmp_path) as ledger, ledger.phase("mine"):
+    with pytest.raises(ZeroDivisionError), sw.reports.memory_ledger(tmp_path) as ledger, ledger.phase("mine"):
         1 / 0  # noqa: B018
     *_, phase_end, end = records(ledger.file)
     assert (phase_end["kind"], phase_end["error"]) == ("phase-end", "ZeroDivisionError: division by zero")
@@ -155,7 +155,7 @@ def test_where_no_ledger_can_be_written(tmp_path: Path) -> None:
         (tmp_path / "file", "a ledger can't be written there"),
         ("s3://bucket/x", "a local directory"),
     ):
-        with pytest.raises(CheckpointError, match=said), sw.memory_ledger(path):
+        with pytest.raises(CheckpointError, match=said), sw.reports.memory_ledger(path):
             pytest.fail("it was opened")
     assert recorder.current() is None
 
@@ -163,7 +163,7 @@ def test_where_no_ledger_can_be_written(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_ledger_and_not_the_program(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "shardwise"), sw.memory_ledger(tmp_path) as ledger:
+    with caplog.at_level(logging.WARNING, "shardwise"), sw.reports.memory_ledger(tmp_path) as ledger:
         full = os.open("/dev/full", os.O_WRONLY)
         assert ledger._file._file is not None
         os.dup2(full, ledger._file._file)
@@ -193,7 +193,7 @@ class Scalars:
 def test_scalars_for_tensorboard(tmp_path: Path) -> None:
     scalars, failing = Scalars(), Scalars(fails=True)
     for writer in (scalars, failing):
-        with sw.memory_ledger(tmp_path, tensorboard=writer) as ledger:
+        with sw.reports.memory_ledger(tmp_path, tensorboard=writer) as ledger:
             while sum(r["kind"] == "sample" for r in records(ledger.file)) < 2:
                 ledger._done.wait(0.05)
     assert len(failing.taken) == 1
@@ -241,7 +241,7 @@ def test_a_fork_has_no_ledger(tmp_path: Path) -> None:
     script = (
         "import os, sys, shardwise as sw\n"
         "from shardwise.operations.operation import current, note\n"
-        f"with sw.memory_ledger({str(tmp_path)!r}) as ledger:\n"
+        f"with sw.reports.memory_ledger({str(tmp_path)!r}) as ledger:\n"
         "    if os.fork() == 0:\n"
         "        note('of the child', {}); ledger.note('of the child', {})\n"
         "        os._exit(0 if current() is None else 3)\n"

@@ -89,14 +89,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model(torch.ones(64)).sum().backward()
     state.optimizer.step()  # type: ignore[union-attr]
     state.optimizer.zero_grad()  # type: ignore[union-attr]
-    with sw.memory_ledger(root / "ledger") as ledger, sw.Checkpointer(root / "checkpoints") as checkpoints:
+    with (
+        sw.reports.memory_ledger(root / "ledger") as ledger,
+        sw.Checkpointer(root / "checkpoints") as checkpoints,
+    ):
         with phase("warm-up"):
             pass
         for step in (1, 2, 3):
             checkpoints.save(state, step)
     cut_in_last_save(ledger.file)
     shutil.rmtree(root / "checkpoints" / "step-00000003")
-    with sw.memory_ledger(root / "ledger"), sw.Checkpointer(root / "checkpoints") as checkpoints:
+    with sw.reports.memory_ledger(root / "ledger"), sw.Checkpointer(root / "checkpoints") as checkpoints:
         assert checkpoints.resume(state) is not None
         for step in (3, 4):
             checkpoints.save(state, step)
@@ -141,7 +144,7 @@ def test_a_checkpoint_without_hashes(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.save(model.state_dict(), tmp_path / "theirs/pytorch_model.bin")
     torch.save(optimizer.state_dict(), tmp_path / "theirs/optimizer.bin")
-    with sw.memory_ledger(tmp_path / "ledger"):
+    with sw.reports.memory_ledger(tmp_path / "ledger"):
         sw.restore(sw.TrainState(model, optimizer), tmp_path / "theirs")
     text = Page(write_report([tmp_path], tmp_path / "report.html").read_text()).text
     assert "saved by an unknown number of ranks (not recorded)" in text

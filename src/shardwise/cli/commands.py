@@ -402,7 +402,7 @@ def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) ->
     """Write one HTML file about a run: losses, crashes, whether each resume was exact, memory by phase, checkpoints.
 
     RUN is a run's directory (it contains checkpoints, or checkpoints/, ledger/ and loss.jsonl; or it's the HF Trainer's output_dir), the
-    URL of a run's checkpoints, a directory written by sw.memory_ledger, a JSON Lines file with step and loss, a trainer_state.json, or a
+    URL of a run's checkpoints, a directory written by sw.reports.memory_ledger, a JSON Lines file with step and loss, a trainer_state.json, or a
     log that contains losses. You can pass several, for one combined report. The file works offline. The command needs the extra "plot".
     """
     from ..report.report import write_report

@@ -159,7 +159,7 @@ def main(out: str, name: str, *flags: str) -> None:
     dist.init_process_group("gloo")
     record = Record(course.out / name, dist.get_rank())
     try:
-        with sw.memory_ledger(course.out / "ledger"):
+        with sw.reports.memory_ledger(course.out / "ledger"):
             train(course, record, is_killed="--kill" in flags)
     except ShardwiseError as error:
         record.write("error", {"error": str(error)})

@@ -30,7 +30,7 @@ def load_pipeline(
     *,
     shard: Sequence[str],
     components: Mapping[str, Any] | None = None,
-    adapter: Mapping[str, Any] | None = None,
+    adapter: Any = None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     policy: ShardPolicy | None = None,
     device: torch.device | str | None = None,
@@ -49,7 +49,7 @@ def load_pipeline(
         shard: names of the components to shard, such as ``("transformer", "transformer_2")``. Text encoders can be sharded, too.
         components: components to use instead of the stored ones, by name. None leaves an optional component out:
             ``components={"text_encoder": None}``.
-        adapter: for sharded models, by name: ``adapter=`` of :func:`load_pretrained`.
+        adapter: adapters of sharded models: a dict of component names to what ``adapter=`` of :func:`load_pretrained` takes.
         dtype: dtype of all models, or dtypes by component with ``"default"`` for the others. Default: as in diffusers, float32. Parts that a
             class keeps in fp32 stay so.
         policy: how the models in ``shard`` are split into FSDP2 groups.

@@ -326,7 +326,7 @@ def memory_ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | N
 
     ::
 
-        with sw.memory_ledger("runs/a/ledger") as ledger:
+        with sw.reports.memory_ledger("runs/a/ledger") as ledger:
             model = sw.load_pretrained(…)
             with ledger.phase("warm-up"):
                 …
