@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from typing import Any
 
 from ..errors import FormatError, SourceError
-from ..internals.diffusers import is_diffusers_config, weights_names
+from ..internals.diffusers import STEM, is_diffusers_config, weights_names
 from ..limits import brief, check_name, inside, is_inside, read_json, read_shallow_json
 from ..objects import frozen
 from ..storage import is_directory, is_file, names_in
@@ -141,6 +141,31 @@ def with_variant(name: str, variant: str | None) -> str:
         return name
     stem, _, end = name.rpartition(".")
     return f"{stem}.{variant}.{end}"
+
+
+@frozen(kw_only=True)
+class WrittenNames:
+    """The names of a model's files, as its library's ``save_pretrained`` writes them."""
+
+    stem: str = "model"
+    variant: str | None = None
+
+    @property
+    def index(self) -> str:
+        """The index of several files."""
+        return with_variant(f"{self.stem}.safetensors.index.json", self.variant)
+
+    def files(self, count: int) -> list[str]:
+        """The files of a model in so many parts."""
+        name = with_variant(f"{self.stem}.safetensors", self.variant).removesuffix(".safetensors")
+        if count == 1:
+            return [f"{name}.safetensors"]
+        return [f"{name}-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+
+
+def stem_of(config: Any) -> str:
+    """The first part of the names of a model's files, by the content of its config: diffusers' or transformers'."""
+    return STEM if is_diffusers_config(config) else "model"
 
 
 def chosen(names: Collection[str], choice: Choice, where: str) -> Weights | None:

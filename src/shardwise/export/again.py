@@ -15,6 +15,7 @@ import torch
 from ..catalog.open import open_catalog
 from ..catalog.quantized import NAMES_IN_CONFIG
 from ..catalog.records import Catalog, Chunk, Coded, StoredTensor
+from ..catalog.weights import WrittenNames
 from ..dtypes import itemsize, torch_dtype
 from ..engine.engine import Destination, Filler, holds, read_box, wanted_box, write_back
 from ..engine.objects import SourceReader
@@ -229,7 +230,7 @@ class AsSourceJob(Job):
         weights.staging = self.staging
         if isinstance(weights, StoredJob):
             weights.piece_bytes = min(_PIECE_BYTES, weights.piece_bytes)
-        self.home = weights.home
+        self.home, self.stem = weights.home, weights.stem
         self._hub = HubTensors({}, {})
         self._touched: set[str] = set()
         self._changed: dict[str, Changed] = {}
@@ -477,7 +478,9 @@ class AsSourceJob(Job):
 
     # What is written
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+    def lay_out(
+        self, dtype: str | None, max_shard_bytes: int, variant: str | None = None
+    ) -> tuple[HubTensors, HubFiles]:
         """What the model itself writes, and where in which file each stored tensor lies."""
         specs = {n: TensorSpec(t.dtype, t.shape) for n, t in self._source.stored.tensors.items()}
         for name, content in self._states.items():
@@ -485,7 +488,9 @@ class AsSourceJob(Job):
         for name in self._from_model():
             dtype = specs[name].dtype if name in specs else self._hub.hub[name].dtype
             specs[name] = TensorSpec(dtype, self._hub.hub[name].shape)
-        return self._only(self._from_model()), lay_out(specs, None, max_shard_bytes)
+        return self._only(self._from_model()), lay_out(
+            specs, None, max_shard_bytes, WrittenNames(stem=self.stem, variant=variant)
+        )
 
     def _from_model(self) -> list[str]:
         """The tensors that are written as the model has them."""

@@ -20,6 +20,7 @@ from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..models.classes import import_code, in_turn
+from ..models.homes import with_dtype
 from ..models.layers import blocks_in, kept_in
 from ..objects import frozen
 from ..operations.operation import announced, this_operation
@@ -75,6 +76,7 @@ def export_hf(
     model_name: str | None = None,
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
+    variant: str | None = None,
     adapters: str | Sequence[str] | None = None,
     merge: bool = False,
     quantize: Literal["as-source"] | None = None,
@@ -98,6 +100,7 @@ def export_hf(
         config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.
+        variant: part of the names of the weight files, as in ``save_pretrained(variant="bf16")``. It changes no dtype.
         adapters: one or several adapters of a live ``PeftModel``. Default: all.
         merge: for a live ``PeftModel``, write the base with the active adapters merged into it, as PEFT does, instead of the adapters. Each
             rank merges its own shards; only the adapters are gathered.
@@ -162,7 +165,7 @@ def export_hf(
             in_turn(ranks, partial(import_code, job.home))
         job.prepare(ranks)
         with ranks.agree("plan export"):
-            contents, output = job.lay_out(code, max_shard_bytes)
+            contents, output = job.lay_out(code, max_shard_bytes, variant)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
         place: ToDirectory | ToStore = (
             ToStore(final, output, ranks, counted)
@@ -305,9 +308,7 @@ def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, byte
     """The files, with the dtype in config.json (a JSON object) set to the exported one."""
     found = dict(files)
     if dtype is not None and "config.json" in found:
-        config = json.loads(found["config.json"])
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
+        config = with_dtype(json.loads(found["config.json"]), str(torch_dtype(dtype)).removeprefix("torch."))
         found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return found
 

@@ -20,15 +20,16 @@ from ..engine.engine import Destination, Filler, Staging, wanted_box, write_back
 from ..errors import CheckpointError, StateError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..host import copies_late
+from ..internals.diffusers import STEM, is_diffusers_model
 from ..internals.peft import has_adapters, lora_layers, peft_model, places
 from ..internals.transformers import ignored_on_save, is_transformers_model
-from ..models.homes import asset_files
+from ..models.homes import ADAPTERS_NAME, asset_files, with_dtype
 from ..models.layers import blocks_in
 from ..models.meta import default_device
 from ..names import Named, NamedTensor, canonical_name
 from ..objects import frozen
 from ..planning.hub_rules import WrappedNames, meta_instance, wrapped_names
-from ..planning.match import Recipe, castable, recall
+from ..planning.match import Origin, Recipe, castable, recall
 from ..planning.plan import IOOptions, transfers_of
 from ..ranks.ranks import Ranks, device_where_ranks_sum
 from ..tensors.boxes import Box, TensorSpec, Wanted, boxes_of_range, whole
@@ -109,6 +110,16 @@ def owned_by(rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor]) ->
     return [t for t in assign_owners(held) if rank in owner_ranks(t.geometry, t.owner)]
 
 
+def _origin(live: LiveModel) -> Origin | None:
+    """What a model was loaded from, if an export gives that back. A diffusers model is written under its own names, as by ``save_pretrained``."""
+    return None if is_diffusers_model(live.base) else recall(live.root)
+
+
+def _by_class(live: LiveModel, specs: Mapping[str, TensorSpec]) -> HubTensors:
+    """The tensors of a model's base under the names by which its class saves them."""
+    return reverted(meta_instance(live.base), specs) if is_transformers_model(live.base) else as_named(specs)
+
+
 class LiveJob(Job):
     """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
 
@@ -117,6 +128,7 @@ class LiveJob(Job):
         self.live = live
         self._peft = peft_model(live.root)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
+        self.stem = STEM if is_diffusers_model(live.base) else "model"
         ignored = ignored_on_save(live.unwrapped)
         self._named = {t.name: t for t in live.stored if t.name not in ignored}
         self._made: Mapping[str, _Made] = {}
@@ -138,10 +150,14 @@ class LiveJob(Job):
         for name, recipe in origin.recipes.items() if origin is not None else ():
             yield from ((name, tile) for copy in recipe.copies for tile in copy)
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+    def lay_out(
+        self, dtype: str | None, max_shard_bytes: int, variant: str | None = None
+    ) -> tuple[HubTensors, HubFiles]:
         if self._adapters:
+            if variant is not None:
+                raise ValueError("variant= names the files of a model; adapters are written without one")
             return lay_out_adapters(self.live, self._adapters, dtype)
-        return super().lay_out(dtype, max_shard_bytes)
+        return super().lay_out(dtype, max_shard_bytes, variant)
 
     def contents(self) -> HubTensors:
         """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
@@ -150,12 +166,10 @@ class LiveJob(Job):
                 "adapters were injected into this model, which is not a PeftModel: it can't be exported in Hugging Face format. Wrap it with "
                 "peft.get_peft_model(), and export_hf writes the adapters"
             )
-        origin = recall(self.live.root)
+        origin = _origin(self.live)
         if origin is not None:
             return inverted(self.specs, origin.recipes, origin.shapes)
-        if is_transformers_model(self.live.unwrapped):
-            return reverted(meta_instance(self.live.unwrapped), self.specs)
-        return as_named(self.specs)
+        return _by_class(self.live, self.specs)
 
     def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
         held = {n: t.tensor for n, t in self._named.items()}
@@ -396,7 +410,7 @@ class MergedJob(LiveJob):
 
     def contents(self) -> HubTensors:
         specs = self.specs
-        origin = recall(self.live.root)
+        origin = _origin(self.live)
         if origin is not None:
             recipes, shapes = dict(origin.recipes), dict(origin.shapes)
             for name, one in self._made.items():
@@ -411,11 +425,7 @@ class MergedJob(LiveJob):
             raise CheckpointError(
                 "GPT-2's layers in 4 bits can be exported only from a model that load_pretrained loaded"
             )
-        found = (
-            reverted(meta_instance(self.live.base), own)
-            if is_transformers_model(self.live.base)
-            else as_named(own)
-        )
+        found = _by_class(self.live, own)
         return HubTensors(found.hub, {bases[base]: tiles for base, tiles in found.tiles.items()})
 
     def share_bytes(self, contents: HubTensors, output: HubFiles, ranks: Ranks) -> int:
@@ -454,6 +464,7 @@ class MergedJob(LiveJob):
     def assets(self) -> Mapping[str, bytes]:
         """Those of the base. Its config says nothing of a quantization: its weights are plain."""
         found = asset_files(self.live.base)
+        found.pop(ADAPTERS_NAME, None)  # which are merged, or of which this is the base
         if "config.json" in found:
             config = json.loads(found["config.json"])
             config.pop("quantization_config", None)
@@ -462,7 +473,8 @@ class MergedJob(LiveJob):
                 if torch_dtype(spec.dtype).is_floating_point:
                     sizes[spec.dtype] += math.prod(spec.shape)
             if sizes:
-                config["dtype"] = str(torch_dtype(max(sizes, key=lambda d: sizes[d]))).removeprefix("torch.")
+                most = torch_dtype(max(sizes, key=lambda d: sizes[d]))
+                config = with_dtype(config, str(most).removeprefix("torch."))
             found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         return found
 

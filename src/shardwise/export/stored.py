@@ -13,6 +13,7 @@ from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, m
 from ..catalog.open import open_catalog
 from ..catalog.quantized import method_of_config
 from ..catalog.records import Catalog, StoredTensor
+from ..catalog.weights import stem_of
 from ..checkpoint.verify import runs_of
 from ..digests import finish, partial_sum
 from ..dtypes import itemsize
@@ -21,6 +22,7 @@ from ..engine.files import page_cache_for
 from ..engine.objects import SourceReader
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..internals.diffusers import is_diffusers_model
 from ..limits import brief, inside
 from ..loading.pretrained import build_meta
 from ..models.build import refuse_source
@@ -110,6 +112,7 @@ class StoredJob(Job):
         except SourceError as error:
             self._files.close()
             raise self._unless_deleted(error) from error
+        self.stem = stem_of(json.loads(self._documents.get("config.json", "{}")))
         self._stored: StoredModel = as_stored(self._catalog)
         self._sums = {name: 0 for name in self._catalog.tensors if name in self._catalog.digests}
         self._summed_in_parts: Collection[str] = ()
@@ -167,10 +170,12 @@ class StoredJob(Job):
                 f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantizes them"
             )
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+    def lay_out(
+        self, dtype: str | None, max_shard_bytes: int, variant: str | None = None
+    ) -> tuple[HubTensors, HubFiles]:
         if dtype is not None:
             self.refuse_codes()
-        return super().lay_out(dtype, max_shard_bytes)
+        return super().lay_out(dtype, max_shard_bytes, variant)
 
     def contents(self) -> HubTensors:
         """As :meth:`.Job.contents`. Builds the model on meta where its class knows the hub's names."""
@@ -198,7 +203,7 @@ class StoredJob(Job):
                 )
             return reverted(model, self._stored.specs)
         shapes = self._manifest.hub_tensors.get(self._model)
-        if shapes is None:
+        if shapes is None or is_diffusers_model(model):
             return reverted(model, specs)
         # Run the class's conversions once more over the tensors that the model was loaded from.
         any_dtype = next((spec.dtype for spec in specs.values()), "F32")

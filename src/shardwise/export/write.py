@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..catalog.records import Chunk, StoredTensor
-from ..catalog.safetensors import catalog_of_safetensors
+from ..catalog.safetensors import catalog_of_weights
+from ..catalog.weights import Choice, Weights, WrittenNames
 from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
 from ..engine.engine import Destination, FileFiller, Filler, Staging, write_back
@@ -56,17 +57,15 @@ from ..tensors.tiles import Tile, cut, identity, invert
 # ----------------------------------------------------------------------------------------------------
 # The files of a model in hub format: which tensor lies where in which file.
 
-INDEX_NAME = "model.safetensors.index.json"
-
 
 @frozen
 class HubFiles:
-    """The files to write: the place of each hub tensor, headers and sizes by file, the index if there are several."""
+    """The files to write: the place of each hub tensor, headers and sizes by file; the index, by name, if there are several."""
 
     tensors: dict[str, StoredTensor]
     headers: dict[str, bytes]
     sizes: dict[str, int]
-    index: bytes | None
+    index: Mapping[str, bytes]
 
     @property
     def total_bytes(self) -> int:
@@ -85,29 +84,43 @@ def specs_in(tensors: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, 
     }
 
 
-def lay_out(hub: Mapping[str, TensorSpec], dtype: str | None, limit: int) -> HubFiles:
+def lay_out(
+    hub: Mapping[str, TensorSpec], dtype: str | None, limit: int, names: WrittenNames | None = None
+) -> HubFiles:
     """Which tensor goes into which file at which offset. Files are filled in the tensors' order."""
+    names = names or WrittenNames()
     specs = specs_in(hub, dtype)
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, spec in specs.items():
-        if groups[-1] and used + spec.nbytes > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += spec.nbytes
+    groups = _groups(specs, limit)
     files = {
-        "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors": {
-            name: (name, specs[name]) for name in group
-        }
-        for k, group in enumerate(groups)
+        file: {name: (name, specs[name]) for name in group}
+        for file, group in zip(names.files(len(groups)), groups, strict=True)
     }
     found = _filled(files)
     if len(groups) == 1:
         return found
     weight_map = {name: file for file, held in files.items() for name in held}
     document = {"metadata": {"total_size": found.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    return replace(found, index=(json.dumps(document, indent=2) + "\n").encode())
+    return replace(found, index={names.index: (json.dumps(document, indent=2) + "\n").encode()})
+
+
+def _groups(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
+    """The tensors of each file, at least one file: as ``split_torch_state_dict_into_shards`` of huggingface_hub, by which both libraries save.
+
+    A tensor above the limit has a file of its own, which comes before that of the tensors around it.
+    """
+    groups: list[list[str]] = []
+    group: list[str] = []
+    used = 0
+    for name, spec in specs.items():
+        if spec.nbytes > limit:
+            groups.append([name])
+            continue
+        if used + spec.nbytes > limit:
+            groups.append(group)
+            group, used = [], 0
+        group.append(name)
+        used += spec.nbytes
+    return [*groups, group] if group or not groups else groups
 
 
 def _filled(files: Mapping[str, Mapping[str, tuple[str, TensorSpec]]]) -> HubFiles:
@@ -119,7 +132,7 @@ def _filled(files: Mapping[str, Mapping[str, tuple[str, TensorSpec]]]) -> HubFil
         for key, (name, (code, shape)) in held.items():
             chunk = Chunk(whole(shape), file, len(header) + offsets[name])
             tensors[key] = StoredTensor(name, code, shape, (chunk,))
-    return HubFiles(tensors, headers, sizes, None)
+    return HubFiles(tensors, headers, sizes, {})
 
 
 def header_of(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
@@ -146,8 +159,8 @@ def check_readable(root: str, final: str, output: HubFiles) -> None:
             for file, header in zip(output.headers, read_headers(paths), strict=True)
             for entry in header.entries.values()
         }
-        if output.index is not None:
-            catalog_of_safetensors(root)
+        for name in output.index:
+            catalog_of_weights(root, Weights(name), Choice())
     except SourceError as error:
         raise CheckpointError(
             f"{final}: nothing is published, because it couldn't be read back: {error}"
@@ -262,6 +275,8 @@ class Job:
 
     home: str | None = None
     """Where a stored model's own code is."""
+    stem = "model"
+    """The first part of the names of the model's files."""
     reads_everything = False
     """Whether each rank can read every element. Then it fills the windows of its own files alone."""
 
@@ -275,10 +290,13 @@ class Job:
         """Hub tensors and tiles."""
         raise NotImplementedError
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+    def lay_out(
+        self, dtype: str | None, max_shard_bytes: int, variant: str | None = None
+    ) -> tuple[HubTensors, HubFiles]:
         """What each tensor becomes, and where in which file."""
         contents = self.contents()
-        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
+        names = WrittenNames(stem=self.stem, variant=variant)
+        return contents, lay_out(contents.hub, dtype, max_shard_bytes, names)
 
     def shares(self, contents: HubTensors, ranks: Ranks) -> list[Share]:
         """What this rank brings: each element comes from one rank."""
@@ -465,9 +483,7 @@ class ToDirectory:
         Raises :class:`CheckpointError`, also if a reader would refuse the headers.
         """
         temporary, final, output = self._temporary, self.final, self._output
-        if output.index is not None:
-            write_file(os.path.join(temporary, INDEX_NAME), output.index)
-        for name, content in assets.items():
+        for name, content in {**assets, **output.index}.items():
             make_directories(os.path.dirname(inside(temporary, name)))
             write_file(inside(temporary, name), content)
         check_readable(temporary, final, output)
@@ -709,8 +725,9 @@ class ToStore:
             if found is None or found.nbytes != nbytes:
                 got = "there is none" if found is None else f"it has {found.nbytes} bytes"
                 raise CheckpointError(f"{join(url, file)}: was written with {nbytes} bytes, but {got}")
-        small = {**assets, **({} if output.index is None else {INDEX_NAME: output.index})}
-        for name in sorted(small, key=lambda name: LAST.index(name) if name in LAST else -1):
+        small = {**assets, **output.index}
+        last = (*LAST, *output.index)
+        for name in sorted(small, key=lambda name: last.index(name) if name in last else -1):
             write_file(inside(url, name), small[name])
         check_readable(url, url, output)
         release(url)

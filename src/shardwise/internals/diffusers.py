@@ -111,6 +111,22 @@ def unused_patterns(model: Any) -> set[str]:
     return set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
+def written_config(model: Any) -> str:
+    """The ``config.json`` that ``save_pretrained`` writes for a model, which may be sharded. Doesn't change the model's own config.
+
+    diffusers 0.35-0.42: ``ConfigMixin.to_json_string`` of ``_internal_dict``. Without it, the file would name the class that ``fully_shard``
+    made, which diffusers doesn't know, or a quantization of weights that are plain.
+    """
+    kind = original_class(model)
+    twin = kind.__new__(kind)
+    config = dict(model._internal_dict)
+    if getattr(model, "hf_quantizer", None) is None:  # of the source, which was decoded while it was loaded
+        config.pop("quantization_config", None)
+    twin.__dict__["_internal_dict"] = config
+    text: str = twin.to_json_string()
+    return text
+
+
 def note_path(model: Any, path: str) -> None:
     """Note where a model was loaded from, as ``from_pretrained`` does.
 

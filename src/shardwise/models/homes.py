@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..catalog.records import Catalog
 from ..errors import FormatError
+from ..internals.diffusers import is_diffusers_config, is_diffusers_model, written_config
 from ..internals.peft import adapter_configs, has_adapters, stored_config
 from ..internals.torch import original_class
 from ..internals.transformers import auto_class_of, is_transformers_model
@@ -100,10 +101,12 @@ _WEIGHTS_FIELD = "transformers_weights"
 def asset_files(model: Any) -> dict[str, bytes]:
     """Config, generation config, own code and, if it came from a local directory, its other documents: name → content.
 
-    For a model with PEFT adapters also the adapters' configs.
+    For a model with PEFT adapters also the adapters' configs. For a model of diffusers, as with its ``save_pretrained``, only the config.
     """
     model = unwrap(model)
     adapters = _adapters_of(model)
+    if is_diffusers_model(model):
+        return {**adapters, "config.json": written_config(model).encode()}
     if not is_transformers_model(model):
         return adapters
     config = copy.deepcopy(model.config)
@@ -128,6 +131,18 @@ def asset_files(model: Any) -> dict[str, bytes]:
     if os.path.isdir(home):
         stored = read_documents(home, without=found.keys())
         found = {**code_of(home, {**stored, **found}), **stored, **found}
+    return found
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """The content of ``config.json`` of a model whose weights are in ``dtype``, a name of torch's; None: as it is. Pure.
+
+    A diffusers config has no dtype.
+    """
+    found = dict(config)
+    if dtype is not None and not is_diffusers_config(config):
+        found.pop("torch_dtype", None)
+        found["dtype"] = dtype
     return found
 
 

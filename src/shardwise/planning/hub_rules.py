@@ -397,8 +397,10 @@ def note_conversions(model: nn.Module, conversions: list[Any]) -> None:
 def reverse_tiles(meta_model: Any, specs: Mapping[str, TensorSpec]) -> list[Made]:
     """Hub tensors of a model that was never loaded, by the library's reverse transforms.
 
-    ``specs`` are by module name. The tiles' sources are module tensors.
+    ``specs`` are by module name. The tiles' sources are module tensors. A diffusers model has none.
     """
+    if is_diffusers_model(meta_model):
+        return [Made(n, s.dtype, s.shape, (identity(n, s.shape),), (n,)) for n, s in specs.items()]
     symbols = {name: stored_tensor(name, shape, torch_dtype(code)) for name, (code, shape) in specs.items()}
     try:
         reverted = revert_to_hub(meta_model, symbols)
