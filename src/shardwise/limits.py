@@ -102,7 +102,11 @@ def read_json(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) ->
 
 def read_shallow_json(path: str, what: str = "config") -> Any:
     """As :func:`read_json`; values nested deeper than ``MAX_CONFIG_DEPTH`` are a :class:`FormatError`, too."""
-    document = read_json(path, what)
+    return refuse_deep(read_json(path, what), path, what)
+
+
+def refuse_deep(document: Any, path: str, what: str = "config") -> Any:
+    """A JSON value. Raises :class:`FormatError` naming ``path`` if its values are nested deeper than ``MAX_CONFIG_DEPTH``."""
     waiting = [(document, 1)]
     while waiting:
         value, depth = waiting.pop()

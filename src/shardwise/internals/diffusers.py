@@ -17,6 +17,8 @@ from .torch import original_class
 
 #: The first part of the names of a model's files.
 STEM = "diffusion_pytorch_model"
+#: The file of a pipeline's adapters, and the field of its metadata with their configs. diffusers 0.35-0.42: ``loaders.lora_base``.
+LORA_NAME, LORA_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 
 
 def is_diffusers_config(config: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -125,6 +127,29 @@ def written_config(model: Any) -> str:
     twin.__dict__["_internal_dict"] = config
     text: str = twin.to_json_string()
     return text
+
+
+def lora_prefix(model: Any) -> str:
+    """What a pipeline's ``save_lora_weights`` writes before the name of each tensor of a model's adapter: ``unet`` or ``transformer``.
+
+    diffusers 0.35-0.42: ``loaders.unet.UNet2DConditionLoadersMixin.unet_name``, ``loaders.lora_pipeline.TRANSFORMER_NAME``, which is also the
+    default of ``load_lora_adapter``. Without it, no pipeline would find the adapter.
+    """
+    found: str = getattr(model, "unet_name", "transformer")
+    return found
+
+
+def lora_config(stored: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any] | None) -> Any:
+    """The PEFT config of an adapter in PEFT's names, without a prefix: from the file's metadata, else from names and shapes.
+
+    diffusers 0.35-0.42: ``utils.peft_utils._create_lora_config``, called as in ``load_lora_adapter``. Without it, a file without metadata would be
+    given another scale than diffusers gives it.
+    """
+    from diffusers.utils.peft_utils import _create_lora_config
+
+    state = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
+    ranks = {f"^{name}": shape[1] for name, shape in stored.items() if "lora_B" in name and len(shape) > 1}
+    return _create_lora_config(state, None, None if settings is None else dict(settings), ranks)
 
 
 def note_path(model: Any, path: str) -> None:

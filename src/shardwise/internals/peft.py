@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import UnsupportedConversionError
 from ..names import canonical_name, unwrap
 from ..objects import frozen
+from .diffusers import is_diffusers_model
 from .torch import original_class
 
 
@@ -43,6 +44,28 @@ def base_of(model: nn.Module) -> nn.Module:
     found = peft_model(model)
     inner: nn.Module = unwrap(model) if found is None else unwrap(found.get_base_model())
     return inner
+
+
+def adapted_model(model: nn.Module) -> Any | None:
+    """The module that has the adapters of a model and their configs: its ``PeftModel``, or a diffusers model with adapters inside.
+
+    diffusers 0.35-0.42: ``add_adapter`` injects PEFT's layers into the model itself. Without it, such a model's adapters could be neither
+    loaded nor exported.
+    """
+    found = peft_model(model)
+    if found is None and is_diffusers_model(inner := unwrap(model)) and adapter_configs(inner):
+        return inner
+    return found
+
+
+def active_adapters(model: Any) -> list[str]:
+    """The names of the active adapters of what :func:`adapted_model` found.
+
+    diffusers 0.35-0.42 has a method where PEFT has a property. Without it, an export would merge adapters that are off.
+    """
+    found = model.active_adapters
+    found = found() if callable(found) else found
+    return [found] if isinstance(found, str) else list(found)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -159,6 +182,23 @@ def add_adapter(model: Any, name: str, config: Any) -> None:
     model.add_adapter(name, config)
     for parameter, trained in before:
         parameter.requires_grad_(trained)
+
+
+def inject_adapter(model: Any, name: str, config: Any) -> None:
+    """Add an adapter to a diffusers model on meta by its ``add_adapter``, in the dtypes that it gives a model with values.
+
+    peft 0.18-0.21: ``_move_adapter_to_device_of_base_layer``, which leaves out what is on meta. Without it, the adapters of a
+    model in half precision would be in fp32.
+    """
+    model.add_adapter(config, name)
+    for _, layer in lora_layers(model):
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None or not weight.is_floating_point():
+            continue
+        for held in (*layer.adapter_layer_names, *layer.other_param_names):
+            container = getattr(layer, held, None)
+            if isinstance(container, nn.ModuleDict | nn.ParameterDict) and name in container:
+                container[name] = container[name].to(weight.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..catalog.records import Catalog
+from ..catalog.records import Catalog, StoredTensor
 from ..catalog.safetensors import catalog_of_safetensors
 from ..catalog.torch_files import catalog_of_torch_file
 from ..catalog.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..errors import FormatError, PlanError, SourceError
-from ..internals.peft import adapter_configs, add_adapter, base_of, expressions_in, lora_layers, peft_model
+from ..internals.diffusers import LORA_METADATA, LORA_NAME, is_diffusers_model, lora_config, lora_prefix
+from ..internals.peft import (
+    adapted_model,
+    adapter_configs,
+    add_adapter,
+    base_of,
+    expressions_in,
+    inject_adapter,
+    lora_layers,
+)
 from ..internals.regex import check_patterns
 from ..internals.torch import local_tensor
 from ..internals.transformers import is_transformers_model
-from ..limits import MAX_ADAPTER_RANK, brief, cause, read_shallow_json
+from ..limits import MAX_ADAPTER_RANK, brief, cause, parse_json, read_shallow_json, refuse_deep
 from ..models.classes import Rule
 from ..models.layers import blocks_in, kept_in
 from ..models.meta import meta_init
@@ -42,6 +52,8 @@ from ..tensors.live import LiveModel
 
 #: Values of ``init_lora_weights`` whose rule only draws, without looking at weights or data.
 SEEDED_INITS = (True, "gaussian")
+
+T = TypeVar("T")
 
 #: Rows of a weight whose norms are computed at a time.
 _ROWS = 256
@@ -188,19 +200,83 @@ _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
 @frozen
 class AdapterFiles:
-    """An adapter's directory: its config, and its tensors by their names in the file."""
+    """An adapter's directory: its config, and its tensors by their names in the file, without those of a pipeline's component."""
 
     directory: str
     catalog: Catalog
     config: Any
+    config_file: str
+    """The file with the config."""
 
 
-def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
+def open_adapter(directory: str | os.PathLike[str], base: nn.Module | None = None) -> AdapterFiles:
+    """The files of an adapter of ``base``. As :func:`_of_peft` or, for a model of diffusers, :func:`_of_diffusers`."""
+    root = os.fspath(directory)
+    return _of_diffusers(root, base) if base is not None and is_diffusers_model(base) else _of_peft(root)
+
+
+def _of_diffusers(path: str, base: nn.Module) -> AdapterFiles:
+    """Config and headers of an adapter that a pipeline's ``save_lora_weights``, ``save_lora_adapter`` or PEFT wrote: a file, or its directory.
+
+    As with ``load_lora_adapter``, a file may have adapters of several components, and without metadata the config follows from the
+    tensors. Rank-local; no payload is read. Raises as :func:`_of_peft`.
+    """
+    names = (LORA_NAME, WEIGHTS_NAME)
+    files = [path, *(os.path.join(path, name) for name in names)]
+    file = next((file for file in files if os.path.isfile(file)), None)
+    if file is None:
+        if os.path.isdir(path):
+            raise SourceError(f"no {LORA_NAME} and no {WEIGHTS_NAME}", path=path)
+        raise SourceError("no such directory; give the local directory or file of an adapter", path=path)
+    catalog = catalog_of_safetensors(file)
+    prefix = next((p for p in (lora_prefix(base), "base_model.model") if _below(p, catalog.tensors)), "")
+    tensors = _below(prefix, catalog.tensors)
+    root = os.path.dirname(file)
+    if os.path.isfile(beside := os.path.join(root, CONFIG_NAME)) and LORA_METADATA not in catalog.metadata:
+        return AdapterFiles(root, replace(catalog, tensors=tensors), read_adapter_config(root), beside)
+    strange = [name for name in tensors if not _OF_PEFT.search(name)]
+    if strange and LORA_METADATA not in catalog.metadata:
+        raise FormatError(
+            f"{strange[0]!r} is not a name of PEFT's; load it into the pipeline by load_lora_weights in one process, save it there by "
+            f"save_lora_weights, and give the saved file",
+            path=file,
+        )
+    config = _config_in(catalog, prefix, tensors, file)
+    return AdapterFiles(root, replace(catalog, tensors=tensors), config, file)
+
+
+#: The names of a LoRA's tensors in the files of PEFT and of those that follow it.
+_OF_PEFT = re.compile(r"\.lora_(A|B|magnitude_vector)(\.|$)")
+
+
+def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    """What is below a prefix, without it. Without a prefix, everything."""
+    start = f"{prefix}." if prefix else ""
+    return {name.removeprefix(start): value for name, value in named.items() if name.startswith(start)}
+
+
+def _config_in(catalog: Catalog, prefix: str, tensors: Mapping[str, StoredTensor], file: str) -> Any:
+    """The config of an adapter's file, from its metadata, else from its tensors. Raises :class:`FormatError`."""
+    _import_peft()
+    settings = None
+    if LORA_METADATA in catalog.metadata:
+        what = "adapter's config"
+        settings = refuse_deep(parse_json(catalog.metadata[LORA_METADATA], file, what), file, what)
+        settings = _below(prefix, settings) if isinstance(settings, dict) else settings
+        _check_config(settings, file)
+    try:
+        return lora_config({name: t.shape for name, t in tensors.items()}, settings)
+    except Exception as error:  # as from PEFT's config classes
+        raise FormatError(
+            f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
+        ) from error
+
+
+def _of_peft(root: str) -> AdapterFiles:
     """Config and headers of a directory that PEFT or :func:`shardwise.export_hf` wrote. Rank-local; no payload is read.
 
     Raises :class:`SourceError` naming a missing file, :class:`FormatError` for one that can't be read.
     """
-    root = os.fspath(directory)
     file = os.path.join(root, CONFIG_NAME)
     weights = os.path.join(root, WEIGHTS_NAME)
     if not os.path.isdir(root):
@@ -213,7 +289,7 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         catalog = catalog_of_torch_file(pickled)
     else:
         raise SourceError(f"no {WEIGHTS_NAME} and no {TORCH_WEIGHTS_NAME}", path=root)
-    return AdapterFiles(root, catalog, read_adapter_config(root))
+    return AdapterFiles(root, catalog, read_adapter_config(root), file)
 
 
 def read_adapter_config(root: str) -> Any:
@@ -261,13 +337,13 @@ class Adapters:
 def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
     """Let PEFT wrap a base model on meta. Returns the ``PeftModel`` and where its adapters come from.
 
-    ``adapter`` is a PEFT config, a directory, or a mapping of adapter names to either; the first becomes the active
+    A model of diffusers is returned itself, with the adapters inside, as its own ``add_adapter`` puts them there. ``adapter`` is a PEFT config, a directory, or a mapping of adapter names to either; the first becomes the active
     one. An adapter from a directory can be trained. Allocates and draws nothing; copies the caller's configs.
 
     Rank-local. Raises as :func:`open_adapters` does.
     """
     peft = _import_peft()
-    files, own = _opened(dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter})
+    files, own = _opened(base, dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter})
     configs: dict[str, Any] = {}
     for name in (*files, *own):
         configs[name] = copy.deepcopy(files[name].config if name in files else own[name])
@@ -278,12 +354,15 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
     _refuse(base, configs, files)
     model: Any = None
     for name, config in configs.items():
-        _check_patterns(base, config, files[name].directory if name in files else None)
+        _check_patterns(base, config, files[name].config_file if name in files else None)
         trained_on = config.base_model_name_or_path
         config.base_model_name_or_path = None  # PEFT then takes the base's without a warning
         try:
             with meta_init():
-                if model is None:
+                if is_diffusers_model(base):
+                    model = base
+                    inject_adapter(model, name, config)
+                elif model is None:
                     model = peft.get_peft_model(base, config, adapter_name=name)
                 else:
                     add_adapter(model, name, config)
@@ -293,22 +372,23 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
             # PEFT may raise anything for a setting of the wrong type.
             raise FormatError(
                 f"PEFT can't add this adapter to {type(base).__name__} ({cause(error)})",
-                path=os.path.join(files[name].directory, CONFIG_NAME),
+                path=files[name].config_file,
             ) from error
         if trained_on is not None:
             model.peft_config[name].base_model_name_or_path = trained_on
+    if model is base:
+        model.set_adapter(next(iter(configs)))  # add_adapter makes the last one the active one
     return model, Adapters(files, frozenset(own))
 
 
-def _check_patterns(base: nn.Module, config: Any, directory: str | None) -> None:
+def _check_patterns(base: nn.Module, config: Any, file: str | None) -> None:
     """Raise :class:`FormatError` for expressions of a config that PEFT would match forever with the base's modules."""
     names = [name for name, _ in base.named_modules()]
-    file = None if directory is None else os.path.join(directory, CONFIG_NAME)
     for setting, form, patterns in expressions_in(config):
         check_patterns(patterns, names, setting, file, form)
 
 
-def _opened(given: Mapping[str, Any]) -> tuple[dict[str, AdapterFiles], dict[str, Any]]:
+def _opened(base: nn.Module, given: Mapping[str, Any]) -> tuple[dict[str, AdapterFiles], dict[str, Any]]:
     """What the caller gave by name: directories, opened, and configs."""
     config_class = _import_peft().PeftConfig
     files: dict[str, AdapterFiles] = {}
@@ -317,14 +397,14 @@ def _opened(given: Mapping[str, Any]) -> tuple[dict[str, AdapterFiles], dict[str
         if isinstance(source, config_class):
             configs[name] = source
         elif isinstance(source, str | os.PathLike):
-            files[name] = open_adapter(source)
+            files[name] = open_adapter(source, base)
         else:
             raise TypeError(f"adapter {name!r} must be a PEFT config or a directory, got {source!r}")
     return files, configs
 
 
 def open_adapters(model: nn.Module, adapter: Any) -> Adapters:
-    """Where the adapters of a live ``PeftModel`` come from.
+    """Where the adapters of a live ``PeftModel`` come from, or of a diffusers model with adapters inside.
 
     ``adapter`` is a directory or a PEFT config (for a model with one adapter), or a mapping of adapter names to either.
     A directory is read; a config stands for PEFT's initial values, and must agree with the model's own. Rank-local; no
@@ -333,7 +413,7 @@ def open_adapters(model: nn.Module, adapter: Any) -> Adapters:
     Raises :class:`SourceError` and :class:`FormatError` as :func:`open_adapter` does, :class:`PlanError` naming
     every adapter that can't be loaded, with the reason.
     """
-    peft = peft_model(model)
+    peft = adapted_model(model)
     if peft is None:
         raise TypeError(
             f"adapter=: {type(model).__name__} is not a PeftModel; wrap the base with peft.get_peft_model() inside "
@@ -353,7 +433,7 @@ def open_adapters(model: nn.Module, adapter: Any) -> Adapters:
         raise ValueError(
             f"adapter= names {', '.join(map(repr, unknown))}; the model has {', '.join(map(repr, configs))}"
         )
-    files, own = _opened(given)
+    files, own = _opened(base_of(peft), given)
     _refuse(base_of(peft), {name: configs[name] for name in given}, files, own)
     return Adapters(files, frozenset(own))
 
@@ -382,7 +462,7 @@ def _refuse(
         if is_ours and getattr(config, "use_dora", False):
             problems.append(f"adapter {name!r}: use_dora=True needs plain weights, and the base holds codes")
         if name in files:
-            place = f"in {files[name].directory}/{CONFIG_NAME}"
+            place = f"in {files[name].config_file}"
             problems += _differences(name, config, files[name].config, place)
         elif own is not None:
             problems += _differences(name, config, own[name], "in adapter=")
@@ -454,7 +534,7 @@ def combine(
     expected_in: dict[str, str] = {}
     for name, adapter in files.items():
         held = (held for held, _ in adapter_tensors(live, name).values())
-        expected_in |= dict.fromkeys(held, os.path.join(adapter.directory, WEIGHTS_NAME))
+        expected_in |= dict.fromkeys(held, adapter.catalog.files[0].path)
         stored = {n: replace(t, name=f"{name}:{n}") for n, t in adapter.catalog.tensors.items()}
         tensors |= {t.name: t for t in stored.values()}
         for one in resolve_adapter(live, name, meta_base, renaming(key_mapping or {}))(stored):

@@ -17,12 +17,12 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError, UnsupportedConversionError
 from ..internals.diffusers import is_diffusers_model, renamed_on_load, unused_patterns
 from ..internals.peft import (
+    adapted_model,
     adapter_configs,
     base_of,
     convert_adapter,
     has_adapters,
     is_adapted,
-    peft_model,
     places,
     select_adapter,
 )
@@ -523,7 +523,7 @@ def adapter_tensors(
 
     Raises :class:`UnsupportedConversionError` for methods that store other tensors than the model holds.
     """
-    peft = peft_model(live.root)
+    peft = adapted_model(live.root)
     if peft is None:
         raise TypeError(f"{type(live.root).__name__} is not a PeftModel")
     held = {name: t for t in live.stored for name in t.names}
