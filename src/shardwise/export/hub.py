@@ -18,14 +18,13 @@ from torch import nn
 from ..digests import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
-from ..internals.peft import has_adapters, peft_model
+from ..internals.peft import active_adapters, adapted_model, has_adapters
 from ..models.classes import import_code, in_turn
 from ..models.homes import with_dtype
 from ..models.layers import blocks_in, kept_in
 from ..objects import frozen
 from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
-from ..planning.hub_rules import adapter_tensors
 from ..planning.plan import IOOptions
 from ..planning.proof import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks, device_where_ranks_sum
@@ -37,7 +36,7 @@ from ..tensors.tiles import Tile
 from .again import AsSource, AsSourceJob, QuantizedSource, place_of_source
 from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered, planned
 from .stored import StoredJob
-from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, as_named
+from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, adapter_in_file, as_named
 
 # ----------------------------------------------------------------------------------------------------
 # ``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
@@ -287,7 +286,7 @@ def _live_job(
     live: LiveModel, io: IOOptions, adapters: str | Sequence[str] | None, merge: bool, dtype: str | None
 ) -> Job:
     """The export of a live model: as it is, its adapters, or the base with them merged."""
-    is_peft = peft_model(live.root) is not None
+    is_peft = adapted_model(live.root) is not None
     if merge and (not is_peft or adapters is not None):
         raise ValueError(
             "merge=True merges the active adapters of a live PeftModel (model.set_adapter chooses them); "
@@ -385,10 +384,10 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
 
 
 def _adapter_contents(live: LiveModel) -> HubTensors:
-    peft = peft_model(live.root)
+    peft = adapted_model(live.root)
     if peft is None:
         raise TypeError(f"naming='adapter': {type(live.root).__name__} is not a PeftModel")
-    held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
+    held = adapter_in_file(live, active_adapters(peft)[0])
     hub = {stored: TensorSpec.of(t.tensor) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}
     for stored, t in held.items():

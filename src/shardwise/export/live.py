@@ -21,7 +21,7 @@ from ..errors import CheckpointError, StateError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..host import copies_late
 from ..internals.diffusers import STEM, is_diffusers_model
-from ..internals.peft import has_adapters, lora_layers, peft_model, places
+from ..internals.peft import active_adapters, adapted_model, has_adapters, lora_layers, places
 from ..internals.transformers import ignored_on_save, is_transformers_model
 from ..models.homes import ADAPTERS_NAME, asset_files, with_dtype
 from ..models.layers import blocks_in
@@ -126,7 +126,7 @@ class LiveJob(Job):
     def __init__(self, live: LiveModel, io: IOOptions, adapters: str | Sequence[str] | None = None) -> None:
         super().__init__(io)
         self.live = live
-        self._peft = peft_model(live.root)
+        self._peft = adapted_model(live.root)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
         self.stem = STEM if is_diffusers_model(live.base) else "model"
         ignored = ignored_on_save(live.unwrapped)
@@ -507,8 +507,8 @@ def _refuse_tied_copies(live: LiveModel, names: WrappedNames) -> None:
 
 
 def _active(live: LiveModel) -> list[str]:
-    peft = peft_model(live.root)
-    return [] if peft is None else list(peft.active_adapters)
+    peft = adapted_model(live.root)
+    return [] if peft is None else active_adapters(peft)
 
 
 def _made(live: LiveModel, stored: Mapping[str, NamedTensor], merge: bool) -> Iterator[_Made]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,16 @@ from ..engine.engine import Destination, FileFiller, Filler, Staging, write_back
 from ..errors import CheckpointError, FormatError, SourceError
 from ..format.header import read_headers
 from ..format.manifest import MANIFEST_NAME
-from ..internals.peft import embeddings_to_save, peft_model, stored_config
+from ..internals.diffusers import LORA_NAME, is_diffusers_model, lora_metadata, lora_prefix
+from ..internals.peft import (
+    adapted_model,
+    adapter_configs,
+    embeddings_to_save,
+    stored_config,
+)
 from ..limits import inside
 from ..loading.adapters import CONFIG_NAME, WEIGHTS_NAME
+from ..names import NamedTensor
 from ..objects import frozen
 from ..operations.operation import Operation
 from ..planning.hub_rules import adapter_tensors, reverse_tiles
@@ -123,11 +130,14 @@ def _groups(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
     return [*groups, group] if group or not groups else groups
 
 
-def _filled(files: Mapping[str, Mapping[str, tuple[str, TensorSpec]]]) -> HubFiles:
-    """Files of these tensors, each by its key with the name that it has in the file."""
+def _filled(
+    files: Mapping[str, Mapping[str, tuple[str, TensorSpec]]],
+    metadata: Mapping[str, Mapping[str, str]] | None = None,
+) -> HubFiles:
+    """Files of these tensors, each by its key with the name that it has in the file. ``metadata``: of some of the files."""
     tensors, headers, sizes = {}, {}, {}
     for file, held in files.items():
-        header, offsets, end = header_of(dict(held.values()))
+        header, offsets, end = header_of(dict(held.values()), (metadata or {}).get(file))
         headers[file], sizes[file] = header, len(header) + end
         for key, (name, (code, shape)) in held.items():
             chunk = Chunk(whole(shape), file, len(header) + offsets[name])
@@ -135,9 +145,11 @@ def _filled(files: Mapping[str, Mapping[str, tuple[str, TensorSpec]]]) -> HubFil
     return HubFiles(tensors, headers, sizes, {})
 
 
-def header_of(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
-    """A safetensors header with ``format: pt``; largest items first, which aligns all tensors."""
-    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def header_of(
+    tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """A safetensors header with ``format: pt`` and more ``metadata``; largest items first, which aligns all tensors."""
+    document: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets, end = {}, 0
     for name in sorted(tensors, key=lambda n: (-itemsize(tensors[n].dtype), n)):
         spec = tensors[name]
@@ -576,7 +588,7 @@ def _exchange(new: str, old: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Adapters of a live ``PeftModel``, full-size, in the files that ``PeftModel.save_pretrained`` writes.
+# Adapters of a live model, full-size, in the files that ``PeftModel.save_pretrained`` writes, or a diffusers pipeline's ``save_lora_weights``.
 
 
 def chosen_adapters(peft: Any, wanted: str | Sequence[str] | None) -> list[str]:
@@ -601,19 +613,23 @@ def lay_out_adapters(
 ) -> tuple[HubTensors, HubFiles]:
     """One file for each adapter: which bytes of it each tensor of the model is. Rank-local, pure.
 
-    ``dtype`` is the stored dtype of floating-point tensors; None: as they are. Base embeddings lie beside an adapter as
+    ``dtype`` is the stored dtype of floating-point tensors; None: as they are. Base embeddings are stored next to an adapter as
     with PEFT's ``save_embedding_layers="auto"``.
     """
-    peft = peft_model(live.root)
+    peft: Any = adapted_model(live.root)
+    is_of_diffusers = is_diffusers_model(peft)
+    metadata = {}
     hub: dict[str, TensorSpec] = {}
     tiles: dict[str, list[Tile]] = {}
     files = {}
     for adapter in adapters:
-        named = adapter_tensors(live, adapter, embeddings=embeddings_to_save(peft, adapter))
-        held = {stored: t for stored, (_, t) in named.items()}
+        held = adapter_in_file(live, adapter, embeddings=embeddings_to_save(peft, adapter))
         own = {n: TensorSpec.of(t.tensor) for n, t in held.items()}
         specs = specs_in(own, dtype)
-        files[os.path.join(_folder(adapter), WEIGHTS_NAME)] = {
+        file = os.path.join(_folder(adapter), LORA_NAME if is_of_diffusers else WEIGHTS_NAME)
+        if is_of_diffusers:
+            metadata[file] = lora_metadata(peft, adapter_configs(peft)[adapter])
+        files[file] = {
             f"{adapter}:{stored}": (stored, spec) for stored, spec in specs.items()
         }
         for stored, spec in own.items():
@@ -621,11 +637,23 @@ def lay_out_adapters(
             if math.prod(spec.shape):
                 tile = identity(f"{adapter}:{stored}", spec.shape)
                 tiles.setdefault(held[stored].name, []).append(tile)
-    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), _filled(files)
+    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), _filled(files, metadata)
+
+
+def adapter_in_file(
+    live: LiveModel, adapter: str, *, embeddings: bool | Literal["auto"] = False
+) -> dict[str, NamedTensor]:
+    """The tensors that are stored for an adapter, by their names in its file. ``embeddings``: as for :func:`.adapter_tensors`."""
+    peft = adapted_model(live.root)
+    prefix = f"{lora_prefix(peft)}." if peft is not None and is_diffusers_model(peft) else ""
+    found = adapter_tensors(live, adapter, embeddings=embeddings)
+    return {f"{prefix}{stored}": t for stored, (_, t) in found.items()}
 
 
 def adapter_assets(peft: Any, adapters: Sequence[str]) -> dict[str, bytes]:
-    """The config of each adapter, by file name."""
+    """The config of each adapter, by file name. For a model of diffusers, it is in the metadata of the weights."""
+    if is_diffusers_model(peft):
+        return {}
     return {
         os.path.join(_folder(adapter), CONFIG_NAME): json.dumps(
             stored_config(peft, adapter), indent=2, sort_keys=True

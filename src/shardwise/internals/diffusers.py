@@ -6,6 +6,7 @@ Importing this does not import diffusers, and asking whether a module is a diffu
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
@@ -137,6 +138,19 @@ def lora_prefix(model: Any) -> str:
     """
     found: str = getattr(model, "unet_name", "transformer")
     return found
+
+
+def lora_metadata(model: Any, config: Any) -> dict[str, str]:
+    """The metadata of the file in which a pipeline's ``save_lora_weights`` stores a model's adapter with its PEFT config.
+
+    diffusers 0.35-0.42: ``LoraBaseMixin._save_lora_weights``. Without it, pipelines would load the adapter with another scale.
+    """
+    prefix = lora_prefix(model)
+    settings = {
+        f"{prefix}.{key}": sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
+    return {LORA_METADATA: json.dumps(settings, indent=2, sort_keys=True)}
 
 
 def lora_config(stored: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any] | None) -> Any:
