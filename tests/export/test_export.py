@@ -124,7 +124,9 @@ def test_no_file_has_more_bytes_than_asked() -> None:
     }
     found = lay_out(hub, None, 100)
     payloads = {file: size - len(found.headers[file]) for file, size in found.sizes.items()}
-    assert list(payloads.values()) == [400, 100, 20], "as huggingface_hub: a tensor that is larger is alone, and comes first"
+    assert list(payloads.values()) == [400, 100, 20], (
+        "as huggingface_hub: a tensor that is larger is alone, and comes first"
+    )
     assert list(lay_out(hub, "F16", 100).sizes) == [f"model-{k:05}-of-00002.safetensors" for k in (1, 2)]
 
 

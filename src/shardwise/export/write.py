@@ -629,9 +629,7 @@ def lay_out_adapters(
         file = os.path.join(_folder(adapter), LORA_NAME if is_of_diffusers else WEIGHTS_NAME)
         if is_of_diffusers:
             metadata[file] = lora_metadata(peft, adapter_configs(peft)[adapter])
-        files[file] = {
-            f"{adapter}:{stored}": (stored, spec) for stored, spec in specs.items()
-        }
+        files[file] = {f"{adapter}:{stored}": (stored, spec) for stored, spec in specs.items()}
         for stored, spec in own.items():
             hub[f"{adapter}:{stored}"] = spec
             if math.prod(spec.shape):
