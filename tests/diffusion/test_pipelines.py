@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,45 @@ def test_other_components(pipelines: Path) -> None:
     assert isinstance(pipeline.transformer, FSDPModule)
     assert not isinstance(pipeline.transformer_2, FSDPModule)
     assert sw.load_report(pipeline.transformer).bytes_read > 0
+
+
+@on_ranks(2, 3)
+def test_trained_and_exported(pipelines: Path, tmp_path: Path) -> None:
+    """What diffusers opens afterwards samples as the live pipeline does; parts alone go into a copy of the rest."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    folder = Path(_of_first(str(tmp_path)))
+    for kind, shard in SHARDED.items():
+        live = sw.load_pipeline(pipelines / kind, mesh, shard=shard)
+        for name in shard:
+            optimizer = torch.optim.SGD(live.components[name].parameters(), lr=0.1)
+            for parameter in live.components[name].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        report = sw.export_hf(live, folder / kind)
+        assert report.tensors > 0
+        assert f"{shard[0]}/diffusion_pytorch_model.safetensors" in report.files
+        models = {name: live.components[name] for name in shard}
+        sw.export_hf(models, folder / f"{kind}-parts", pipeline=pipelines / kind)
+        expected = sample(live)
+        for written in (folder / kind, folder / f"{kind}-parts"):
+            again = diffusers.DiffusionPipeline.from_pretrained(str(written))
+            assert type(again) is type(live)
+            assert torch.equal(sample(again), expected), written
+        assert sorted(os.listdir(folder / kind)) == sorted(os.listdir(pipelines / kind))
+        with pytest.raises(sw.errors.ShardwiseError, match="exists already"):
+            sw.export_hf(live, folder / kind)
+        with pytest.raises(ValueError, match=r"no component 'unet'"):
+            sw.export_hf({"unet": models[shard[0]]}, folder / "other", pipeline=pipelines / kind)
+        with pytest.raises(ValueError, match=r"pipeline= names the pipeline"):
+            sw.export_hf(models, folder / "other")
+    assert not (folder / "other").exists()
+
+
+def _of_first(text: str) -> str:
+    """Rank 0's text, on every rank."""
+    told = [text]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def test_what_is_refused(pipelines: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from ..tensors.live import LiveModel, describe
 from ..tensors.tiles import Tile
 from .again import AsSource, AsSourceJob, QuantizedSource, place_of_source
 from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered, planned
+from .pipelines import models_of, write_pipeline
 from .stored import StoredJob
 from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, adapter_in_file, as_named
 
@@ -69,10 +70,11 @@ class ExportReport(Printed):
 
 @announced("export", "out")
 def export_hf(
-    model_or_path: nn.Module | str | os.PathLike[str],
+    model_or_path: Any,
     out: str | os.PathLike[str],
     *,
     model_name: str | None = None,
+    pipeline: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     variant: str | None = None,
@@ -92,10 +94,12 @@ def export_hf(
     adapter in a folder with its name, one file each. Base embeddings are included if they are adapted or resized.
 
     Args:
-        model_or_path: a live (sharded) model, a checkpoint directory, or any other source that ``load`` accepts.
+        model_or_path: a live (sharded) model, a checkpoint directory, or any other source that ``load`` accepts. Also a live diffusers
+            pipeline, or a dict of models of one: each model is written into the folder of its name.
         out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
         model_name: the model to export from a checkpoint with several.
+        pipeline: for a dict of models, the pipeline to which they belong, a directory or Hub ID. Everything else is copied from there.
         config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.
@@ -126,8 +130,31 @@ def export_hf(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     final = absolute(out)
+    if models_of(model_or_path) is not None:
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "variant": variant,
+            "max_shard_bytes": max_shard_bytes,
+            "merge": merge,
+            "io": io,
+        }
+        given = {
+            "overwrite": overwrite,
+            "model_name": model_name,
+            "config": config,
+            "adapters": adapters,
+            "quantize": quantize,
+        }
+        if refused := [name for name, value in {**given, "source": source}.items() if value]:
+            raise ValueError(f"{refused[0]}= doesn't apply to a pipeline; export its models one by one")
+        found = write_pipeline(
+            model_or_path, final, pipeline, lambda model, folder: export_hf(model, folder, **options), ranks
+        )
+        return _joined(found, final, time.perf_counter() - started)
     counted = this_operation(final)
     with ranks.agree("open source"):
+        if pipeline is not None:
+            raise ValueError("pipeline= applies to a dict of models, by component")
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         if overwrite and is_url(final):
@@ -182,6 +209,20 @@ def export_hf(
             as_source=job.report(),
             casts=casts_of(rounded_between(contents.hub, output.tensors)),
         )
+
+
+def _joined(reports: Mapping[str, ExportReport], final: str, seconds: float) -> ExportReport:
+    """One report for the models of a pipeline."""
+    each = reports.values()
+    return ExportReport(
+        path=final,
+        files=tuple([f"{name}/{file}" for name, one in reports.items() for file in one.files]),
+        tensors=sum(one.tensors for one in each),
+        total_bytes=sum(one.total_bytes for one in each),
+        bytes_written=sum(one.bytes_written for one in each),
+        seconds=seconds,
+        casts=tuple([cast for one in each for cast in one.casts]),
+    )
 
 
 def _check_as_source(model: object, quantize: object, dtype: str | None) -> None:

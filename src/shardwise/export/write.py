@@ -501,30 +501,42 @@ class ToDirectory:
         check_readable(temporary, final, output)
         for folder in dict.fromkeys((*map(os.path.dirname, (*output.headers, *assets)), "")):
             fsync_directory(os.path.join(temporary, folder))
-        replaced = ""
-        try:
-            unmark(temporary)
-            if not os.path.isdir(final):
-                patiently(os.rename, temporary, final)
-            elif not os.listdir(final):
-                patiently(os.rmdir, final)
-                patiently(os.rename, temporary, final)
-            else:
-                _refuse_taken(final, overwrite=self._overwrite)  # it may have changed since the start
-                replaced = _exchange(temporary, final)
-        except OSError as error:
-            raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
-        fsync_directory(os.path.dirname(final))
-        if replaced:
-            with contextlib.suppress(
-                CheckpointError
-            ):  # what is left of the old export stays, and harms nothing
-                mark(replaced)
-            remove_ours(replaced)
+        publish_directory(temporary, final, overwrite=self._overwrite)
 
     def discard(self) -> None:
         """Delete what was written. For rank 0, after a failure since :meth:`prepare`."""
         remove_ours(self._temporary)
+
+
+def make_room(final: str, folders: Sequence[str]) -> str:
+    """A temporary directory for ``final``, with these folders. Raises :class:`CheckpointError` where something is."""
+    _refuse_taken(final, overwrite=False)
+    return make_temporary(final, folders)
+
+
+def publish_directory(temporary: str, final: str, *, overwrite: bool = False) -> None:
+    """Let a temporary directory appear as ``final``. With ``overwrite`` it is exchanged for an export there, which is then deleted.
+
+    Raises :class:`CheckpointError`.
+    """
+    replaced = ""
+    try:
+        unmark(temporary)
+        if not os.path.isdir(final):
+            patiently(os.rename, temporary, final)
+        elif not os.listdir(final):
+            patiently(os.rmdir, final)
+            patiently(os.rename, temporary, final)
+        else:
+            _refuse_taken(final, overwrite=overwrite)  # it may have changed since the start
+            replaced = _exchange(temporary, final)
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
+    fsync_directory(os.path.dirname(final))
+    if replaced:
+        with contextlib.suppress(CheckpointError):  # what is left of the old export stays, and harms nothing
+            mark(replaced)
+        remove_ours(replaced)
 
 
 def _refuse_taken(final: str, *, overwrite: bool) -> None:

@@ -121,7 +121,7 @@ def written_config(model: Any) -> str:
     made, which diffusers doesn't know, or a quantization of weights that are plain.
     """
     kind = original_class(model)
-    twin = kind.__new__(kind)
+    twin: Any = kind.__new__(kind)
     config = dict(model._internal_dict)
     if getattr(model, "hf_quantizer", None) is None:  # of the source, which was decoded while it was loaded
         config.pop("quantization_config", None)
@@ -163,7 +163,12 @@ def lora_config(stored: Mapping[str, tuple[int, ...]], settings: Mapping[str, An
 
     state = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     ranks = {f"^{name}": shape[1] for name, shape in stored.items() if "lora_B" in name and len(shape) > 1}
-    return _create_lora_config(state, None, None if settings is None else dict(settings), ranks)
+    return _create_lora_config(
+        state,  # type: ignore[no-untyped-call]
+        None,
+        None if settings is None else dict(settings),
+        ranks,
+    )
 
 
 def note_path(model: Any, path: str) -> None:
@@ -217,8 +222,37 @@ def assembled(folder: str, components: Mapping[str, Any], dtype: Any, options: M
         else diffusers.DiffusionPipeline
     )
     pipeline = kind.from_pretrained(folder, **{name: dtype}, **options, **components)
-    for name, component in components.items():
-        if isinstance(component, nn.Module):
-            kind = original_class(component)
-            pipeline.register_to_config(**{name: (kind.__module__.partition(".")[0], kind.__name__)})
+    name_components(pipeline)
     return pipeline
+
+
+def name_components(pipeline: Any) -> None:
+    """Note in a pipeline's config the classes that its models had before FSDP2 changed them.
+
+    diffusers 0.35-0.42: pairs of library and class, in ``model_index.json``. Without it, nothing could open what ``save_config`` writes.
+    """
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module) and (kind := original_class(component)) is not type(component):
+            pipeline.register_to_config(**{name: (kind.__module__.partition(".")[0], kind.__name__)})
+
+
+def is_pipeline(parts: Any) -> bool:
+    """Whether something is a pipeline of diffusers; never imports diffusers itself.
+
+    diffusers 0.35-0.42: ``pipelines.pipeline_utils.DiffusionPipeline``. Without it, a pipeline would be taken for a path.
+    """
+    module = sys.modules.get("diffusers.pipelines.pipeline_utils")
+    return module is not None and isinstance(parts, module.DiffusionPipeline)
+
+
+def save_besides(pipeline: Any, folder: str, models: Collection[str]) -> None:
+    """Save ``model_index.json``, and the components of a pipeline other than these, as ``save_pretrained`` does.
+
+    diffusers 0.35-0.42: each component that has ``save_pretrained``, in a folder of its name. Without it, an export would lack the scheduler
+    and the tokenizers.
+    """
+    name_components(pipeline)
+    pipeline.save_config(folder)
+    for name, component in pipeline.components.items():
+        if name not in models and component is not None and hasattr(component, "save_pretrained"):
+            component.save_pretrained(f"{folder}/{name}")

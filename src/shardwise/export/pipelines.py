@@ -1,0 +1,93 @@
+"""Exports of diffusers pipelines: each model by the export of one model, everything else as diffusers saves it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..errors import CheckpointError
+from ..internals.diffusers import is_pipeline, save_besides
+from ..loading.pipelines import PIPELINE_NAME, components_of
+from ..models.hub import HubOptions, find_for_all
+from ..publish.lock import remove_ours
+from ..ranks.ranks import Ranks, patiently
+from ..storage.records import is_url
+from .write import make_room, publish_directory
+
+T = TypeVar("T")
+
+
+def models_of(parts: Any) -> dict[str, nn.Module] | None:
+    """The models of a live pipeline, or of a dict of some of its components, by name; None for anything else."""
+    if is_pipeline(parts):
+        parts = parts.components
+    if not isinstance(parts, Mapping):
+        return None
+    return {str(name): part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def write_pipeline(
+    parts: Any,
+    final: str,
+    source: str | os.PathLike[str] | None,
+    write: Callable[[nn.Module, str], T],
+    ranks: Ranks,
+) -> dict[str, T]:
+    """Write a pipeline into a local directory, which appears complete or not at all. Returns what ``write`` gave, by model.
+
+    ``parts``: a live pipeline, which has everything; or a dict of models, for the pipeline in ``source``, from which all else is copied. Every
+    rank must call it. Raises :class:`CheckpointError` for a place that is taken, :class:`SourceError` for a source that is no pipeline.
+    """
+    models = models_of(parts)
+    assert models is not None
+    with ranks.agree("check arguments"):
+        if is_url(final):
+            raise ValueError(
+                f"a pipeline is exported into a local directory; export its models to {final} one by one"
+            )
+        if is_pipeline(parts) is (source is not None):
+            raise ValueError(
+                "pipeline= names the pipeline that a dict of models belongs to; a live pipeline has all of its components itself"
+            )
+        if not models:
+            raise ValueError(f"there is no model among {list(parts)}")
+    folder = "" if source is None else find_for_all(source, HubOptions(), ranks).directory
+    with ranks.agree("read the pipeline"):
+        if folder and (unknown := models.keys() - components_of(folder).keys()):
+            raise ValueError(f"{folder}: has no component {', '.join(map(repr, sorted(unknown)))}")
+    temporary = ranks.on_first("make export directory", lambda: make_room(final, sorted(models)))
+    try:
+        found = {name: write(model, os.path.join(temporary, name)) for name, model in models.items()}
+
+        def finish() -> None:
+            if folder:
+                _copy_others(folder, temporary, models)
+            else:
+                save_besides(parts, temporary, models)
+            publish_directory(temporary, final)
+
+        ranks.on_first("write the other components", finish)
+    except BaseException:
+        if ranks.rank == 0:
+            remove_ours(temporary)
+        raise
+    return found
+
+
+def _copy_others(folder: str, temporary: str, models: Mapping[str, nn.Module]) -> None:
+    """Copy the folders and files of a pipeline other than its ``models``."""
+    for name in sorted(os.listdir(folder)):
+        path, to = os.path.join(folder, name), os.path.join(temporary, name)
+        if name in models or name.startswith("."):
+            continue
+        try:
+            if os.path.isdir(path):
+                patiently(shutil.copytree, path, to, symlinks=False)
+            elif name == PIPELINE_NAME or not name.endswith((".safetensors", ".bin", ".ckpt", ".pt")):
+                patiently(shutil.copyfile, path, to)
+        except OSError as error:
+            raise CheckpointError(f"{to}: can't be copied from {path}: {error.strerror or error}") from error
