@@ -400,13 +400,13 @@ def _reads(code: types.CodeType) -> _Reads:
 
 def _names_of(called: Any) -> frozenset[str]:
     """The attributes that the code of a function, or of the methods of a class, reads, and that of functions it calls by name."""
-    waiting = (
-        [called]
-        if isinstance(called, types.FunctionType)
-        else _methods(called)
+    held = (
+        [value for base in called.__mro__ for value in vars(base).values()]
         if isinstance(called, type)
-        else []
+        else [called]
     )
+    functions = (one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in held)
+    waiting = [one for one in functions if isinstance(one, types.FunctionType)]
     met: dict[types.CodeType, frozenset[str]] = {}
     while waiting and len(met) < _MAX_FUNCTIONS:
         function = waiting.pop(0)
@@ -417,12 +417,6 @@ def _names_of(called: Any) -> frozenset[str]:
         found = (function.__globals__.get(name) for name in sorted(reads.globals))
         waiting += [one for one in found if isinstance(one, types.FunctionType)]
     return frozenset().union(*met.values())
-
-
-def _methods(kind: type) -> list[types.FunctionType]:
-    held = (value for base in kind.__mro__ for value in vars(base).values())
-    functions = (one.fget if isinstance(one, property) else getattr(one, "__func__", one) for one in held)
-    return [one for one in functions if isinstance(one, types.FunctionType)]
 
 
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -516,6 +510,8 @@ _PACKAGE = __name__.partition(".")[0]
 #: How a buffer and a path are described: :func:`_of_buffers`, :func:`_path_text`.
 _BUFFER = re.compile(r"\[([\d, ]*)\](?:: tensor (\w+) .*)?")
 _FILES = re.compile(r"(.*) \(((?:files|rows) #\w+)\)", re.DOTALL)
+#: A number in a path.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 #: A report has at most so many lines of changed settings.
 _MAX_LINES = 40
 #: Elements of a non-persistent buffer that are compared.
@@ -585,22 +581,21 @@ def given_settings_of(state: TrainState) -> dict[str, str]:
     described = Described(_known(state))
     _add_each(described, "scheduler", state.scheduler)
     found = described.lines
-    left_out = {"params", *(("momentum", "betas") if _cycles(state.scheduler) else ())}
+    several = state.scheduler.values() if is_several(state.scheduler) else [state.scheduler]
+    every = [unwrapped(one) for one in several]
+    every += [inner for one in every for inner in inner_schedulers(one)]
+    cycles = any(
+        getattr(one, "cycle_momentum", False) for one in every
+    )  # OneCycleLR, CyclicLR: momentum as well
+    left_out = {"params", *(("momentum", "betas") if cycles else ())}
     for name, optimizer in state.optimizers.items():
-        path, several = _path("optimizer", name), len(optimizer.param_groups) > 1
+        path = _path("optimizer", name)
         for number, group in enumerate(optimizer.param_groups):
-            at = f"{path}.param_groups[{number}]" if several else path
+            at = f"{path}.param_groups[{number}]" if len(optimizer.param_groups) > 1 else path
             for key, value in group.items():
                 if key not in left_out and not (key == "lr" and "initial_lr" in group):
                     found |= _lines(f"{at}.{key}", value)
     return found
-
-
-def _cycles(scheduler: Any) -> bool:
-    """Whether a scheduler, or one in it, sets momentum as well (torch's OneCycleLR and CyclicLR)."""
-    every = [unwrapped(one) for one in (scheduler.values() if is_several(scheduler) else [scheduler])]
-    every += [inner for one in every for inner in inner_schedulers(one)]
-    return any(getattr(one, "cycle_momentum", False) for one in every)
 
 
 def replaced_settings(given: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
@@ -731,12 +726,8 @@ def _part(t: NamedTensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _SETTINGS_SAMPLES)].contiguous()
 
 
-def _last_number(path: str) -> str | None:
-    return next((part for part in reversed(path.split(".")) if part.isdecimal()), None)
-
-
 def _pattern(path: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+    return _NUMBER.sub("*", path)
 
 
 def _spread(lines: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
@@ -759,7 +750,7 @@ def _collapsed(lines: Mapping[str, str]) -> dict[str, str]:
     for pattern, paths in groups.items():
         if len(paths) > 1 and len({lines[path] for path in paths}) == 1:
             found[pattern] = lines[paths[0]]
-        elif len(paths) > 1 and all(lines[path] == _last_number(path) for path in paths):
+        elif len(paths) > 1 and all(lines[path] == _NUMBER.findall(path)[-1] for path in paths):
             found[pattern] = "the number of the block"
         else:
             found |= {path: lines[path] for path in paths}

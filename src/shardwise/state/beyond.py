@@ -8,6 +8,8 @@ import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -104,7 +106,8 @@ def same(a: Any, b: Any) -> bool:
     """Whether two values of state dicts have one type and are equal: tensors and floats bit for bit, on one device type."""
     try:
         if isinstance(a, torch.Tensor):
-            return isinstance(b, torch.Tensor) and _same_kind(a, b) and _same_bits(a, b)
+            is_alike = isinstance(b, torch.Tensor) and a.shape == b.shape and a.device.type == b.device.type
+            return is_alike and _same_bits(a, b)
         if isinstance(a, np.ndarray):
             return type(b) is np.ndarray and (a.dtype, a.shape, a.tobytes()) == (
                 b.dtype,
@@ -128,10 +131,6 @@ def same(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:  # a state dict may hold any class, with any __eq__
         return False
-
-
-def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.device.type == b.device.type
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -200,13 +199,6 @@ def _path_key(path: Path) -> str:
         return path_text(tuple(part if isinstance(part, str) else type(part).__qualname__ for part in path))
 
 
-def _put_leaves(
-    stored: Iterable[tuple[Path, Any]], live: Mapping[Path, Any], places: Places
-) -> list[tuple[Path, Any]]:
-    """``stored`` with its tensors moved to the devices of the ``live`` ones at their paths (see :meth:`Places.put`)."""
-    return [(path, places.put(value, lambda p=path: live.get(p))) for path, value in stored]  # type: ignore[misc]
-
-
 def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Path]) -> Any:
     """A copy of a live state dict with ``stored`` leaves in it, and without the ``stale`` ones.
 
@@ -215,7 +207,7 @@ def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Pa
     """
     made = _copied(own)
     for path in stale:
-        parent = _at(made, path[:-1])
+        parent = reduce(getitem, path[:-1], made)
         if isinstance(parent, dict):
             parent.pop(path[-1], None)
     for path, value in stored:
@@ -224,12 +216,6 @@ def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Pa
             parent = parent.setdefault(key, {}) if isinstance(parent, dict) else parent[key]
         parent[path[-1]] = value
     return made
-
-
-def _at(value: Any, path: Path) -> Any:
-    for key in path:
-        value = value[key]
-    return value
 
 
 def _copied(value: Any) -> Any:
@@ -321,12 +307,6 @@ def _scales_aside(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _extra_state_keys(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{path}._extra_state" if path else "_extra_state"
-
-
 def _own_state(model: nn.Module) -> dict[str, Any]:
     """The model's own state dict, as references to the live objects if the model gives references."""
     takes = inspect.signature(model.state_dict).parameters.values()
@@ -358,7 +338,11 @@ class OwnOfModel:
 
     def leaves(self) -> list[tuple[Path, Any]]:
         plain = {alias: t.tensor for t in self._live.tensors if t.persistent for alias in t.names}
-        extra = {canonical_name(key) for key in _extra_state_keys(self._model)}
+        extra = {
+            canonical_name(f"{path}._extra_state" if path else "_extra_state")
+            for path, module in self._model.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         own = {canonical_name(k): v for k, v in _own_state(self._model).items()}
         own = {key: value for key, value in own.items() if key not in extra}
         own = {**_scales_aside(self._model), **own}
@@ -572,7 +556,8 @@ def give_back(own: StoredOwn, owner: Owner, places: Places) -> list[str]:
         return []
     try:
         now = dict(owner.leaves())
-        own.leaves[:] = _put_leaves(own.leaves, now, places)
+        # Tensors go to the devices of the live ones at their paths.
+        own.leaves[:] = [(path, places.put(value, partial(now.get, path))) for path, value in own.leaves]
         changed = owner.load(own.leaves, own.stale(now))
     except Exception as error:
         return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]

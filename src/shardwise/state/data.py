@@ -70,7 +70,12 @@ class ElasticSampler(Sampler[list[int]]):
         Raises :class:`StateError` if the global batch can't be divided, or an epoch would hold no batch;
         ``TypeError`` for a number that is not a whole one.
         """
-        self._length = _length_of(dataset)
+        length = length_of(dataset)
+        if length is None:
+            raise StateError(
+                f"an ElasticSampler needs a dataset with a length, got {type(dataset).__qualname__}"
+            )
+        self._length = length
         self._seed, self._shuffle, self._drop_last = _whole("seed", seed), shuffle, drop_last
         here, of = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._num_replicas = of if num_replicas is None else _whole("num_replicas", num_replicas)
@@ -282,15 +287,6 @@ def _whole(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be a whole number, got {value!r}") from error
 
 
-def _length_of(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError) as error:
-        raise StateError(
-            f"an ElasticSampler needs a dataset with a length, got {type(dataset).__qualname__}"
-        ) from error
-
-
 def _order(seed: int, epoch: int, length: int) -> Any:
     """The samples of an epoch in their order, [length] int64.
 
@@ -456,7 +452,7 @@ class _ReplayedPosition:
         """Batches per epoch, if certain. An iterable dataset's length is an estimate, and calling it has effects."""
         if isinstance(self._loader.dataset, IterableDataset):
             return None
-        return _length(self._loader)
+        return length_of(self._loader)
 
     # -------------------------------------------------------------------------- states of the loader's parts
 
@@ -492,7 +488,7 @@ class _ReplayedPosition:
         """The properties that must be equal for a position to fit."""
         loader = self._loader
         return {
-            "dataset length": _length(loader.dataset),
+            "dataset length": length_of(loader.dataset),
             "batch size": loader.batch_size,
             "batches per epoch": self._length(),
             "drop_last": loader.drop_last,
@@ -517,7 +513,8 @@ class _ReplayedPosition:
             )
 
 
-def _length(sized: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
+    """Its length; None if it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
