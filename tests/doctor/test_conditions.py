@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,7 @@ def test_a_sick_host(rule: str, tmp_path: Path, here: set[str]) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
     try:
-        said = with_own_mounts(lambda: [f.to_json() for f in work(folder)], tmp_path / "result")
+        said = with_own_mounts(lambda: [asdict(f) for f in work(folder)], tmp_path / "result")
     except CanNotMount as error:
         pytest.skip(str(error))
     check([Finding(**one) for one in said], here | WHERE, rule, words=words)

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def forked(
             for limit, soft in (limits or {}).items():
                 resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
             before()
-            said = json.dumps([f.to_json() for f in found(*paths, ranks=ranks)]).encode()
+            said = json.dumps([asdict(f) for f in found(*paths, ranks=ranks)]).encode()
             os.write(write, said)
             status = 0
         except BaseException:
@@ -128,7 +129,7 @@ def _in_tmpfs(folder: Path, options: str, fill: int = 0) -> list[dict[str, str]]
     mount_tmpfs(folder, options)
     for k in range(fill):
         (folder / f"file-{k}").touch()
-    return [f.to_json() for f in found(folder)]
+    return [asdict(f) for f in found(folder)]
 
 
 FILE_SYSTEMS = {
@@ -188,7 +189,7 @@ NAMESPACES: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
 def test_a_namespace(rule: str, tmp_path: Path, here: set[str]) -> None:
     work, words = NAMESPACES[rule]
     try:
-        said = with_own_mounts(lambda: [f.to_json() for f in work(tmp_path)], tmp_path / "result")
+        said = with_own_mounts(lambda: [asdict(f) for f in work(tmp_path)], tmp_path / "result")
     except CanNotMount as error:
         pytest.skip(str(error))
     check([Finding(**one) for one in said], here - WHERE, rule, words=words)

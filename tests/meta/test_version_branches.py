@@ -21,7 +21,7 @@ ALLOWED = {
     "demo/run.py::draw_loss try: import matplotlib.figure": "an optional package: no picture without it",
     "doctor/facts.py::is_version SpecifierSet(": "doctor's rules are about installed versions",
     "doctor/facts.py::is_version Version(": "as above",
-    "doctor/conditions.py::_needs Requirement(": "as above",
+    "doctor/conditions.py::_software_requires Requirement(": "as above",
     "doctor/conditions.py::_release Version(": "as above",
     "doctor/facts.py::versions metadata.version(": "as above",
     "doctor/facts.py::_folder_of util.find_spec(": "where transformers' source is, without importing it",

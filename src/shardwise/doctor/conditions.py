@@ -55,7 +55,7 @@ def _below(limit: int | None, least: int) -> bool:
     return limit is not None and limit < least
 
 
-def _threads(facts: Facts) -> Iterator[Values]:
+def _machine_threads(facts: Facts) -> Iterator[Values]:
     usable, told = facts.machine.cores.usable, facts.environment.get("OMP_NUM_THREADS")
     threads = number((told or "").partition(",")[0])
     share = max(1, int(usable) // facts.ranks)
@@ -65,7 +65,7 @@ def _threads(facts: Facts) -> Iterator[Values]:
         yield {"variant": "unset", "share": share}
 
 
-def _cores(facts: Facts) -> Iterator[Values]:
+def _machine_cores(facts: Facts) -> Iterator[Values]:
     cores = facts.machine.cores
     if facts.ranks > max(1.0, 2 * cores.usable):
         file = cores.quota_from
@@ -73,7 +73,7 @@ def _cores(facts: Facts) -> Iterator[Values]:
         yield {"where": file or "cores", "what": what}
 
 
-def _gpus_unseen(facts: Facts) -> Iterator[Values]:
+def _machine_gpus_unseen(facts: Facts) -> Iterator[Values]:
     machine = facts.machine
     if machine.gpu_files and not machine.gpus and facts.environment.get("CUDA_VISIBLE_DEVICES") != "":
         yield {"torch": facts.software.get("torch", "")}
@@ -84,7 +84,7 @@ def _by_host_name(facts: Facts) -> bool:
     return _nodes(facts) > 1 and not facts.environment.get("GLOO_SOCKET_IFNAME")
 
 
-def _no_interface(facts: Facts) -> Iterator[Values]:
+def _network_interface(facts: Facts) -> Iterator[Values]:
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given = facts.environment.get(name, "")
         if not given or given.startswith("^"):
@@ -97,7 +97,7 @@ def _no_interface(facts: Facts) -> Iterator[Values]:
             yield {"name": name, "lost": lost}
 
 
-def _slow_interface(facts: Facts) -> Iterator[Values]:
+def _network_slow_interface(facts: Facts) -> Iterator[Values]:
     network = facts.machine.network
     fast = [name for name in network.interfaces if name.startswith("ib")]
     slow = (
@@ -113,14 +113,14 @@ def _slow_interface(facts: Facts) -> Iterator[Values]:
 _GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _incomplete(facts: Facts) -> Iterator[Values]:
+def _launch_incomplete(facts: Facts) -> Iterator[Values]:
     given = [n for n in _GROUP if facts.environment.get(n)]
     lost = [n for n in _GROUP if not facts.environment.get(n)]
     if {"RANK", "WORLD_SIZE"} & set(given) and lost:
         yield {"given": given, "lost": lost}
 
 
-def _numbers(facts: Facts) -> Iterator[Values]:
+def _launch_numbers(facts: Facts) -> Iterator[Values]:
     told = facts.environment
     for inner, outer in (
         ("RANK", "WORLD_SIZE"),
@@ -135,13 +135,13 @@ def _numbers(facts: Facts) -> Iterator[Values]:
             yield {"inner": inner, "outer": outer, "low": told[inner], "high": told[outer]}
 
 
-def _bad_port(facts: Facts) -> bool:
+def _launch_port(facts: Facts) -> bool:
     given = facts.environment.get("MASTER_PORT")
     found = number(given)
     return bool(given) and (found is None or not 0 < found < 65_536)
 
 
-def _master_here(facts: Facts) -> bool:
+def _launch_master_loopback(facts: Facts) -> bool:
     address = facts.environment.get("MASTER_ADDR", "")
     return (address.startswith("127.") or address in ("localhost", "::1")) and _nodes(facts) > 1
 
@@ -151,7 +151,7 @@ def _is_elastic(facts: Facts) -> bool:
     return any(name.startswith("TORCHELASTIC_") for name in facts.environment)
 
 
-def _many_torchruns(facts: Facts) -> Iterator[Values]:
+def _launch_torchrun_per_task(facts: Facts) -> Iterator[Values]:
     told = facts.environment
     given = told.get("SLURM_NTASKS_PER_NODE") or told.get("SLURM_TASKS_PER_NODE") or ""
     tasks = number(given.partition("(")[0])
@@ -159,7 +159,7 @@ def _many_torchruns(facts: Facts) -> Iterator[Values]:
         yield {"tasks": tasks}
 
 
-def _slurm_size(facts: Facts) -> Iterator[Values]:
+def _launch_slurm_world(facts: Facts) -> Iterator[Values]:
     if _is_elastic(facts):
         return
     told = facts.environment
@@ -171,14 +171,14 @@ def _slurm_size(facts: Facts) -> Iterator[Values]:
         yield {"variant": "rank", "rank": rank, "task": task}
 
 
-def _mpi_size(facts: Facts) -> Iterator[Values]:
+def _launch_mpi_world(facts: Facts) -> Iterator[Values]:
     told = facts.environment
     size, world = number(told.get("OMPI_COMM_WORLD_SIZE")), number(told.get("WORLD_SIZE"))
     if size and world and size != world and not _is_elastic(facts):
         yield {"size": size, "world": world}
 
 
-def _devices(facts: Facts) -> Iterator[Values]:
+def _launch_devices(facts: Facts) -> Iterator[Values]:
     given = facts.environment.get("CUDA_VISIBLE_DEVICES", "")
     if not given.strip() or given.strip() == "-1":
         return
@@ -195,26 +195,26 @@ def _says(facts: Facts, name: str) -> bool:
     return is_on(facts.environment.get(name, ""))
 
 
-def _no_watchdog(facts: Facts) -> Iterable[Values]:
+def _launch_no_watchdog(facts: Facts) -> Iterable[Values]:
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
     return [{"name": name} for name in names if facts.environment.get(name) == "0"]
 
 
-def _needs(facts: Facts) -> Iterator[Values]:
+def _software_requires(facts: Facts) -> Iterator[Values]:
     for text in facts.requirements:
         required = Requirement(text)
         if required.marker is None and not is_version(facts, required.name, str(required.specifier)):
             yield {"required": required, "installed": facts.software[required.name]}
 
 
-def _gates(facts: Facts) -> Iterator[Values]:
+def _software_gates(facts: Facts) -> Iterator[Values]:
     for gate in GATES.values():
         installed = facts.software.get(gate.package)
         if installed is not None and not is_version(facts, gate.package, gate.needs):
             yield {"gate": gate, "missing": gate.missing(installed)}
 
 
-def _peft(facts: Facts) -> Iterator[Values]:
+def _software_peft(facts: Facts) -> Iterator[Values]:
     software = facts.software
     if not {"peft", "transformers"} <= software.keys():
         return
@@ -228,7 +228,7 @@ def _peft(facts: Facts) -> Iterator[Values]:
         yield {"variant": "torchao"}
 
 
-def _vision(facts: Facts) -> Iterator[Values]:
+def _software_torchvision(facts: Facts) -> Iterator[Values]:
     for name, offset in (("torchvision", 15), ("torchaudio", None)):
         torch, other = _release(facts, "torch"), _release(facts, name)
         if torch is None or other is None or torch[0] != 2:
@@ -259,7 +259,7 @@ _MOST_AHEAD_S = 5.0
 _STATE_PER_WEIGHT = 6
 
 
-def _space(facts: Facts) -> Iterator[Values]:
+def _storage_space(facts: Facts) -> Iterator[Values]:
     needed = max([_LEAST_FREE_BYTES, *(_STATE_PER_WEIGHT * m.nbytes for m in facts.models)])
     what = "A checkpoint of this model with AdamW" if facts.models else "A checkpoint"
     for place in facts.places:
@@ -268,19 +268,19 @@ def _space(facts: Facts) -> Iterator[Values]:
             yield {"it": place, "what": what, "needed": needed}
 
 
-def _slow_write(place: Place) -> Iterator[Values]:
+def _storage_slow_write(place: Place) -> Iterator[Values]:
     if place.speeds and place.speeds.write_bytes_s < _LEAST_BYTES_S:
         yield {"minutes": 10 * _GIB / place.speeds.write_bytes_s / 60}
 
 
-def _slow_read(place: Place) -> Iterator[Values]:
+def _storage_slow_read(place: Place) -> Iterator[Values]:
     if place.speeds:
         bytes_s = min(place.speeds.read_bytes_s, place.speeds.random_bytes_s)
         if bytes_s < _LEAST_BYTES_S:
             yield {"bytes_s": bytes_s}
 
 
-def _no_direct(place: Place) -> bool:
+def _storage_no_direct(place: Place) -> bool:
     in_memory = place.mount is None or place.mount.kind in ("tmpfs", "ramfs")
     return "direct" in place.failures and "write" not in place.failures and not in_memory
 
@@ -291,7 +291,7 @@ def _options(place: Place, *names: str) -> Iterable[Values]:
     return [{"option": name} for name in names if name in options][:1]
 
 
-def _late(place: Place) -> Iterator[Values]:
+def _storage_nfs_stale(place: Place) -> Iterator[Values]:
     """The longest time that NFS's client answers from its cache, over the default; and the option."""
     found = []
     for option in place.mount.options if place.mount else ():
@@ -303,7 +303,7 @@ def _late(place: Place) -> Iterator[Values]:
         yield {"late_s": late_s, "option": option}
 
 
-def _clocks_of_storage(facts: Facts) -> Iterator[Values]:
+def _storage_clock(facts: Facts) -> Iterator[Values]:
     found = [(p.path, p.clock_ahead_s) for p in facts.places]
     found += [(b.url, b.clock_ahead_s) for b in facts.buckets]
     for where, ahead_s in found:
@@ -321,14 +321,14 @@ def _clocks_of_storage(facts: Facts) -> Iterator[Values]:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _few_experts(facts: Facts) -> Iterator[Values]:
+def _model_few_experts(facts: Facts) -> Iterator[Values]:
     for model in facts.models:
         experts = next((found for n in _EXPERTS if (found := number(model.text_config.get(n)))), None)
         if experts is not None and 1 < experts < facts.ranks:
             yield {"it": model, "experts": experts}
 
 
-def _quant_storage(facts: Facts) -> Iterator[Values]:
+def _model_quant_storage(facts: Facts) -> Iterator[Values]:
     for model in facts.models:
         quantized = model.config.get("quantization_config")
         if not isinstance(quantized, Mapping) or not quantized.get("load_in_4bit") or facts.ranks < 2:
@@ -337,14 +337,14 @@ def _quant_storage(facts: Facts) -> Iterator[Values]:
             yield {"it": model}
 
 
-def _freezes(facts: Facts) -> Iterable[Values]:
+def _model_unified_memory(facts: Facts) -> Iterable[Values]:
     memory = facts.machine.memory
     if memory is None or not memory.is_unified:
         return []
     return [{"it": m} for m in facts.models if m.nbytes <= memory.free_bytes < 2 * m.nbytes]
 
 
-def _too_large(facts: Facts) -> Iterable[Values]:
+def _model_too_large(facts: Facts) -> Iterable[Values]:
     memory = facts.machine.memory
     if memory is None or (facts.machine.gpus and not memory.is_unified):
         return []
@@ -401,7 +401,7 @@ def _fsdp2(facts: Facts) -> Iterator[_Fsdp]:
     return (one for one in _fsdp(facts) if one.version == 2)
 
 
-def _not_efficient(facts: Facts) -> Iterator[Values]:
+def _accelerate_not_ram_efficient(facts: Facts) -> Iterator[Values]:
     memory = facts.machine.memory
     if memory is None or facts.ranks < 2:
         return
@@ -411,12 +411,12 @@ def _not_efficient(facts: Facts) -> Iterator[Values]:
                 yield {"it": one, "model": model}
 
 
-def _fsdp1(one: _Fsdp) -> Iterator[Values]:
+def _accelerate_fsdp1(one: _Fsdp) -> Iterator[Values]:
     if one.version != 2:
         yield {} if one.is_yaml else {"variant": "arguments", "instead": GATES["fsdp-version"].instead}
 
 
-def _stores_masters(one: _Fsdp) -> bool:
+def _accelerate_sharded_fp32(one: _Fsdp) -> bool:
     # Accelerate's own default; the HF Trainer's is FULL_STATE_DICT.
     default = "SHARDED_STATE_DICT" if one.is_yaml else "FULL_STATE_DICT"
     is_sharded = str(one.get("state_dict_type", default)).upper() in ("SHARDED_STATE_DICT", "3")
@@ -424,7 +424,7 @@ def _stores_masters(one: _Fsdp) -> bool:
     return is_sharded and (is_mixed or bool(one.values.get("bf16") or one.values.get("fp16")))
 
 
-def _refused(one: _Fsdp) -> Iterable[Values]:
+def _accelerate_refused_by_fsdp2(one: _Fsdp) -> Iterable[Values]:
     reshard = str(one.get("reshard_after_forward", True)).lower()
     bad = {
         "forward_prefetch": one.says("forward_prefetch"),
@@ -436,7 +436,7 @@ def _refused(one: _Fsdp) -> Iterable[Values]:
     return [{"name": name, "value": one.get(name)} for name, is_bad in bad.items() if is_bad]
 
 
-def _one_group(one: _Fsdp) -> Iterator[Values]:
+def _accelerate_one_group(one: _Fsdp) -> Iterator[Values]:
     by_size_zero = one.policy == "SIZE_BASED_WRAP" and not number(one.get("min_num_params"))
     if not one.wraps_blocks and (one.policy == "NO_WRAP" or by_size_zero):
         without = " without fsdp_min_num_params" if by_size_zero else ""
@@ -456,7 +456,7 @@ def _splits_ties(one: _Fsdp, model: Model) -> str:
     return ""
 
 
-def _tied_groups(facts: Facts) -> Iterator[Values]:
+def _accelerate_tied_groups(facts: Facts) -> Iterator[Values]:
     for one in _fsdp2(facts):
         for model in facts.models:
             is_tied = is_on(model.text_config.get("tie_word_embeddings", ""))
@@ -473,7 +473,7 @@ def _wrapped_classes(one: _Fsdp) -> list[str]:
     return [text for name in names if (text := str(name).strip())]
 
 
-def _unknown_class(facts: Facts) -> Iterator[Values]:
+def _accelerate_wrap_class(facts: Facts) -> Iterator[Values]:
     for one in _fsdp(facts):
         for model in facts.models:
             known = (*model.classes, "Embedding", "Linear", "LayerNorm", "Conv2d", "Conv3d")
@@ -489,7 +489,7 @@ def _unknown_class(facts: Facts) -> Iterator[Values]:
                     }
 
 
-def _parallelism(facts: Facts) -> Iterator[Values]:
+def _accelerate_parallelism(facts: Facts) -> Iterator[Values]:
     for settings in facts.accelerate:
         found = settings.values.get("parallelism_config")
         parallel = found if isinstance(found, Mapping) else {}
@@ -503,7 +503,7 @@ def _parallelism(facts: Facts) -> Iterator[Values]:
             yield {"variant": "sequence", "it": settings, "name": name, "size": sizes[name]}
 
 
-def _processes(facts: Facts) -> Iterator[Values]:
+def _accelerate_processes(facts: Facts) -> Iterator[Values]:
     for settings in facts.accelerate:
         processes = number(settings.values.get("num_processes"))
         machines = number(settings.values.get("num_machines")) or 1
@@ -519,7 +519,7 @@ def _processes(facts: Facts) -> Iterator[Values]:
             yield {"it": settings, "why": why}
 
 
-def _no_main_process(settings: Settings) -> Iterator[Values]:
+def _accelerate_main_process(settings: Settings) -> Iterator[Values]:
     address = str(settings.values.get("main_process_ip") or "")
     is_lost = not address and str(settings.values.get("rdzv_backend", "static")) == "static"
     is_here = address.startswith("127.") or address == "localhost"
@@ -534,12 +534,12 @@ def _no_main_process(settings: Settings) -> Iterator[Values]:
 _BY_DEFAULT = {"min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"}
 
 
-def _ignores_fsdp(settings: Settings) -> bool:
+def _trainer_fsdp_config_ignored(settings: Settings) -> bool:
     own = {name for name, value in settings.fsdp.items() if name not in _BY_DEFAULT or value}
     return bool(own) and not settings.values.get("fsdp")
 
 
-def _model_alone(settings: Settings) -> Iterator[Values]:
+def _trainer_save_only_model(settings: Settings) -> Iterator[Values]:
     values = settings.values
     if not (values.get("save_only_model") and values.get("fsdp")):
         return
@@ -550,7 +550,7 @@ def _model_alone(settings: Settings) -> Iterator[Values]:
         yield {"variant": "resume"}
 
 
-def _is_low_bit(settings: Settings) -> bool:
+def _trainer_low_bit_optimizer(settings: Settings) -> bool:
     optimizer = str(settings.values.get("optim", ""))
     is_theirs = ("8bit" in optimizer or optimizer.startswith("paged_")) and "torch" not in optimizer
     return is_theirs and bool(settings.values.get("fsdp"))
@@ -571,7 +571,7 @@ _WITHOUT = {
 }
 
 
-def _aside(checkpoint: Checkpoint) -> Iterator[Values]:
+def _checkpoint_set_aside(checkpoint: Checkpoint) -> Iterator[Values]:
     if checkpoint.set_aside:
         what = (
             "and they still take up space" if checkpoint.steps else "and no other step is left to resume from"
@@ -585,7 +585,7 @@ def _is_model_only(facts: Facts, checkpoint: Checkpoint) -> bool:
     )
 
 
-def _lacking(facts: Facts) -> Iterator[Values]:
+def _checkpoint_incomplete(facts: Facts) -> Iterator[Values]:
     for one in facts.checkpoints:
         if not (one.lost or one.lost_files) or _is_model_only(facts, one):
             continue
@@ -599,7 +599,7 @@ def _lacking(facts: Facts) -> Iterator[Values]:
         yield {"it": one, "lacks": lacks}
 
 
-def _model_only(facts: Facts, *, resumed: bool) -> Iterator[Values]:
+def _only_models(facts: Facts, *, resumed: bool) -> Iterator[Values]:
     found = [c for c in facts.checkpoints if _is_model_only(facts, c)]
     if found and any(log.resumed for log in facts.logs) == resumed:
         one = f"{os.path.basename(found[0].path)} contains"
@@ -609,7 +609,7 @@ def _model_only(facts: Facts, *, resumed: bool) -> Iterator[Values]:
         }
 
 
-def _pickles(facts: Facts) -> Iterator[Values]:
+def _checkpoint_pickle(facts: Facts) -> Iterator[Values]:
     if found := [c for c in facts.checkpoints if c.pickles]:
         which = "this checkpoint" if len(found) == 1 else f"one of these {len(found)} checkpoints"
         names = tuple(dict.fromkeys(name for c in found for name in c.pickles))
@@ -626,7 +626,7 @@ def _together(found: Sequence[Checkpoint]) -> str:
     return f"{found[0].path} and {len(found) - 1} more"
 
 
-def _merge(facts: Facts) -> Iterable[Values]:
+def _checkpoint_merge(facts: Facts) -> Iterable[Values]:
     memory = facts.machine.memory
     if memory is None:
         return []
@@ -637,21 +637,15 @@ def _merge(facts: Facts) -> Iterable[Values]:
 # Conditions over logs.
 
 
-def _jump(log: Log) -> Iterator[Values]:
-    if log.jump is not None:
-        line, before, after = log.jump
-        at = "at a resume" if log.jump_is_certain else f"after {line}, from which a run may have resumed"
-        yield {"line": line, "at": at, "before": before, "after": after}
+def _jumped(log: Log, jump: tuple[str, float, float] | None, why: str) -> Iterable[Values]:
+    if jump is None:
+        return []
+    line, before, after = jump
+    at = "at a resume" if log.jump_is_certain else f"after {line}{why}"
+    return [{"line": line, "at": at, "before": before, "after": after}]
 
 
-def _rate_jump(log: Log) -> Iterator[Values]:
-    if log.rate_jump is not None:
-        line, before, after = log.rate_jump
-        at = "at a resume" if log.jump_is_certain else f"after {line}"
-        yield {"line": line, "at": at, "before": before, "after": after}
-
-
-def _random_loss(facts: Facts) -> Iterator[Values]:
+def _log_random_loss(facts: Facts) -> Iterator[Values]:
     for log in facts.logs:
         for model in facts.models:
             words = number(model.text_config.get("vocab_size"))
@@ -682,12 +676,12 @@ def _ranks(facts: Facts) -> Sequence[Seen]:
     return facts.meeting.ranks if facts.meeting is not None else ()
 
 
-def _missing(facts: Facts) -> Iterator[Values]:
+def _ranks_missing(facts: Facts) -> Iterator[Values]:
     if facts.meeting is not None and facts.meeting.missing:
         yield {"names": ", ".join(map(str, facts.meeting.missing[:16]))}
 
 
-def _versions(facts: Facts) -> Iterator[Values]:
+def _ranks_versions(facts: Facts) -> Iterator[Values]:
     ranks = _ranks(facts)
     for name in sorted({n for one in ranks for n in one.versions}):
         usual, odd = _odd(ranks, lambda one, name=name: one.versions.get(name))  # type: ignore[misc]
@@ -695,7 +689,7 @@ def _versions(facts: Facts) -> Iterator[Values]:
             yield {"name": name, "odd": _named(odd), "value": odd[0].versions.get(name), "usual": usual}
 
 
-def _limits(facts: Facts) -> Iterator[Values]:
+def _ranks_limits(facts: Facts) -> Iterator[Values]:
     ranks = _ranks(facts)
     for name in sorted({n for one in ranks for n in one.limits}):
         values = [one.limits.get(name, 0.0) for one in ranks]
@@ -705,7 +699,7 @@ def _limits(facts: Facts) -> Iterator[Values]:
             yield {"name": name, "odd": _named(odd), "value": odd[0].limits.get(name, 0.0), "usual": usual}
 
 
-def _clocks(facts: Facts) -> Iterator[Values]:
+def _ranks_clocks(facts: Facts) -> Iterator[Values]:
     clocks = sorted(one.clock_s for one in _ranks(facts))
     odd = [one for one in _ranks(facts) if abs(one.clock_s - clocks[len(clocks) // 2]) > _MOST_APART_S]
     if odd:
@@ -713,7 +707,7 @@ def _clocks(facts: Facts) -> Iterator[Values]:
         yield {"odd": _named(odd), "apart_s": abs(apart_s), "side": "ahead" if apart_s > 0 else "behind"}
 
 
-def _files(facts: Facts) -> Iterator[Values]:
+def _ranks_files(facts: Facts) -> Iterator[Values]:
     hosts = [one for one in _ranks(facts) if one.files is not None]
     found = []
     for name in sorted({n for one in hosts for n in one.files or {}}):
@@ -732,7 +726,7 @@ def _files(facts: Facts) -> Iterator[Values]:
         }
 
 
-def _not_shared(facts: Facts) -> Iterator[Values]:
+def _ranks_not_shared(facts: Facts) -> Iterator[Values]:
     for path in sorted({p for one in _ranks(facts) for p in one.unseen}):
         blind = [one for one in _ranks(facts) if one.unseen.get(path)]
         yield {"path": path, "blind": _named(blind), "hidden": blind[0].unseen[path][0]}
@@ -742,8 +736,27 @@ def _not_shared(facts: Facts) -> Iterator[Values]:
 # By name.
 
 SOURCES: Mapping[str, Callable[[Facts], Iterable[Any]]] = {"fsdp": _fsdp, "fsdp2": _fsdp2}
-#: By rule: true, or the values of each finding.
+#: How the ids of rules begin.
+_KINDS = [
+    "accelerate",
+    "checkpoint",
+    "launch",
+    "log",
+    "machine",
+    "model",
+    "network",
+    "ranks",
+    "software",
+    "storage",
+    "trainer",
+]
+#: By rule: true, or the values of each finding. A function here has the id of its rule as its name.
 CONDITIONS: Mapping[str, Callable[[Any], bool | Iterable[Values]]] = {
+    **{
+        name[1:].replace("_", ".", 1).replace("_", "-"): function
+        for name, function in list(globals().items())
+        if name.startswith(tuple(f"_{kind}_" for kind in _KINDS))
+    },
     "machine.memory": lambda facts: (
         (m := facts.machine.memory) is not None and facts.ranks * _PROCESS_BYTES > m.free_bytes
     ),
@@ -755,91 +768,39 @@ CONDITIONS: Mapping[str, Callable[[Any], bool | Iterable[Values]]] = {
         and facts.machine.has_rdma
         and _nodes(facts) > 1
     ),
-    "machine.threads": _threads,
-    "machine.cores": _cores,
     "machine.clock": lambda facts: facts.machine.clock_s < _EARLIEST_S,
-    "machine.gpus-unseen": _gpus_unseen,
     "network.loopback": lambda facts: facts.machine.network.is_loopback and _by_host_name(facts),
     "network.hostname": lambda facts: not facts.machine.network.addresses and _by_host_name(facts),
-    "network.interface": _no_interface,
     "network.gloo-pattern": lambda facts: facts.environment.get("GLOO_SOCKET_IFNAME", "").startswith(
         ("^", "=")
     ),
-    "network.slow-interface": _slow_interface,
     "storage.unresponsive": lambda facts: [{"path": p, "waited_s": s} for p, s in facts.silent.items()],
-    "storage.space": _space,
     "storage.inodes": lambda place: (
         _below(place.free_inodes, _LEAST_INODES) and "write" not in place.failures
     ),
-    "storage.slow-write": _slow_write,
-    "storage.slow-read": _slow_read,
     "storage.slow-fsync": lambda place: bool(place.speeds) and place.speeds.fsync_s > _MOST_FSYNC_S,
-    "storage.no-direct": _no_direct,
     "storage.nfs-locks": lambda place: _options(place, "nolock", "local_lock=all", "local_lock=posix"),
     "storage.nfs-soft": lambda place: _options(place, "soft", "softerr"),
-    "storage.nfs-stale": _late,
-    "storage.clock": _clocks_of_storage,
-    "launch.incomplete": _incomplete,
-    "launch.numbers": _numbers,
-    "launch.port": _bad_port,
-    "launch.master-loopback": _master_here,
-    "launch.torchrun-per-task": _many_torchruns,
-    "launch.slurm-world": _slurm_size,
-    "launch.mpi-world": _mpi_size,
-    "launch.devices": _devices,
     "launch.ram-efficient-off": lambda facts: (
         _says(facts, "FSDP_CPU_RAM_EFFICIENT_LOADING") and not _says(facts, "ACCELERATE_USE_FSDP")
     ),
     "launch.fsdp1": lambda facts: (
         _says(facts, "ACCELERATE_USE_FSDP") and facts.environment.get("FSDP_VERSION", "1") != "2"
     ),
-    "launch.no-watchdog": _no_watchdog,
-    "software.requires": _needs,
-    "software.gates": _gates,
-    "software.peft": _peft,
-    "software.torchvision": _vision,
     "accelerate.device-mesh": lambda one: one.says("cpu_ram_efficient_loading"),
     "accelerate.whole-model": lambda one: one.says("cpu_ram_efficient_loading"),
-    "accelerate.not-ram-efficient": _not_efficient,
-    "accelerate.fsdp1": _fsdp1,
-    "accelerate.sharded-fp32": _stores_masters,
-    "accelerate.refused-by-fsdp2": _refused,
-    "accelerate.one-group": _one_group,
-    "accelerate.tied-groups": _tied_groups,
-    "accelerate.wrap-class": _unknown_class,
     "accelerate.other-engine": lambda settings: (
         str(settings.values.get("distributed_type", "")).upper() in ("DEEPSPEED", "MEGATRON_LM")
     ),
-    "accelerate.parallelism": _parallelism,
-    "accelerate.processes": _processes,
-    "accelerate.main-process": _no_main_process,
-    "trainer.fsdp-config-ignored": _ignores_fsdp,
-    "trainer.save-only-model": _model_alone,
     "trainer.data-skip": _all_set("ignore_data_skip"),
     "trainer.two-halves": _all_set("bf16", "fp16"),
     "trainer.checkpointing": _all_set("gradient_checkpointing", "fsdp"),
-    "trainer.low-bit-optimizer": _is_low_bit,
     "model.damaged-file": lambda model: [{"name": name, "how": how} for name, how in model.damaged.items()],
-    "model.few-experts": _few_experts,
-    "model.quant-storage": _quant_storage,
-    "model.unified-memory": _freezes,
-    "model.too-large": _too_large,
-    "checkpoint.resumed-model-only": lambda facts: _model_only(facts, resumed=True),
+    "checkpoint.resumed-model-only": lambda facts: _only_models(facts, resumed=True),
     "checkpoint.damaged": lambda one: [{"name": name, "how": how} for name, how in one.damaged.items()],
-    "checkpoint.set-aside": _aside,
-    "checkpoint.incomplete": _lacking,
-    "checkpoint.model-only": lambda facts: _model_only(facts, resumed=False),
-    "checkpoint.merge": _merge,
-    "checkpoint.pickle": _pickles,
-    "log.loss-jump": _jump,
-    "log.lr-jump": _rate_jump,
+    "checkpoint.model-only": lambda facts: _only_models(facts, resumed=False),
+    "log.loss-jump": lambda log: _jumped(log, log.jump, ", from which a run may have resumed"),
+    "log.lr-jump": lambda log: _jumped(log, log.rate_jump, ""),
     "log.rising-loss": lambda log: [{"low": log.rise[0], "last": log.rise[1]}] if log.rise else [],
-    "log.random-loss": _random_loss,
-    "ranks.missing": _missing,
     "ranks.no-store": lambda facts: facts.meeting is not None and facts.meeting.problem is not None,
-    "ranks.versions": _versions,
-    "ranks.limits": _limits,
-    "ranks.clocks": _clocks,
-    "ranks.files": _files,
-    "ranks.not-shared": _not_shared,
 }

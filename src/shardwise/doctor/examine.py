@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -291,7 +291,11 @@ def _look_at_file(path: str, found: _Found) -> str:
         return foreign
     name = os.path.basename(path)
     if name == TRAINER_FILE:
-        return _look_at_state(path, found)
+        folder = os.path.dirname(path)  # one of its checkpoints, or the directory of them
+        root = os.path.dirname(folder) if OTHERS_NAME.fullmatch(os.path.basename(folder)) else folder
+        points = losses_in(path)
+        found["logs"].append(log_of_losses(path, points, numbered_steps(root), rates_in(path)))
+        return f"the HF Trainer's state, {count(len(points), 'loss', 'losses')}"
     if name == ARGUMENTS_FILE:
         found["arguments"].append(read_pickled_arguments(path))
         return "TrainingArguments, read from a pickle without running it"
@@ -309,15 +313,6 @@ def _look_at_file(path: str, found: _Found) -> str:
         return f"a log, {count(log.losses, 'loss', 'losses')}, {count(len(log.lines), 'known line')}"
     found["unknown"].append(path)
     return "nothing that doctor recognizes"
-
-
-def _look_at_state(path: str, found: _Found) -> str:
-    """The Trainer's list of losses, in one of its checkpoints or next to them."""
-    folder = os.path.dirname(path)
-    root = os.path.dirname(folder) if OTHERS_NAME.fullmatch(os.path.basename(folder)) else folder
-    points = losses_in(path)
-    found["logs"].append(log_of_losses(path, points, numbered_steps(root), rates_in(path)))
-    return f"the HF Trainer's state, {count(len(points), 'loss', 'losses')}"
 
 
 def _words_of(checkpoint: Checkpoint) -> str:
@@ -376,16 +371,6 @@ _MEETING_S = 26.0
 _UNLIMITED = 1e18
 
 
-class _Store(Protocol):
-    """The methods of torch.distributed.Store that are used here. Its stub says str where it takes and gives bytes."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-
-
 @frozen(kw_only=True)
 class Assembly:
     """This rank's seat among the ranks of a launch. ``store`` is None if there is a ``problem``."""
@@ -394,7 +379,8 @@ class Assembly:
     world_size: int
     is_first_here: bool
     """Whether it is the first rank of its host."""
-    store: _Store | None
+    store: Any
+    """A torch.distributed.Store, whose stub says str where it takes and gives bytes."""
     problem: str
     """Why the store can't be had."""
     began_s: float
@@ -425,7 +411,7 @@ class Assembly:
                 clock_s=clock_s,
                 files=dict(files) if self.is_first_here else None,
                 unseen=_unseen(facts.places, present, self.rank),
-                findings=tuple(f.to_json() for f in findings) if self.is_first_here else (),
+                findings=tuple(map(asdict, findings)) if self.is_first_here else (),
             )
             self.store.set(f"seen/{self.rank}", json.dumps(asdict(seen)).encode())
             self.store.add("seen", 1)
@@ -438,7 +424,6 @@ class Assembly:
 
     def _present(self) -> list[int] | None:
         """The ranks that are there, as rank 0 says; None if it does not."""
-        assert self.store is not None
         if self.rank != 0:
             # rank 0 may look for longer than this rank did
             return json.loads(self.store.get("present")) if self._comes("present", _MEETING_S) else None
@@ -453,7 +438,6 @@ class Assembly:
         return present
 
     def _gathered(self, present: list[int]) -> Meeting:
-        assert self.store is not None
         end = self._end(_SEEN_S + _REPLY_S)
         while self.store.add("seen", 0) < len(present) and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -473,7 +457,6 @@ class Assembly:
 
     def _heard(self) -> Meeting | None:
         """After rank 0 has all: None. Otherwise rank 0 is missing."""
-        assert self.store is not None
         if not self._comes("done", _SEEN_S + 2 * _REPLY_S):
             return self._alone()
         self.store.add("left", 1)
@@ -485,7 +468,6 @@ class Assembly:
         return now + max(1.0, min(limit_s, self.began_s + _MEETING_S - now))
 
     def _comes(self, key: str, limit_s: float) -> bool:
-        assert self.store is not None
         try:
             self.store.wait([key], timedelta(seconds=self._end(limit_s) - time.monotonic()))
             return True
@@ -516,7 +498,7 @@ def assembly_of(environment: Mapping[str, str]) -> Assembly | None:
         return None
     began = time.monotonic()
     hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store: _Store | None = None
+    store: Any = None
     problem = "" if hosts_store or _answers(address, port) else f"no answer from {address}:{port}"
     try:
         if problem:
@@ -531,7 +513,7 @@ def assembly_of(environment: Mapping[str, str]) -> Assembly | None:
         )
         # A launcher that starts the ranks again keeps its store.
         prefix = f"shardwise-doctor/{environment.get('TORCHELASTIC_RESTART_COUNT', '')}"
-        store = cast(_Store, dist.distributed_c10d.PrefixStore(prefix, tcp))
+        store = dist.distributed_c10d.PrefixStore(prefix, tcp)
         store.add("started", 1)
     except dist.DistError as error:
         store, problem = None, problem or " ".join(str(error).split())[:200]
@@ -643,7 +625,7 @@ class Diagnosis:
         return {
             "ok": not self.bites,
             "rules": len(RULES),
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "facts": _plain(asdict(self.facts)),
         }
 

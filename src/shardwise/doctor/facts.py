@@ -9,7 +9,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, field
+from dataclasses import field
 from glob import escape, glob
 from importlib import metadata, util
 from pathlib import Path
@@ -22,9 +22,6 @@ from packaging.version import InvalidVersion, Version
 from ..engine.files import shares_memory
 from ..objects import frozen
 from ..operations.host_budget import cgroups_with, host_budget, text_of
-
-# ----------------------------------------------------------------------------------------------------
-# What was seen, as plain records: of the machine, a place for files, the software, the launch, and files that were given.
 
 
 @frozen(kw_only=True)
@@ -483,10 +480,6 @@ class Finding:
     do: str
     source: str
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
 
 def is_version(facts: Facts, package: str, wanted: str) -> bool:
     """Whether an installed package is of the versions ``wanted``; True if it is not installed."""
@@ -577,9 +570,9 @@ def requirements() -> tuple[str, ...]:
         return ()
 
 
-def launch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def launch_variables() -> dict[str, str]:
     """The variables of the launch alone: the rest may hold credentials, and ``--json`` prints what was seen."""
-    return {n: v for n, v in environment.items() if n in _NAMES or n.startswith(_PREFIXES)}
+    return {n: v for n, v in os.environ.items() if n in _NAMES or n.startswith(_PREFIXES)}
 
 
 _CLASS = re.compile(r"^class (\w+)", re.MULTILINE)

@@ -218,25 +218,20 @@ def _jump_after(
 
 
 def _back(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
-    """The learning rate before and after, if it was reset."""
-    return (before[-1], after[0]) if _goes_back(before, after) else None
+    """The learning rate before and after, if it grows all at once, or falls back to the start of a warmup that was over."""
+    near = before[-_LAST:]
+    if len(near) < 2 or not after:
+        return None
+    usual = max(abs(one - other) for part in (near, after) for one, other in pairwise(part))
+    grows = after[0] > max(_BACK * near[-1], near[-1] + _BACK_STEPS * usual)
+    begins = near[-1] <= near[0] and after[-1] > after[0] and _BACK * after[0] < near[-1]
+    return (near[-1], after[0]) if grows or begins else None
 
 
 def _back_unless_restarted(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
     """The same, but for a schedule that restarts: it has come to its end before."""
     jump = _back(before, after)
     return jump if jump and before[-1] > _RESTARTS * max(before) else None
-
-
-def _goes_back(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether a learning rate grows all at once, or falls back to the start of a warmup that was over."""
-    near = before[-_LAST:]
-    if len(near) < 2 or not after:
-        return False
-    usual = max(abs(one - other) for part in (near, after) for one, other in pairwise(part))
-    if after[0] > max(_BACK * near[-1], near[-1] + _BACK_STEPS * usual):
-        return True
-    return near[-1] <= near[0] and after[-1] > after[0] and _BACK * after[0] < near[-1]
 
 
 def _before_resume(
