@@ -107,17 +107,24 @@ def read_shallow_json(path: str, what: str = "config") -> Any:
 
 def refuse_deep(document: Any, path: str, what: str = "config") -> Any:
     """A JSON value. Raises :class:`FormatError` naming ``path`` if its values are nested deeper than ``MAX_CONFIG_DEPTH``."""
+    if not is_shallow(document):
+        raise FormatError(
+            f"{what} has values nested deeper than {MAX_CONFIG_DEPTH}, which is the limit", path=path
+        )
+    return document
+
+
+def is_shallow(document: Any) -> bool:
+    """Whether values of JSON are nested at most ``MAX_CONFIG_DEPTH`` deep."""
     waiting = [(document, 1)]
     while waiting:
         value, depth = waiting.pop()
         if depth > MAX_CONFIG_DEPTH:
-            raise FormatError(
-                f"{what} has values nested deeper than {MAX_CONFIG_DEPTH}, which is the limit", path=path
-            )
+            return False
         if isinstance(value, dict | list):
             inner = value.values() if isinstance(value, dict) else value
             waiting += [(one, depth + 1) for one in inner]
-    return document
+    return True
 
 
 def read_small(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -> bytes:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import shardwise as sw
 from shardwise.errors import PlanError, RankError
-from tests.cases._fns import _Peak, anonymous_bytes, mesh_of
+from tests.cases._fns import AnonymousPeak, anonymous_bytes, mesh_of
 from tests.loading._load_fns import assert_same_whole, local, nothing_else_changes, whole
 
 IDS = torch.arange(12).reshape(2, 6) + 3
@@ -24,7 +24,7 @@ def load_text_part(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     mesh = mesh_of()
     sw.load_pretrained(directory, mesh, trust_remote_code=True, **options)  # what is paid once
     dist.barrier()
-    before, peak = anonymous_bytes(), _Peak()
+    before, peak = anonymous_bytes(), AnonymousPeak()
     peak.start()
     with nothing_else_changes():
         model, report = sw.load_pretrained(

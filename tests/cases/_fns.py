@@ -160,7 +160,7 @@ def bytes_through_reads() -> int:
     return int(line.split()[1])
 
 
-class _Peak(threading.Thread):
+class AnonymousPeak(threading.Thread):
     """Looks at anonymous memory every few milliseconds until it is told to stop."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ def cost_of_a_load(small: str, large: str, shape: tuple[int, ...]) -> dict[str, 
     sw.load_pretrained(small, mesh)
     dist.barrier()
     before, read = anonymous_bytes(), bytes_through_reads()
-    peak = _Peak()
+    peak = AnonymousPeak()
     peak.start()
     with nothing_else_changes(), _RandomDraws() as draws:
         model, report = sw.load_pretrained(large, mesh, return_report=True)
@@ -225,7 +225,7 @@ def cost_with_accelerate(small: str, large: str) -> dict[str, int]:
     from shardwise.integrations import accelerate as swa
 
     def script(path: str) -> dict[str, int]:
-        before, peak = anonymous_bytes(), _Peak()
+        before, peak = anonymous_bytes(), AnonymousPeak()
         peak.start()
         wrap = {"transformer_cls_names_to_wrap": ["Qwen3MoeDecoderLayer"]}
         with efficient_loading(), accelerator_with(plugin=wrap) as accelerator:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.demo.course import PairBatches, clear_output, docstring_pairs, prepare_model, split
+from shardwise.demo.course import clear_output, docstring_pairs, prepare_model, split
 from shardwise.demo.run import run_demo
-from shardwise.errors import ShardwiseError, SourceError, StateError
+from shardwise.errors import ShardwiseError, SourceError
 from tests.docs.blocks import ROOT
 from tests.harness.object_store import BUCKET, SECRET, s3_server, use_store
 
@@ -223,31 +223,6 @@ def test_only_a_former_demos_directory_is_cleared(tmp_path: Path) -> None:
     clear_output(out)
     assert not (out / "run-1").exists()
     assert (out / "notes.txt").exists()
-
-
-def test_batches_go_on_under_another_number_of_ranks() -> None:
-    pairs = [(f"first {k}", f"rest {k}") for k in range(50)]
-
-    def global_batches(
-        world_size: int, count: int, position: dict[str, object] | None = None
-    ) -> list[object]:
-        ranks = [PairBatches(pairs, 12, rank=r, world_size=world_size) for r in range(world_size)]
-        for batches in ranks:
-            if position is not None:
-                batches.load_state_dict(position)
-        taken = [[pair for batches in ranks for pair in batches.take()] for _ in range(count)]
-        assert all(batches.state_dict() == ranks[0].state_dict() for batches in ranks)
-        return [*taken, ranks[0].state_dict()]
-
-    *expected, end = global_batches(1, 9)
-    *begun, position = global_batches(2, 3)
-    assert isinstance(position, dict)
-    *rest, again = global_batches(3, 6, position)
-    assert begun + rest == expected
-    assert again == end
-
-    with pytest.raises(StateError, match="batch_size"):
-        PairBatches(pairs, 10, rank=0, world_size=1).load_state_dict(position)
 
 
 def test_pairs_are_the_same_each_time_and_held_out_ones_are_not_trained_on() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.demo.course import AnonymousPeak
 from shardwise.tensors.live import local_tensor, reshard
+from tests.cases._fns import AnonymousPeak, anonymous_bytes
 from tests.export._export_fns import failure
 from tests.harness import models
 from tests.loading._peft_fns import known_warnings
@@ -127,11 +127,12 @@ def memory() -> dict[str, Any]:
     ):  # what is made once: threads, buffers of gloo
         pass
     digest = hashlib.sha256()
-    with AnonymousPeak() as peak:
-        for name, tensor in sw.iter_full_tensors(model, bucket_bytes=8 * 2**20):
-            digest.update(name.encode())
-            digest.update(tensor.numpy().data)
-    return {"added": peak.added, "digest": digest.hexdigest()}
+    before, peak = anonymous_bytes(), AnonymousPeak()
+    peak.start()
+    for name, tensor in sw.iter_full_tensors(model, bucket_bytes=8 * 2**20):
+        digest.update(name.encode())
+        digest.update(tensor.numpy().data)
+    return {"added": peak.stop() - before, "digest": digest.hexdigest()}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the demo trains on and how: lengths and paths, data, preparation, a crash at a chosen moment, memory."""
+"""What the demo trains on and how: lengths and paths, data, preparation, a crash at a chosen moment."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ import shutil
 import signal
 import sys
 import sysconfig
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import lcm
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import torch
 
 from ..catalog.open import open_catalog
 from ..catalog.records import StoredTensor
-from ..errors import FormatError, ShardwiseError, SourceError, StateError
+from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.header import stored_step
 from ..internals.transformers import build_from_config
 from ..loading.pretrained import build_meta
 from ..models.classes import read_config
 from ..names import named_tensors
 from ..objects import frozen
-from ..operations.ledger import Sources
 from ..planning.hub_rules import HubRules, hub_rules
 from ..publish.line import line_of
 from ..publish.write import ObjectWriter
@@ -101,16 +99,10 @@ def prepare_model(directory: Path) -> Prepared:
         base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)
     except (ValueError, FormatError) as error:  # the config's class has no base model
         raise ShardwiseError(f"{directory}: {error}") from error
-    allow_unused, allow_missing = _declarations(base, catalog.tensors, _whole_class(config))
+    classes = (getattr(transformers, name, None) for name in config.architectures or ())
+    whole_class = next((c for c in classes if c is not None), None)  # of the model that stored the weights
+    allow_unused, allow_missing = _declarations(base, catalog.tensors, whole_class)
     return Prepared(directory, type(base).__name__, allow_unused, allow_missing)
-
-
-def _whole_class(config: Any) -> Any:
-    """The class of the model that stored the weights; None if this transformers lacks it."""
-    import transformers
-
-    found = (getattr(transformers, name, None) for name in config.architectures or ())
-    return next((c for c in found if c is not None), None)
 
 
 def _declarations(
@@ -278,20 +270,18 @@ def published(checkpoints: str) -> dict[int, str]:
 
 def unpublished_bytes(checkpoints: str) -> int:
     """Bytes of files and objects that a save has left behind without publishing them."""
-    stats = [stat_of(join(path, name)) for path in _unpublished(checkpoints) for name in files_below(path)]
-    return sum(stat.nbytes for stat in stats if stat is not None)
-
-
-def _unpublished(checkpoints: str) -> Iterator[str]:
-    steps = published(checkpoints).values()
+    steps, nbytes = published(checkpoints).values(), 0
     for name in names_in(checkpoints):
         is_step = stored_step(name) is not None if is_url(checkpoints) else name.startswith(".tmp-step-")
         if is_step and name not in steps:
-            yield join(checkpoints, name)
+            path = join(checkpoints, name)
+            stats = [stat_of(join(path, file)) for file in files_below(path)]
+            nbytes += sum(stat.nbytes for stat in stats if stat is not None)
+    return nbytes
 
 
 # ----------------------------------------------------------------------------------------------------
-# Text pairs from the installed standard library, and batches of them that any number of ranks can share.
+# Text pairs from the installed standard library.
 
 Pair = tuple[str, str]
 
@@ -301,15 +291,15 @@ _FIRST_CHARS, _REST_CHARS = 20, 40  # shorter texts are too hard to match
 _CUT_CHARS = 150
 
 
-def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:
+def docstring_pairs(count: int) -> list[Pair]:
     """First line and rest of docstrings of the standard library; the same list for the same Python.
 
-    Parses the sources and never imports them. Files come in an order drawn from ``seed``, no line twice. Raises
+    Parses the sources and never imports them. Files come in a random order, no line twice. Raises
     :class:`SourceError` if there are fewer than ``count``, for example if only bytecode is installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_sources(root))
-    random.Random(seed).shuffle(files)
+    random.Random(0).shuffle(files)
     pairs: list[Pair] = []
     seen: set[str] = set()
     for file in files:
@@ -344,105 +334,8 @@ def _pairs_of(file: Path) -> Iterator[Pair]:
             yield first[:_CUT_CHARS], rest[:_CUT_CHARS]
 
 
-def split(pairs: list[Pair], held_out: int, *, seed: int = 0) -> tuple[list[Pair], list[Pair]]:
+def split(pairs: list[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]:
     """Pairs to train on, and ``held_out`` pairs that training never sees."""
     shuffled = list(pairs)
-    random.Random(seed).shuffle(shuffled)
+    random.Random(0).shuffle(shuffled)
     return shuffled[held_out:], shuffled[:held_out]
-
-
-class PairBatches:
-    """This rank's part of one global sequence of batches.
-
-    The sequence depends only on seed, epoch and batch size; ranks take equal slices of each batch. So the position is
-    the same on every rank, and a run that goes on with more or fewer ranks skips and repeats nothing. An epoch ends
-    when no full batch is left.
-    """
-
-    def __init__(
-        self, pairs: list[Pair], batch_size: int, *, rank: int, world_size: int, seed: int = 0
-    ) -> None:
-        if batch_size % world_size:
-            raise ValueError(f"a batch of {batch_size} isn't divisible by {world_size} ranks")
-        if len(pairs) < batch_size:
-            raise ValueError(f"{len(pairs)} pairs are fewer than one batch of {batch_size}")
-        self._pairs = pairs
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._epoch = 0
-        self._consumed = 0
-
-    def take(self) -> list[Pair]:
-        """This rank's slice of the next batch."""
-        if (self._consumed + 1) * self._batch_size > len(self._pairs):
-            self._epoch, self._consumed = self._epoch + 1, 0
-        order = list(range(len(self._pairs)))
-        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-        share = self._batch_size // self._world_size
-        begin = self._consumed * self._batch_size + self._rank * share
-        self._consumed += 1
-        return [self._pairs[i] for i in order[begin : begin + share]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position and a description of its sequence. Equal on all ranks."""
-        return {**self._sequence(), "epoch": self._epoch, "consumed": self._consumed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to the position. Raises :class:`StateError` if it belongs to another sequence."""
-        stored = {key: state.get(key) for key in self._sequence()}
-        if stored != self._sequence():
-            raise StateError(
-                f"the data position belongs to {stored}, but these batches are {self._sequence()}"
-            )
-        self._epoch, self._consumed = state["epoch"], state["consumed"]
-
-    def _sequence(self) -> dict[str, int]:
-        return {"pairs": len(self._pairs), "batch_size": self._batch_size, "seed": self._seed}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Anonymous memory of this process: its allocations, without pages of mapped files.
-
-_MEMORY_PERIOD_S = 0.002
-
-
-class AnonymousPeak:
-    """Samples anonymous memory every 2 ms while the block runs."""
-
-    def __init__(self) -> None:
-        self._sources = Sources()
-        self.before = self._peak = self.after = self._now()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="anonymous-memory", daemon=True)
-
-    @property
-    def added(self) -> int | None:
-        """Bytes by which the highest sample exceeds the first; None if memory can't be measured: only Linux reports it."""
-        return max(0, self._peak - self.before) if self.before else None
-
-    @property
-    def kept(self) -> int | None:
-        """Bytes by which the last sample exceeds the first."""
-        return self.after - self.before if self.before else None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-        self.after = self._now()
-        self._peak = max(self._peak, self.after)
-        self._sources.close()
-
-    def _sample(self) -> None:
-        while not self._done.wait(_MEMORY_PERIOD_S):
-            self._peak = max(self._peak, self._now())
-
-    def _now(self) -> int:
-        return self._sources.look().anonymous_bytes

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ from ..checkpoint.resume_report import ResumeReport
 from ..errors import ShardwiseError
 from ..operations.operation import size
 from ..ranks.ranks import patiently
-from ..report.report import write_report
+from ..report.plots import trained_twice
+from ..report.records import Material, Start, find_material
+from ..report.report import memory_added, write_report
 from ..storage import absolute, is_directory
 from ..storage.records import is_url, join
 from . import embed
@@ -43,110 +44,55 @@ from .train import plan_starts
 # The demo's outcome: the report from the records of its processes, a table, and the loss curve.
 
 
-def records(directory: Path, name: str) -> list[dict[str, Any]]:
-    """The records that the ranks of one start wrote, by rank."""
-    found = [json.loads(p.read_text(encoding="utf-8")) for p in directory.glob(f"{name}-rank-*.json")]
-    return sorted(found, key=lambda record: int(record["rank"]))
-
-
-def read_losses(directory: Path) -> dict[int, float]:
-    """Loss by step of one start."""
-    lines = (directory / "loss.jsonl").read_text(encoding="utf-8").splitlines()
-    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
-
-
-def print_resume(report: ResumeReport, console: Console) -> None:
-    """Print the resume report of rank 0."""
-    table = Table(title="Resume report", show_header=False, title_justify="left")
-    for name, value in report.rows().items():
-        table.add_row(name, value)
-    console.print(table)
-
-
 def print_table(report: Mapping[str, Any], console: Console) -> None:
     """Print the measured outcome. Each line comes from records of the processes."""
     table = Table(title="shardwise demo", show_header=False, title_justify="left")
-    for section in (_load_rows(report), _crash_rows(report), _outcome_rows(report)):
-        for name, value in section:
-            table.add_row(name, value)
+    load, crash, resume, digests = (report[name] for name in ("load", "crash", "resume", "digests"))
+    before, after, loss, twice = (report[name] for name in ("before", "after", "loss", "trained_twice"))
+    equal = {True: "equal", False: "DIFFERENT"}
+    steps = twice["steps"]
+    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else ", ".join(map(str, steps)) or "none"
+    sections = (
+        {
+            "model": f"{report['model']['class']}, {size(load['model_bytes'])} in fp32",
+            "load": f"{load['seconds']:.2f} s on {_ranks(report['ranks'])}",
+            "bytes read, all ranks": f"{size(load['bytes_read'])} = {load['bytes_read_ratio']:.3f} × the model",
+            **{
+                f"peak memory added, rank {rank['rank']}": (
+                    "not measured" if rank["memory_added"] is None else size(rank["memory_added"])
+                )
+                + f" for a shard of {size(rank['local_bytes'])}"
+                for rank in load["ranks"]
+            },
+        },
+        {
+            "killed": f"rank {crash['rank']} by {crash['signal']} while saving step {crash['step']}; "
+            f"{size(crash['unpublished_bytes'])} were left unpublished",
+            "resumed": f"from step {resume['step']} on {resume['world_size']} ranks in {resume['seconds']:.1f} s",
+            "digests before and after": f"{equal[digests['resume_equal']]} ({digests['tensors']} tensors)",
+            "steps trained twice": f"{span}: losses differ by at most {twice['largest_difference']:.1e}",
+            "digests live and exported": equal[digests["export_equal"]],
+        },
+        {
+            "training loss": f"{loss['first']:.3f} → {loss['last']:.3f} (mean of {loss['over']} steps)",
+            f"held-out loss, {before['pairs']} pairs": f"{before['loss']:.3f} → {after['loss']:.3f}",
+            "retrieval accuracy, held out": f"{before['accuracy']:.1%} → {after['accuracy']:.1%}",
+            "the export was read by": "plain transformers, in a process without shardwise",
+            "whole demo": f"{report['seconds']:.0f} s",
+        },
+    )
+    for section in sections:
+        for row in section.items():
+            table.add_row(*row)
         table.add_section()
     console.print(table)
-
-
-def _load_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    load = report["load"]
-    rows = [
-        ("model", f"{report['model']['class']}, {size(load['model_bytes'])} in fp32"),
-        ("load", f"{load['seconds']:.2f} s on {_ranks(report['ranks'])}"),
-        (
-            "bytes read, all ranks",
-            f"{size(load['bytes_read'])} = {load['bytes_read_ratio']:.3f} × the model",
-        ),
-    ]
-    for rank in load["ranks"]:
-        added = rank["memory_added"]
-        peak = "not measured" if added is None else f"{size(added)}"
-        rows.append(
-            (
-                f"peak memory added, rank {rank['rank']}",
-                f"{peak} for a shard of {size(rank['local_bytes'])}",
-            )
-        )
-    return rows
-
-
-def _crash_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    crash, resume, twice = report["crash"], report["resume"], report["trained_twice"]
-    return [
-        (
-            "killed",
-            f"rank {crash['rank']} by {crash['signal']} while saving step {crash['step']}; "
-            f"{size(crash['unpublished_bytes'])} were left unpublished",
-        ),
-        (
-            "resumed",
-            f"from step {resume['step']} on {resume['world_size']} ranks in {resume['seconds']:.1f} s",
-        ),
-        (
-            "digests before and after",
-            f"{_equal(report['digests']['resume_equal'])} ({report['digests']['tensors']} tensors)",
-        ),
-        (
-            "steps trained twice",
-            f"{_span(twice['steps'])}: losses differ by at most {twice['largest_difference']:.1e}",
-        ),
-        ("digests live and exported", _equal(report["digests"]["export_equal"])),
-    ]
-
-
-def _outcome_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    before, after, loss = report["before"], report["after"], report["loss"]
-    return [
-        ("training loss", f"{loss['first']:.3f} → {loss['last']:.3f} (mean of {loss['over']} steps)"),
-        (f"held-out loss, {before['pairs']} pairs", f"{before['loss']:.3f} → {after['loss']:.3f}"),
-        ("retrieval accuracy, held out", f"{before['accuracy']:.1%} → {after['accuracy']:.1%}"),
-        ("the export was read by", "plain transformers, in a process without shardwise"),
-        ("whole demo", f"{report['seconds']:.0f} s"),
-    ]
-
-
-def _equal(equal: bool) -> str:
-    return "equal" if equal else "DIFFERENT"
-
-
-def _span(steps: Sequence[int]) -> str:
-    if len(steps) < 2:
-        return str(steps[0]) if steps else "none"
-    return f"{steps[0]} to {steps[-1]}"
 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def draw_loss(
-    path: Path, before: Mapping[int, float], after: Mapping[int, float], report: Mapping[str, Any]
-) -> bool:
+def draw_loss(path: Path, material: Material, report: Mapping[str, Any]) -> bool:
     """Draw the loss across the crash as a PNG. False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
@@ -155,31 +101,16 @@ def draw_loss(
     resume, crash = report["resume"], report["crash"]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        list(before),
-        list(before.values()),
-        "o-",
-        markersize=5,
-        color="tab:blue",
-        label=_ranks(report["ranks"]),
-    )
-    axes.plot(
-        list(after),
-        list(after.values()),
-        "x-",
-        markersize=6,
-        color="tab:orange",
-        label=_ranks(resume["world_size"]),
-    )
-    axes.axvline(
-        crash["step"], color="tab:red", linestyle="--", label=f"rank {crash['rank']} killed in a save"
-    )
-    axes.axvline(
-        resume["step"], color="tab:green", linestyle=":", label=f"resumed from step {resume['step']}"
-    )
-    axes.axvline(
-        report["pass_steps"] + 0.5, color="lightgray", zorder=0, label="second pass over the pairs begins"
-    )
+    looks = (("o-", "tab:blue", report["ranks"]), ("x-", "tab:orange", resume["world_size"]))
+    for log, (shape, color, ranks) in zip(material.losses, looks, strict=True):
+        points = log.points
+        axes.plot(list(points), list(points.values()), shape, markersize=5, color=color, label=_ranks(ranks))
+    for step, style, color, label in (
+        (crash["step"], "--", "tab:red", f"rank {crash['rank']} killed in a save"),
+        (resume["step"], ":", "tab:green", f"resumed from step {resume['step']}"),
+        (report["pass_steps"] + 0.5, "-", "lightgray", "second pass over the pairs begins"),
+    ):
+        axes.axvline(step, color=color, linestyle=style, label=label, zorder=0)
     axes.set_xlabel("step")
     axes.set_ylabel("contrastive loss")
     axes.set_title("Training loss across kill -9 and a change of the number of ranks")
@@ -191,14 +122,13 @@ def draw_loss(
 # ----------------------------------------------------------------------------------------------------
 # What a demo's report says, from the files that its ranks wrote.
 
-Losses = dict[int, float]
-"""By step."""
-
 
 def report_of(
-    course: Course, crash: dict[str, Any], resume: dict[str, Any], losses: tuple[Losses, Losses]
+    course: Course, material: Material, crash: dict[str, Any], resume: dict[str, Any]
 ) -> dict[str, Any]:
-    """The outcome of load, crash and resume; ``losses``: of both starts."""
+    """The outcome of load, crash and resume. ``material``: ledgers and losses of both starts."""
+    # The steps after the last good save were lost and trained again.
+    steps, largest = trained_twice(material.losses)
     return {
         "model": {
             "path": str(course.model.directory),
@@ -209,26 +139,32 @@ def report_of(
         "ranks": course.ranks,
         "steps": course.steps,
         "pass_steps": course.pass_steps,
-        "load": _load_report(course),
+        "load": _load_report(material.starts[0]),
         "crash": crash,
         "resume": resume,
         "digests": _compare_digests(course, resume["step"]),
-        "trained_twice": _trained_twice(*losses),
-        "loss": _loss_report(*losses),
+        "trained_twice": {"steps": steps, "largest_difference": largest},
+        "loss": _loss_report(material),
     }
 
 
-def _load_report(course: Course) -> dict[str, Any]:
-    ranks = records(course.out / "run-1", "load")
-    bytes_read = sum(r["bytes_read"] for r in ranks)
+def _load_report(first: Start) -> dict[str, Any]:
+    loads = first.notes("load")
+    reports = [note.report for _, note in loads]
+    bytes_read = sum(r["bytes_read"] for r in reports)
     return {
-        "seconds": max(r["seconds_plan"] + r["seconds_read"] for r in ranks),
-        "model_bytes": ranks[0]["model_bytes"],
+        "seconds": max(r["seconds_plan"] + r["seconds_read"] for r in reports),
+        "model_bytes": reports[0]["model_bytes"],
         "bytes_read": bytes_read,
-        "bytes_read_ratio": bytes_read / ranks[0]["model_bytes"],
+        "bytes_read_ratio": bytes_read / reports[0]["model_bytes"],
         "ranks": [
-            {k: r[k] for k in ("rank", "local_bytes", "bytes_read", "memory_added", "memory_kept")}
-            for r in ranks
+            {
+                "rank": process.rank,
+                "local_bytes": note.report["local_bytes"],
+                "bytes_read": note.report["bytes_read"],
+                "memory_added": memory_added(process, note),
+            }
+            for process, note in loads
         ],
     }
 
@@ -264,18 +200,9 @@ def _stored_digests(directory: Path) -> set[str]:
     return found
 
 
-def _trained_twice(before: Losses, after: Losses) -> dict[str, Any]:
-    """The losses of the steps after the last good save, which were lost and trained again."""
-    steps = sorted(before.keys() & after.keys())
-    return {
-        "steps": steps,
-        "largest_difference": max((abs(before[s] - after[s]) for s in steps), default=0.0),
-    }
-
-
-def _loss_report(before: Losses, after: Losses) -> dict[str, Any]:
+def _loss_report(material: Material) -> dict[str, Any]:
     """Training loss at the beginning and at the end, averaged over a few steps because batches differ."""
-    curve = {**before, **after}
+    curve = {step: loss for log in material.losses for step, loss in log.points.items()}
     values = [curve[step] for step in sorted(curve)]
     over = min(5, len(values) // 2)
     return {"first": sum(values[:over]) / over, "last": sum(values[-over:]) / over, "over": over}
@@ -399,7 +326,12 @@ def run_demo(
     Raises :class:`ShardwiseError` naming the missing part or the failure, and ``ValueError`` for ``ranks`` below 1 or
     ``steps`` below 8.
     """
-    _check_counts(ranks, steps)
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if ranks > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
+        raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {ranks}")
+    if steps < 8:
+        raise ValueError(f"steps must be at least 8, got {steps}")
     started = time.perf_counter()
     console = console or Console(markup=False, highlight=False)
     prepared = prepare_model((model or default_model()).absolute())
@@ -407,7 +339,9 @@ def run_demo(
     course = Course(local, checkpoints, prepared, ranks, steps)
     clear_output(course.out)
     course.write()
-    _write_pairs(course)
+    train, held_out = split(docstring_pairs(course.pairs + _HELD_OUT), _HELD_OUT)
+    for path, pairs in ((course.train_pairs, train), (course.held_out, held_out)):
+        path.write_text(json.dumps(pairs), encoding="utf-8")
     _introduce(course, console)
     plan_starts(course, console)
 
@@ -419,16 +353,24 @@ def run_demo(
     )
     crash = _train_and_crash(course, console)
     console.print(f"3. {ranks + 1} ranks resume from the newest valid step", style="bold")
-    _resume_and_export(course, console)
-    resume = records(course.out / "run-2", "resume")
-    print_resume(ResumeReport(**{one.name: resume[0][one.name] for one in fields(ResumeReport)}), console)
+    status = torchrun(course, ranks + 1, "run-2", console=console)
+    if status:
+        raise _failure(course.out / "run-2", f"the second start ended with status {status}")
+    material = find_material([str(course.out)])
+    resumed = material.starts[-1].notes("resume")
+    if not resumed:
+        raise ShardwiseError(f"the second start found nothing to resume from in {course.checkpoints}")
+    resume = dict(resumed[0][1].report)
+    table = Table(title="Resume report", show_header=False, title_justify="left")
+    for row in ResumeReport(**resume).rows().items():
+        table.add_row(*row)
+    console.print(table)
     console.print("4. Plain transformers measures the export", style="bold")
     after = _measure(course, course.out / "export", console)
 
-    losses = read_losses(course.out / "run-1"), read_losses(course.out / "run-2")
-    report = report_of(course, crash, resume[0], losses)
+    report = report_of(course, material, crash, resume)
     report |= {"before": before, "after": after, "seconds": time.perf_counter() - started}
-    _finish(course, report, losses, console)
+    _finish(course, material, report, console)
     _require_proof(report)
     return report
 
@@ -442,15 +384,6 @@ def _places(out: str) -> tuple[Path, str]:
     if patiently(is_directory, checkpoints):
         raise ShardwiseError(f"{checkpoints}: isn't empty; pass a different URL to --out")
     return Path(tempfile.mkdtemp(prefix="shardwise-demo-")), checkpoints
-
-
-def _check_counts(ranks: int, steps: int) -> None:
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    if ranks > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
-        raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {ranks}")
-    if steps < 8:
-        raise ValueError(f"steps must be at least 8, got {steps}")
 
 
 def _measure(course: Course, model: Path, console: Console) -> dict[str, Any]:
@@ -470,12 +403,6 @@ def _require_proof(report: dict[str, Any]) -> None:
     }
     if any(wrong.values()):
         raise ShardwiseError("; ".join(what for what, is_so in wrong.items() if is_so) + ": see report.json")
-
-
-def _write_pairs(course: Course) -> None:
-    train, held_out = split(docstring_pairs(course.pairs + _HELD_OUT), _HELD_OUT)
-    for path, pairs in ((course.train_pairs, train), (course.held_out, held_out)):
-        path.write_text(json.dumps(pairs), encoding="utf-8")
 
 
 def _introduce(course: Course, console: Console) -> None:
@@ -499,7 +426,10 @@ def _train_and_crash(course: Course, console: Console) -> dict[str, Any]:
     """Run the first start. It must end by SIGKILL, before the step of the save is published."""
     folder = course.out / "run-1"
     status = torchrun(course, course.ranks, folder.name, "--kill", console=console)
-    killed = _killed_rank(folder / _LOG)
+    # torchrun's report names the rank that ended by signal 9.
+    text = (folder / _LOG).read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-9\b", text)
+    killed = int(found[1]) if found else None
     if status == 0 or killed != course.kill_rank:
         raise _failure(folder, f"the first start ended with status {status} before it was killed")
     steps = published(course.checkpoints)
@@ -523,37 +453,15 @@ def _train_and_crash(course: Course, console: Console) -> dict[str, Any]:
     return crash
 
 
-def _killed_rank(log: Path) -> int | None:
-    """The rank that ended by signal 9, from torchrun's report."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-9\b", text)
-    return int(found.group(1)) if found else None
-
-
-def _resume_and_export(course: Course, console: Console) -> None:
-    folder = course.out / "run-2"
-    status = torchrun(course, course.ranks + 1, folder.name, console=console)
-    if status:
-        raise _failure(folder, f"the second start ended with status {status}")
-    if not records(folder, "resume"):
-        raise ShardwiseError(f"the second start found nothing to resume from in {course.checkpoints}")
-
-
 def _failure(folder: Path, what: str) -> ShardwiseError:
     """An error with the cause from the ranks, if they gave one; otherwise with the path of the log."""
-    errors = records(folder, "error")
-    if errors:
-        return ShardwiseError(f"{what}. Rank {errors[0]['rank']} says: {errors[0]['error']}")
+    for path in sorted(folder.glob("error-rank-*.txt")):
+        return ShardwiseError(f"{what}. {path.read_text(encoding='utf-8')}")
     return ShardwiseError(f"{what}; see {folder / _LOG}")
 
 
-def _finish(
-    course: Course,
-    report: dict[str, Any],
-    losses: tuple[Losses, Losses],
-    console: Console,
-) -> None:
-    drawn = draw_loss(course.out / "loss.png", *losses, report)
+def _finish(course: Course, material: Material, report: dict[str, Any], console: Console) -> None:
+    drawn = draw_loss(course.out / "loss.png", material, report)
     report["loss_curve"] = "loss.png" if drawn else None
     (course.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print_table(report, console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import transformers
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from transformers import AutoModel
 
 import shardwise as sw
-from shardwise.demo.course import AnonymousPeak, Course, PairBatches, Prepared, die_in_next_save
+from shardwise.demo.course import Course, Prepared, die_in_next_save
 from shardwise.demo.embed import TEMPERATURE, embed, load_tokenizer
 from shardwise.errors import ShardwiseError
 
@@ -43,18 +44,24 @@ def train(course: Course, record: Record, *, is_killed: bool) -> None:
     torch.manual_seed(0)
     pairs = [(first, rest) for first, rest in json.loads(course.train_pairs.read_text(encoding="utf-8"))]
     tokenizer = load_tokenizer(str(course.model.directory))
-    model = load_model(course.model, mesh, record)
+    model = load_model(course.model, mesh)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(
         optimizer, start_factor=1.0, end_factor=0.1, total_iters=course.steps
     )
-    batches = PairBatches(pairs, course.batch_size, rank=rank, world_size=world_size)
-    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=batches)
+    # The same global batches on any number of ranks: a run that continues with more ranks skips and repeats nothing.
+    sampler = sw.ElasticSampler(pairs, global_batch_size=course.batch_size, drop_last=True)
+    loader = sw.ResumableLoader(DataLoader(pairs, batch_sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
+    batches = chain.from_iterable(repeat(loader))
+    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader)
 
     with sw.Checkpointer(course.checkpoints, keep_last=3) as checkpoints:
-        for step in range(resume(checkpoints, state, record) + 1, course.steps + 1):
-            loss = contrastive_loss(model, tokenizer, batches.take())
+        resumed = checkpoints.resume(state)
+        if resumed is not None:
+            record.digests("resumed", resumed.step, model)
+        for step in range(1 if resumed is None else resumed.step + 1, course.steps + 1):
+            loss = contrastive_loss(model, tokenizer, next(batches))
             # FSDP2 averages gradients over ranks, but this loss needs their sum.
             (loss * world_size).backward()
             optimizer.step()
@@ -69,41 +76,25 @@ def train(course: Course, record: Record, *, is_killed: bool) -> None:
                 record.say(f"step {step:3d}   loss {loss.item():.4f}   saved in {saved.seconds:.1f} s")
 
     # The trained model and its tokenizer as a hub directory.
-    started = time.perf_counter()
-    exported = sw.export_hf(model, course.out / "export")
+    sw.export_hf(model, course.out / "export")
     if rank == 0:
         tokenizer.save_pretrained(course.out / "export")
-    record.write("export", {**exported.to_json(), "wall_seconds": time.perf_counter() - started})
     record.digests("exported", course.steps, model)
 
 
-def load_model(prepared: Prepared, mesh: DeviceMesh, record: Record) -> Any:
+def load_model(prepared: Prepared, mesh: DeviceMesh) -> Any:
     """The model, sharded over ``mesh``. Dropout stays off (eval mode): steps that are trained twice can be compared."""
     # transformers imports a model's code when it builds the first one: some 50 MB that the load does not cause.
     with sw.meta_init():
         transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(prepared.directory))
-    with AnonymousPeak() as memory:
-        model, loaded = sw.load_pretrained(
-            prepared.directory,
-            mesh,
-            dtype=torch.float32,
-            auto_class=transformers.AutoModel,
-            allow_unused=prepared.allow_unused,
-            allow_missing=prepared.allow_missing,
-            return_report=True,
-        )
-    record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
-    return model
-
-
-def resume(checkpoints: sw.Checkpointer, state: sw.TrainState, record: Record) -> int:
-    """Restore the newest checkpoint. Returns its step, or 0 if there is none."""
-    resumed = checkpoints.resume(state)
-    if resumed is None:
-        return 0
-    record.write("resume", resumed.to_json())
-    record.digests("resumed", resumed.step, state.model)
-    return resumed.step
+    return sw.load_pretrained(
+        prepared.directory,
+        mesh,
+        dtype=torch.float32,
+        auto_class=transformers.AutoModel,
+        allow_unused=prepared.allow_unused,
+        allow_missing=prepared.allow_missing,
+    )
 
 
 def contrastive_loss(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
@@ -122,17 +113,17 @@ def everyones(own: torch.Tensor) -> torch.Tensor:
 
 
 class Record:
-    """Writes the small JSON files from which the demo makes its report, before anything can crash."""
+    """Writes what the ledger doesn't have and the demo's report needs, before anything can crash."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._rank = rank
 
-    def write(self, name: str, content: dict[str, Any]) -> None:
-        """Write this rank's outcome of one phase."""
-        path = self._directory / f"{name}-rank-{self._rank}.json"
-        path.write_text(json.dumps({"rank": self._rank, **content}), encoding="utf-8")
+    def error(self, error: ShardwiseError) -> None:
+        """Write the error that ends this rank."""
+        path = self._directory / f"error-rank-{self._rank}.txt"
+        path.write_text(f"Rank {self._rank} says: {error}", encoding="utf-8")
 
     def loss(self, step: int, value: float) -> None:
         """Add a point to the loss curve, on rank 0."""
@@ -162,7 +153,7 @@ def main(out: str, name: str, *flags: str) -> None:
         with sw.reports.memory_ledger(course.out / "ledger"):
             train(course, record, is_killed="--kill" in flags)
     except ShardwiseError as error:
-        record.write("error", {"error": str(error)})
+        record.error(error)
         raise SystemExit(1) from error
     finally:
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -90,9 +91,13 @@ class Planned:
 def draw_memory(start: Start, process: Process) -> Drawn:
     """Memory of one rank over the time of its start, above its phases."""
     title = f"Memory of rank {process.rank} in launch {start.number}"
+    outer = Counter(plain(phase.name, 40) for phase in process.phases.values() if phase.parent is None)
+    words = ", ".join(f"{name} × {count}" for name, count in list(outer.items())[:12]) or "none"
+    if (stopped := process.stopped_in) is not None:
+        words += f"; it stopped in {plain(stopped.name, 40)}"
     description = (
         f"Resident memory over {start.seconds:.0f} seconds: at most {size(process.peak('resident'))}, of it anonymous at most "
-        f"{size(process.peak('anonymous'))}. Phases below: {_phases_in_words(process)}."
+        f"{size(process.peak('anonymous'))}. Phases below: {words}."
     )
     offset = process.began_s - start.began_s
     samples = _thinned(process.samples)
@@ -178,16 +183,6 @@ def _phase_bars(axes: Any, process: Process, start: Start, form: str) -> None:
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([])
     axes.spines.left.set_visible(False)
-
-
-def _phases_in_words(process: Process) -> str:
-    found: dict[str, int] = {}
-    for phase in process.phases.values():
-        if phase.parent is None:
-            found[plain(phase.name, 40)] = found.get(plain(phase.name, 40), 0) + 1
-    words = ", ".join(f"{name} × {count}" for name, count in list(found.items())[:12]) or "none"
-    stopped = process.stopped_in
-    return words if stopped is None else f"{words}; it stopped in {plain(stopped.name, 40)}"
 
 
 def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
@@ -335,6 +330,8 @@ _STEPS = ("first step", "steady state")
 #: Of operations.
 _NAMES = {*get_args(OperationName), "clone"}
 _PLACES = ("host", "device")
+#: Phases of a ledger after which there is a model.
+_FIRST = ("load", "resume", "restore")
 #: Amounts of the process and its device's context, which are there before the model: measured, not planned.
 _BEFORE = ("process", "context")
 
@@ -381,7 +378,9 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
     found = []
     for peak in _peaks(starts):
         if one := planned.get((peak.phase, peak.where)):  # on top of what the process took before its model
-            before = _baseline(peak.process) if peak.where == "host" else 0
+            loads = [p for p in peak.process.phases.values() if p.name in _FIRST]
+            first = min(loads, key=lambda p: p.began.t, default=None)
+            before = first.began.get("anonymous_bytes") if first and peak.where == "host" else 0
             low = min(before + one.nbytes, one.upper_bytes)
             found.append((replace(one, nbytes=low, baseline_bytes=before), peak))
     if not found:
@@ -390,11 +389,18 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
         return
     yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found], key))
     head = cells("phase", ">process", ">planned", ">at most", ">measured", "verdict", ">launch", ">rank")
+    rows = []
+    for one, peak in found:
+        verdict = Cell("below the plan") if peak.nbytes < one.nbytes else Cell("within the plan", tone="good")
+        if peak.nbytes > one.upper_bytes:
+            verdict = Cell("ABOVE the plan", tone="bad")
+        sizes = map(bytes_cell, (one.baseline_bytes, one.nbytes, one.upper_bytes, peak.nbytes))
+        rows.append(cells(one.label, *sizes, verdict, peak.start.number, peak.process.rank))
     yield Part(
         table=Table(
             "Phases (the highest peak of any rank)",
             head,
-            [_row(one, peak) for one, peak in found][:_MOST_ROWS],
+            rows[:_MOST_ROWS],
         )
     )
     seen = {one.phase for one, _ in found}
@@ -406,20 +412,6 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
     if missing:
         about += f" Planned but not measured: {'; '.join(plain(name, 40) for name in missing)}."
     yield Part(text=about)
-
-
-def _row(planned: Planned, peak: _Peak) -> list[Cell]:
-    return cells(
-        planned.label, bytes_cell(planned.baseline_bytes), bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
-        bytes_cell(peak.nbytes), _verdict(planned, peak.nbytes), peak.start.number, peak.process.rank,
-    )  # fmt: skip
-
-
-def _verdict(planned: Planned, nbytes: int) -> Cell:
-    """Where a measurement is in relation to its bar."""
-    if nbytes > planned.upper_bytes:
-        return Cell("ABOVE the plan", tone="bad")
-    return Cell("below the plan") if nbytes < planned.nbytes else Cell("within the plan", tone="good")
 
 
 def _planned(plan: Mapping[str, Any]) -> Iterator[Planned]:
@@ -469,12 +461,6 @@ def _peaks(starts: Iterable[Start]) -> list[_Peak]:
     return sorted(highest.values(), key=lambda p: (order.index(p.phase), p.where != "host"))
 
 
-def _baseline(process: Process) -> int:
-    """Anonymous memory of a process before it loads or resumes for the first time; 0 if it does neither."""
-    loads = [p for p in process.phases.values() if p.name in ("load", "resume", "restore")]
-    return min(loads, key=lambda p: p.began.t).began.get("anonymous_bytes") if loads else 0
-
-
 def _in_operations(process: Process) -> Iterator[tuple[str, str, int]]:
     names = {ledger: name for name, ledgers in _OPERATIONS.items() for ledger in ledgers}
     if any(p.name == "background save" for p in process.phases.values()):
@@ -511,7 +497,7 @@ def _device_peak(phase: Phase) -> int:
 def _in_steps(process: Process) -> Iterator[tuple[str, str, int]]:
     """Records whose time since the one before lies in no operation, after the first load, resume or restore."""
     phases = list(process.phases.values())
-    ready = [p.ended.t for p in phases if p.name in ("load", "resume", "restore") and p.ended is not None]
+    ready = [p.ended.t for p in phases if p.name in _FIRST and p.ended is not None]
     if not ready:
         return
     operations = [p for p in phases if p.name.removeprefix("background ") in _NAMES]

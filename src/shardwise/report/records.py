@@ -19,55 +19,12 @@ from typing import Any
 
 from ..doctor.logs import losses_of_log
 from ..errors import FormatError, ShardwiseError, SourceError
-from ..limits import MAX_CONFIG_DEPTH, MAX_VALUE_BYTES, is_count, read_small
+from ..limits import MAX_VALUE_BYTES, is_count, is_shallow, read_small
 from ..objects import frozen
 from ..operations.operation import size
 from ..runs.history import RootContents, is_root, losses_in, losses_of_trainer, numbered_steps, steps_below
 from ..storage import absolute
 from ..storage.records import is_url
-
-__all__ = [
-    "AREA_ALPHA",
-    "BAD",
-    "BAR_ALPHAS",
-    "BY_NAME",
-    "COLORS",
-    "Cell",
-    "Drawn",
-    "LossLog",
-    "Material",
-    "Note",
-    "Page",
-    "Part",
-    "Phase",
-    "Process",
-    "SERIES",
-    "SMALLEST_TEXT",
-    "Sample",
-    "Section",
-    "Start",
-    "TEXT",
-    "Table",
-    "WIDTHS",
-    "bytes_cell",
-    "cells",
-    "counted",
-    "drawn",
-    "facts",
-    "find_material",
-    "json_lines",
-    "json_object",
-    "legend",
-    "number",
-    "plain",
-    "plotting",
-    "read_process",
-    "seconds_text",
-    "size",
-    "starts_of",
-    "time_text",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # How a plot becomes part of the page: SVG in colors of the page's own variables, text as text, with a title and a description.
@@ -429,7 +386,7 @@ class Start:
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """The objects of a file of JSON lines; None for a line that is none. Raises :class:`SourceError`; never waits for a pipe."""
     try:
-        with open(path, "rb", opener=_opened) as stream:
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise SourceError("can't be read: not a regular file", path=str(path))
             while stream.tell() < _MOST_BYTES and (line := stream.readline(_LONGEST_LINE)):
@@ -438,28 +395,13 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
         raise SourceError(f"can't be read: {error.strerror or error}", path=str(path)) from error
 
 
-def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def json_object(text: bytes) -> dict[str, Any] | None:
     """The object that a JSON text is; None for anything else, and for one nested deeper than any that a report shows."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and _is_shallow(found) else None
-
-
-def _is_shallow(found: dict[str, Any]) -> bool:
-    waiting: list[tuple[Any, int]] = [(found, 1)]
-    while waiting:
-        value, depth = waiting.pop()
-        if depth > MAX_CONFIG_DEPTH:
-            return False
-        inner = value.values() if isinstance(value, dict) else value
-        waiting += [(one, depth + 1) for one in inner if isinstance(one, dict | list)]
-    return True
+    return found if isinstance(found, dict) and is_shallow(found) else None
 
 
 def read_process(path: Path) -> Process | None:
@@ -469,7 +411,14 @@ def read_process(path: Path) -> Process | None:
         if process is None:
             if record is None or record.get("kind") != "begin":
                 return None
-            process = _begun(path, record)
+            process = Process(
+                file=str(path),
+                rank=_count(record.get("rank")),
+                world_size=_count(record.get("world_size")),
+                host=str(record.get("host", "")),
+                cgroup=str(record.get("cgroup", "")),
+                began_s=_number(record.get("time_s")),
+            )
         elif record is None or not _take(process, record):
             process.skipped_lines += 1
             continue
@@ -490,17 +439,6 @@ def _merged(samples: Sequence[Sample]) -> list[Sample]:
             both = first.values.keys() | second.values.keys()
             found.append(Sample(second.t, {name: max(first.get(name), second.get(name)) for name in both}))
     return found
-
-
-def _begun(path: Path, record: Mapping[str, Any]) -> Process:
-    return Process(
-        file=str(path),
-        rank=_count(record.get("rank")),
-        world_size=_count(record.get("world_size")),
-        host=str(record.get("host", "")),
-        cgroup=str(record.get("cgroup", "")),
-        began_s=_number(record.get("time_s")),
-    )
 
 
 def _take(process: Process, record: Mapping[str, Any]) -> bool:
@@ -619,7 +557,8 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             roots = [
                 one for one in below if is_root(one) or numbered_steps(one)
             ]  # a model next to them or not
-            found = _files_of(place)
+            found = sorted([*place.glob("rank-*.jsonl"), *place.glob("ledger/rank-*.jsonl")])
+            found += sorted([*place.glob("loss.jsonl"), *place.glob("*/loss.jsonl")])
             material.runs += [steps_below(root) for root in roots]
             if logged := losses_of_trainer(str(place)):
                 roots.append(logged[0])
@@ -649,11 +588,6 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             material.losses.append(_log_given(file))
     material.starts = starts_of(processes)
     return material
-
-
-def _files_of(place: Path) -> list[Path]:
-    ledgers = [*place.glob("rank-*.jsonl"), *place.glob("ledger/rank-*.jsonl")]
-    return sorted(ledgers) + sorted([*place.glob("loss.jsonl"), *place.glob("*/loss.jsonl")])
 
 
 def _log_given(file: Path) -> LossLog:

@@ -100,26 +100,23 @@ def starts_section(starts: Sequence[Start]) -> Section:
         'A process that "died" left no error message: it was killed, or was still running when this '
         "report was made. When one rank dies, the launcher stops the others."
     )
-    parts = [*_tables("Processes, by launch and rank", head, rows)]
-    parts += [
-        Part(text=_who_was_first(start))
-        for start in starts
-        if start.culprit is not None and start.culprit.error is None and len(start.processes) > 1
-    ]
+    parts = [_table("Processes, by launch and rank", head, rows)]
+    for start in starts:
+        if start.culprit is not None and start.culprit.error is None and len(start.processes) > 1:
+            # How far the records of the rank that died first end before those of the others.
+            first, second, *_ = sorted(start.processes, key=lambda p: (p.began_s + p.last_t, p.rank))
+            ahead_s = second.began_s + second.last_t - first.began_s - first.last_t
+            text = (
+                f"the records of rank {first.rank} end first, {seconds_text(ahead_s)} before the next rank's."
+            )
+            parts.append(Part(text=f"Launch {start.number}: {text}"))
     return Section("starts", "Launches", about, parts)
 
 
-def _who_was_first(start: Start) -> str:
-    """How far the records of the rank that died first end before those of the others."""
-    first, second, *_ = sorted((p for p in start.processes), key=lambda p: (p.began_s + p.last_t, p.rank))
-    ahead = second.began_s + second.last_t - first.began_s - first.last_t
-    return f"Launch {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
-
-
-def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Iterator[Part]:
+def _table(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Part:
     if len(rows) > _MOST_ROWS:
         caption = f"{caption}: the first {_MOST_ROWS} of {len(rows)}"
-    yield Part(table=Table(caption, head, rows[:_MOST_ROWS]))
+    return Part(table=Table(caption, head, rows[:_MOST_ROWS]))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def loss_section(material: Material) -> Section | None:
         for name, log in zip(names_of(losses), losses, strict=True)
     ]  # fmt: skip
     head = cells("name", "file", ">steps", ">first step", ">last step", ">first loss", ">last loss")
-    parts = [Part(drawn=draw_losses(losses, marks)), *_tables("Loss logs", head, rows)]
+    parts = [Part(drawn=draw_losses(losses, marks)), _table("Loss logs", head, rows)]
     for log in losses:
         told = ["names no steps: its losses are numbered in their order"] * (not log.names_steps)
         told += [f"tells of a resume after step {', '.join(map(str, log.resumes))}"] * bool(log.resumes)
@@ -256,7 +253,7 @@ def load_section(starts: Sequence[Start]) -> Section | None:
         ">launch", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
         ">read in", ">rate", "strategy",
     )  # fmt: skip
-    parts = [*_tables("Loads, by launch and rank", head, rows), *_totals(starts)]
+    parts = [_table("Loads, by launch and rank", head, rows), *_totals(starts)]
     about = (
         "At best, a load adds no more memory than the rank's shards, and the ranks read the model once in total. Memory added is the "
         "peak anonymous memory during the load minus the memory before it; a process's first load also imports code."
@@ -270,7 +267,7 @@ def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
     rate = "–"
     if isinstance(seconds, int | float) and seconds > 0 and is_count(r.get("bytes_read")):
         rate = f"{size(int(r['bytes_read'] / seconds))}/s"
-    added = _added(process, note)
+    added = memory_added(process, note)
     return cells(
         start.number, process.rank, bytes_cell(r.get("local_bytes")), bytes_cell(added), _ratio(added, r.get("local_bytes")),
         bytes_cell(r.get("bytes_read")), _ratio(r.get("bytes_read"), r.get("model_bytes")), bytes_cell(r.get("staging_peak_bytes")),
@@ -279,13 +276,15 @@ def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
     )  # fmt: skip
 
 
-def _added(process: Process, note: Note) -> int | None:
-    """Anonymous memory that the load of a note added at its peak: its phase is the last that ended before the note."""
+def memory_added(process: Process, note: Note) -> int | None:
+    """Anonymous memory that the load of a note added at its peak: its phase is the last that ended before the note. None if unknown."""
     loads = [(p.ended, p.began) for p in process.phases.values() if p.name == "load" and p.ended is not None]
     before = [(ended, began) for ended, began in loads if ended.t <= note.t]
     if not before:
         return None
     ended, began = max(before, key=lambda pair: pair[0].t)
+    if not began.get("anonymous_bytes"):
+        return None
     return max(0, ended.get("peak_anonymous_bytes") - began.get("anonymous_bytes"))
 
 
@@ -323,7 +322,11 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
                 )
             )
         parts += [Part(drawn=draw_memory(start, p)) for p in sorted(shown, key=lambda p: p.rank)]
-        parts += _hosts(start)
+        by_host: dict[tuple[str, str], list[Process]] = {}
+        for process in start.processes:
+            if process.peak("cgroup"):
+                by_host.setdefault((process.host, process.cgroup), []).append(process)
+        parts += [Part(drawn=draw_host(start, host, ranks)) for (host, _), ranks in list(by_host.items())[:2]]
         parts.append(Part(table=_phase_table(start)))
     if not parts:
         return None
@@ -334,15 +337,6 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
     if len(starts) > _DRAWN_STARTS:
         about += f" The last {_DRAWN_STARTS} of {len(starts)} launches are shown."
     return Section("memory", "Memory over time", about, parts)
-
-
-def _hosts(start: Start) -> Iterator[Part]:
-    by_host: dict[tuple[str, str], list[Process]] = {}
-    for process in start.processes:
-        if process.peak("cgroup"):
-            by_host.setdefault((process.host, process.cgroup), []).append(process)
-    for (host, _), processes in list(by_host.items())[:2]:
-        yield Part(drawn=draw_host(start, host, processes))
 
 
 def _phase_table(start: Start) -> Table:
