@@ -90,8 +90,8 @@ MUTATIONS = (
     ),
     Mutation(
         "operations/operation.py",
-        "            return False\n\n    return Shown",
-        "            return super().show_cursor(show)\n\n    return Shown",
+        "            return False\n\n    console = Shown",
+        "            return super().show_cursor(show)\n\n    console = Shown",
         ("tests/operations/test_bars.py::test_killed_amid_a_bar",),
         "a killed command leaves a terminal without a cursor",
     ),
@@ -2161,8 +2161,8 @@ MUTATIONS = (
     ),
     Mutation(
         "integrations/_trainer_files.py",
-        "        except (FormatError, IntegrityError) as error:",
-        "        except IntegrityError as error:",
+        "    except (FormatError, IntegrityError) as error:",
+        "    except IntegrityError as error:",
         ("tests/integrations/test_trainer_place.py::test_the_search_passes_a_malformed_one_by",),
         "a malformed checkpoint ends the search",
     ),
@@ -2449,7 +2449,7 @@ MUTATIONS = (
     ),
     Mutation(
         "cli/commands.py",
-        "ONLY_A_PART if is_part else FINE",
+        "ONLY_A_PART if report.part is not None else FINE",
         "FINE",
         ("tests/cli/test_parts.py::test_verify",),
         "verify ends with 0 where most of a step lies elsewhere",
@@ -2508,8 +2508,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cli/program.py",
-        "    return node.dtype, node.shape, node.children",
-        "    return node.dtype, node.shape",
+        "numbered.setdefault((node.dtype, node.shape, node.children), [])",
+        "numbered.setdefault((node.dtype, node.shape), [])",
         (f"{CLI}::test_tree_folds_only_what_is_alike",),
         "modules that differ are shown as one",
     ),

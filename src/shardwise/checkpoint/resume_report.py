@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, field, replace
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import field, replace
+from typing import ParamSpec, TypeVar
 
 from ..objects import frozen
 from ..operations.operation import size
@@ -138,7 +138,3 @@ class ResumeReport(Printed):
         more = len(self.replaced) - _MAX_IN_LINE
         replaced = [*self.replaced[:_MAX_IN_LINE], *([f"and {more} more"] if more > 0 else [])]
         return "; ".join([f"restored {rows['resumed from']}", f"exact: {rows['exact']}", *replaced])
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return asdict(self)

@@ -473,10 +473,6 @@ class SaveReport(Printed):
             self, failure=f"{self.failure}; the save of step {step} before it failed, too: {failure}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return asdict(self)
-
 
 @announced("save", "step")
 @gc_paused()

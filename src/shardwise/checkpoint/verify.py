@@ -10,7 +10,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -189,7 +188,7 @@ class VerifyReport(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
-        return {**asdict(self), "ok": self.ok}
+        return {**Printed.to_json(self), "ok": self.ok}
 
 
 @announced("verify", "path")

@@ -29,8 +29,10 @@ from .program import (
     answer,
     as_load_pretrained,
     byte_count,
+    check_axes,
     common,
     config,
+    console,
     debug,
     doctors_rules,
     model_class,
@@ -52,10 +54,6 @@ if TYPE_CHECKING:
 
     from ..doctor.examine import Diagnosis
     from .render import Inspection
-
-
-# ----------------------------------------------------------------------------------------------------
-# The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed.
 
 
 _COUNT, _RANKS = click.IntRange(1), click.IntRange(1, 16_384)
@@ -80,7 +78,6 @@ def inspect(path: str, as_json: bool) -> int:
     Only headers and manifests are read. PATH can be the ID of a model on the hub if it's in the local cache; nothing is downloaded.
     The exit code is 1 if a published step is damaged. One host's part of a step doesn't count as damaged.
     """
-    from .program import console
     from .render import contents_of, show_contents, to_json
 
     contents = contents_of(path)
@@ -148,8 +145,6 @@ def plan(
     export. For these, a config.json without weights is enough. The exit code is 1 if the run doesn't fit into --fit or --host.
     """
     from ..fit.plan import plan as plan_model
-    from ..operations.operation import size
-    from .program import check_axes, console
     from .render import nodes_like_this, show_plan, this_host
 
     on_this_host, is_own_dtype = options["device"] == "cpu", options["dtype"] == "auto"
@@ -180,7 +175,7 @@ def plan(
     else:
         show_plan(console(), report, host if on_this_host else None, is_own_dtype=is_own_dtype)
         if report.run is not None:
-            show_phases(console(), report.run, explain=is_explained, size=size)
+            show_phases(console(), report.run, explain=is_explained)
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
@@ -201,7 +196,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
     if not is_root(path):
         report = verify_one(path, threads=threads)
         answer(report, as_json, show_verify)
-        return _status(bool(report.problems), report.part is not None)
+        return WRONG_DATA if report.problems else ONLY_A_PART if report.part is not None else FINE
     return _verify_steps(path, threads, as_json)
 
 
@@ -226,10 +221,6 @@ def diff(first: str, second: str, every: bool, as_json: bool) -> int:
     return FINE if report.ok else WRONG_DATA
 
 
-def _status(is_wrong: bool, is_part: bool) -> int:
-    return WRONG_DATA if is_wrong else ONLY_A_PART if is_part else FINE
-
-
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     from ..checkpoint.verify import verify as verify_one
     from ..format.manifest import MANIFEST_NAME
@@ -237,7 +228,6 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     from ..runs.history import others_steps
     from ..storage import is_file
     from ..storage.records import is_url, join
-    from .program import console
     from .render import show_problems, show_verify
 
     line = line_of(root)
@@ -276,7 +266,9 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
         click.echo("no step is intact: resuming would raise NoCheckpointError")
     elif not any(document["part"] for document in documents):  # of parts, all hosts' together decide
         click.echo(f"resuming would use step {newest}" + f", not {max(steps)}" * (newest != max(steps)))
-    return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
+    if any(document["problems"] for document in documents):
+        return WRONG_DATA
+    return ONLY_A_PART if any(document["part"] for document in documents) else FINE
 
 
 @main.command(short_help="Copy a model or checkpoint, and verify the copy.")
@@ -290,10 +282,10 @@ def copy(path: str, out: str, as_json: bool) -> None:
     continue it.
     """
     from ..publish.copy import copy_checkpoint
-    from .render import show_copy
+    from .render import show_report
 
     report = copy_checkpoint(path, out)
-    answer(report, as_json, show_copy)
+    answer(report, as_json, show_report)
 
 
 @main.command(short_help="Write a checkpoint as a Hugging Face model.")
@@ -375,7 +367,7 @@ def convert(path: str, out: str, to: str, model_name: str | None, as_json: bool,
         )
     from ..export.hub import export_hf
     from ..runs.convert import convert as to_checkpoint
-    from .render import show_convert, show_export
+    from .render import show_export, show_report
 
     with _ranks_of_launcher() as rank:
         report: Any
@@ -383,7 +375,7 @@ def convert(path: str, out: str, to: str, model_name: str | None, as_json: bool,
         if to == "hf":
             report, show = export_hf(path, out, model_name=model_name, **given), show_export
         else:
-            report, show = to_checkpoint(path, out, **given), show_convert
+            report, show = to_checkpoint(path, out, **given), show_report
         if rank != 0:
             return
         answer(report, as_json, show)
@@ -423,7 +415,7 @@ def explain(error: str, as_json: bool) -> None:
 
     ERROR is an error type (PlanError), part of an error message ("missing: parameter"), or one of doctor's checks (log.loss-jump).
     """
-    from .program import console, show_markdown
+    from rich.markdown import Markdown
 
     if error in ERRORS:
         text, page = section_of(error), anchor_of(error)
@@ -440,7 +432,7 @@ def explain(error: str, as_json: bool) -> None:
     if as_json:
         print_json({"name": error, "page": page, "text": text})
     else:
-        show_markdown(console(), text)
+        console().print(Markdown(text, hyperlinks=False))
 
 
 @contextmanager
@@ -480,7 +472,6 @@ def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
     if path is not None and not path.is_dir():
         raise SourceError("no such directory; give a local model directory", path=str(path))
     from ..demo.run import run_demo
-    from .program import console
 
     result = run_demo(out, model=path, ranks=ranks, console=console(err=as_json))
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..operations.operation import size
 from .program import DTYPES, memory_size, option, options
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def planned_lines(report: PlanReport, *, is_own_dtype: bool) -> list[str]:
     return lines
 
 
-def show_phases(out: Console, run: RunPlan, *, explain: bool, size: Callable[[int], str]) -> None:
+def show_phases(out: Console, run: RunPlan, *, explain: bool) -> None:
     """Print the phases of a run."""
     hosted = f"host, {run.ranks_per_host} rank{'s' * (run.ranks_per_host > 1)}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -116,12 +116,22 @@ def show_phases(out: Console, run: RunPlan, *, explain: bool, size: Callable[[in
     for phase in run.phases:
         table.add_row(phase.name, *(size(n) if n else "-" for n in _columns(run, phase)))
     out.print(table)
-    out.print(Text("\n".join(_lines(run, size))), soft_wrap=True)
-    if explain:
-        _show_formulas(out, run, size)
+    out.print(Text("\n".join(_lines(run))), soft_wrap=True)
+    if not explain:
+        return
+    for phase in run.phases:
+        out.print(Text(phase.name, "bold"))
+        for a in phase.amounts:
+            if a.nbytes:
+                line = f"  {a.what} ({a.where}): {size(a.nbytes)}, at most {size(a.upper_bytes)}: {a.formula}"
+                out.print(Text(line), soft_wrap=True)
+    out.print(Text("network, each step", "bold"))
+    for flow in run.network:
+        line = f"  {flow.what}: {size(flow.rank_bytes)} per rank, {size(flow.node_bytes)} per node from other nodes: {flow.formula}"
+        out.print(Text(line), soft_wrap=True)
 
 
-def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
+def _lines(run: RunPlan) -> list[str]:
     stored, is_alone = run.checkpoint, run.nodes == 1
     lines = [
         f"per checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; "
@@ -158,16 +168,3 @@ def _columns(run: RunPlan, phase: Phase) -> tuple[int, ...]:
         host_upper,
         phase.nbytes("page cache") * run.ranks_per_host,
     )
-
-
-def _show_formulas(out: Console, run: RunPlan, size: Callable[[int], str]) -> None:
-    for phase in run.phases:
-        out.print(Text(phase.name, "bold"))
-        for a in phase.amounts:
-            if a.nbytes:
-                line = f"  {a.what} ({a.where}): {size(a.nbytes)}, at most {size(a.upper_bytes)}: {a.formula}"
-                out.print(Text(line), soft_wrap=True)
-    out.print(Text("network, each step", "bold"))
-    for flow in run.network:
-        line = f"  {flow.what}: {size(flow.rank_bytes)} per rank, {size(flow.node_bytes)} per node from other nodes: {flow.formula}"
-        out.print(Text(line), soft_wrap=True)

@@ -13,14 +13,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
-from rich.markdown import Markdown
 
 from .. import errors
 from ..errors import PlanError, RankError, ShardwiseError
@@ -72,7 +71,12 @@ class Program(click.Group):
         """Run the command line ``args`` (default: the process's own) and exit with its status."""
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
         options = given[: given.index("--")] if "--" in given else given
-        _take_any_text()
+        for stream in (
+            sys.stdout,
+            sys.stderr,
+        ):  # names of files and tensors may hold text that a terminal can't show
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
         as_json = "--json" in options
         with _logging(debug="--debug" in options, with_progress=not as_json):
             try:
@@ -80,7 +84,9 @@ class Program(click.Group):
                     status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
                 sys.stdout.flush()
             except BaseException as error:
-                if isinstance(error, SystemExit) or _is_broken_pipe(error):
+                if isinstance(error, SystemExit) or (
+                    isinstance(error, OSError) and error.errno == errno.EPIPE
+                ):
                     status = _stop_writing(error)
                 else:
                     status = _report(error, as_json=as_json, debug="--debug" in options)
@@ -126,7 +132,10 @@ def rank_of_launcher() -> tuple[int, int]:
 def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     """Tell people on stderr and, if JSON was asked for, programs on stdout. Returns the exit status."""
     status, message, document = _in_words(error)
-    rank = _own_rank()
+    try:
+        rank, _ = rank_of_launcher()
+    except click.UsageError:
+        rank = 0
     if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
     elif isinstance(error, ShardwiseError) and helps(error):
@@ -175,22 +184,8 @@ def _shortened(error: ShardwiseError) -> str:
     return "\n".join(line for line in text.splitlines() if line.strip())
 
 
-def _own_rank() -> int:
-    try:
-        return rank_of_launcher()[0]
-    except click.UsageError:
-        return 0
-
-
 # ----------------------------------------------------------------------------------------------------
 # The process's streams
-
-
-def _take_any_text() -> None:
-    """Accept text that a terminal can't show: names of files and tensors may hold it."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -218,10 +213,6 @@ def _logging(*, debug: bool, with_progress: bool) -> Iterator[None]:
         logger.removeHandler(handler)
         for one, level in before:
             one.setLevel(level)
-
-
-def _is_broken_pipe(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
 def _stop_writing(error: BaseException) -> int:
@@ -514,7 +505,7 @@ def new_adapter(directory: str | None) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The console of a command, and text of our own documents on it. Needs no torch.
+# The console of a command. Needs no torch.
 
 #: Width without a terminal: wide enough for tensor names.
 _WIDTH_WITHOUT_TERMINAL = 140
@@ -525,11 +516,6 @@ def console(*, err: bool = False) -> Console:
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
-
-
-def show_markdown(out: Console, text: str) -> None:
-    """Print a part of our own documents."""
-    out.print(Markdown(text, hyperlinks=False))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -578,43 +564,27 @@ def tree_of(tensors: Iterable[StoredTensor]) -> tuple[Node, ...]:
 
 def _children(branch: _Branch) -> tuple[Node, ...]:
     nodes: list[Node] = []
-    numbered: dict[object, list[tuple[int, Node]]] = {}
+    numbered: dict[object, list[tuple[int, Node]]] = {}  # those that differ only in their number
     for name, child in sorted(branch.children.items()):
-        for node in _nodes(name, child):
-            if name.isdecimal() and name.isascii() and len(name) <= _MAX_DIGITS:
-                numbered.setdefault(_likeness(node), []).append((int(name), node))
-            else:
-                nodes.append(node)
-    folded = [_fold(sorted(alike, key=lambda pair: pair[0])) for alike in numbered.values()]
-    return (*nodes, *folded)
-
-
-def _nodes(name: str, branch: _Branch) -> Iterable[Node]:
-    t = branch.tensor
-    if t is not None:
-        yield Node(name, 1, 1, t.nbytes, t.dtype, t.shape)
-    if branch.children:
-        children = _children(branch)
-        tensors, nbytes = sum(c.tensors for c in children), sum(c.nbytes for c in children)
-        yield Node(name, 1, tensors, nbytes, children=children)
-
-
-def _likeness(node: Node) -> object:
-    """A key that is equal for siblings that differ only in their number."""
-    return node.dtype, node.shape, node.children
-
-
-def _fold(alike: list[tuple[int, Node]]) -> Node:
-    first, numbers, count = alike[0][1], [n for n, _ in alike], len(alike)
-    return Node(
-        _ranges(numbers),
-        count,
-        first.tensors * count,
-        first.nbytes * count,
-        first.dtype,
-        first.shape,
-        first.children,
-    )
+        found = []
+        if (one := child.tensor) is not None:
+            found.append(Node(name, 1, 1, one.nbytes, one.dtype, one.shape))
+        if child.children:
+            inner = _children(child)
+            tensors, nbytes = sum(c.tensors for c in inner), sum(c.nbytes for c in inner)
+            found.append(Node(name, 1, tensors, nbytes, children=inner))
+        if name.isdecimal() and name.isascii() and len(name) <= _MAX_DIGITS:
+            for node in found:
+                numbered.setdefault((node.dtype, node.shape, node.children), []).append((int(name), node))
+        else:
+            nodes += found
+    for alike in numbered.values():
+        alike.sort(key=lambda pair: pair[0])
+        count, first = len(alike), alike[0][1]
+        name = _ranges([number for number, _ in alike])
+        totals = first.tensors * count, first.nbytes * count
+        nodes.append(replace(first, name=name, copies=count, tensors=totals[0], nbytes=totals[1]))
+    return tuple(nodes)
 
 
 def _ranges(numbers: list[int]) -> str:

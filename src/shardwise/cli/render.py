@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ from rich.tree import Tree
 
 from ..catalog.checkpoint import catalog_of_manifest
 from ..catalog.open import open_catalog
-from ..catalog.records import Catalog, StoredTensor
+from ..catalog.records import Catalog
 from ..dtypes import itemsize
 from ..engine.files import shares_memory
 from ..errors import PlanError, SourceError, UnsupportedConversionError
-from ..fit.plan import PlanReport
+from ..fit.plan import PlanReport, format_text
 from ..format.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -36,45 +36,17 @@ from ..limits import inside
 from ..objects import frozen
 from ..operations.host_budget import HostBudget, host_budget
 from ..operations.operation import size
+from ..operations.printed import Printed, some
 from ..quantized.open import Dequantized, dequantized, described
-from ..runs.history import RootContents, StepSummary, is_root, steps_below
+from ..runs.history import RootContents, is_root, steps_below
 from ..storage import absolute, is_file, looking_once, stat_of_expected
 from ..storage.records import Stat, is_url
 from ..tensors.boxes import TensorSpec
-from ..tensors.placements import Geometry
 from .phases import planned_lines
-from .program import Node, console, rank_of_launcher, tree_of
+from .program import Node, tree_of
 
 if TYPE_CHECKING:
-    from ..fit.plan import PlanReport
-    from ..fit.records import StoreRequests
     from ..fit.verdict import Search
-    from ..planning.proof import Cast
-    from ..quantized.open import Dequantized
-
-__all__ = [
-    "CheckpointContents",
-    "Inspection",
-    "PartOfStep",
-    "RootContents",
-    "SourceContents",
-    "StepSummary",
-    "ThisHost",
-    "console",
-    "contents_of",
-    "is_root",
-    "nodes_like_this",
-    "plain",
-    "show_contents",
-    "show_convert",
-    "show_export",
-    "show_plan",
-    "show_verify",
-    "size",
-    "this_host",
-    "to_json",
-]
-
 
 # ----------------------------------------------------------------------------------------------------
 # Describes a path as records: a source, a checkpoint, or a directory of steps. Reads headers and manifests only.
@@ -168,24 +140,20 @@ def contents_of(path: str) -> Inspection:
     """
     path = _local(path)
     with looking_once(path):
-        return _contents_of(path)
-
-
-def _contents_of(path: str) -> Inspection:
-    if is_root(path):
-        return steps_below(path)
-    if is_file(os.path.join(path, MANIFEST_NAME)):
-        return _checkpoint(path)
-    try:
-        catalog = open_catalog(path)
-    except SourceError as error:
-        if below := _roots_below(path):
-            raise SourceError(
-                f"contains directories of checkpoints, but isn't a model or a checkpoint itself; give one of them: {', '.join(below)}",
-                path=path,
-            ) from error
-        raise
-    return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
+        if is_root(path):
+            return steps_below(path)
+        if is_file(os.path.join(path, MANIFEST_NAME)):
+            return _checkpoint(path)
+        try:
+            catalog = open_catalog(path)
+        except SourceError as error:
+            if below := _roots_below(path):
+                raise SourceError(
+                    f"contains directories of checkpoints, but isn't a model or a checkpoint itself; give one of them: {', '.join(below)}",
+                    path=path,
+                ) from error
+            raise
+        return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
 
 
 def _roots_below(path: str) -> list[str]:
@@ -215,7 +183,16 @@ def to_json(contents: Inspection) -> dict[str, Any]:
 
 
 def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceContents:
-    formats, problems = _formats(catalog)
+    formats, problems = tuple[Dequantized, ...](), tuple[str, ...]()
+    try:
+        formats = described(dequantized(catalog).coded.values())
+    except PlanError as error:
+        problems = error.problems or (str(error),)
+    except UnsupportedConversionError as error:
+        problems = (str(error),)
+    dtypes: dict[str, int] = {}
+    for tensor in catalog.tensors.values():
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.nbytes
     return SourceContents(
         kind=catalog.kind,
         path=path,
@@ -225,27 +202,11 @@ def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceC
         ignored_entries=catalog.ignored_entries,
         tensors=len(catalog.tensors),
         tensor_bytes=catalog.nbytes,
-        dtypes=_bytes_by_dtype(catalog.tensors.values()),
+        dtypes=dict(sorted(dtypes.items(), key=lambda pair: -pair[1])),
         quantized=formats,
         quantized_problems=problems,
         tree=tree_of(catalog.tensors.values()),
     )
-
-
-def _formats(catalog: Catalog) -> tuple[tuple[Dequantized, ...], tuple[str, ...]]:
-    try:
-        return described(dequantized(catalog).coded.values()), ()
-    except PlanError as error:
-        return (), error.problems or (str(error),)
-    except UnsupportedConversionError as error:
-        return (), (str(error),)
-
-
-def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    held: dict[str, int] = {}
-    for tensor in tensors:
-        held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.nbytes
-    return dict(sorted(held.items(), key=lambda pair: -pair[1]))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -299,25 +260,24 @@ def _parts(path: str, manifest: Manifest) -> Iterable[PartOfStep]:
         )
 
 
+#: A cut in words, by its kind.
+_CUTS = {
+    "replicate": "replicate",
+    "shard": "shard dim {0.dim}",
+    "strided": "shard dim {0.dim} in {0.split_factor}",
+}
+
+
 def _geometries(manifest: Manifest) -> Iterable[GeometryUse]:
     uses = [t.geometry for tensors in manifest.models.values() for t in tensors.values()]
     for index, geometry in enumerate(manifest.geometries):
         yield GeometryUse(
             axis_sizes=geometry.axis_sizes,
             axis_names=geometry.axis_names,
-            cuts=_cuts(geometry),
+            cuts=tuple(_CUTS[cut.kind].format(cut) for cut in geometry.cuts),
             ranks=len(geometry.ranks),
             tensors=uses.count(index),
         )
-
-
-def _cuts(geometry: Geometry) -> tuple[str, ...]:
-    words = {
-        "replicate": "replicate",
-        "shard": "shard dim {0.dim}",
-        "strided": "shard dim {0.dim} in {0.split_factor}",
-    }
-    return tuple(words[cut.kind].format(cut) for cut in geometry.cuts)
 
 
 def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
@@ -373,19 +333,17 @@ def show_contents(out: Console, contents: Inspection) -> None:
         return
     source = contents.source if isinstance(contents, CheckpointContents) else contents
     facts = {
+        "path": source.path,
         "kind": source.kind,
         "files": f"{source.files}, {size(source.file_bytes)}",
         "tensors": f"{source.tensors}, {size(source.tensor_bytes)}",
-        "quantized": _if_any(map(_format, source.quantized)),
-        "not whole": _if_any(source.quantized_problems),
+        "quantized": some(map(format_text, source.quantized)),
+        "not whole": some(source.quantized_problems),
         "dtypes": ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in source.dtypes.items()) or "-",
-        "ignored files": _if_any(source.ignored_files),
+        "ignored files": some(source.ignored_files),
+        "not read": f"next to the model: {some(source.ignored_entries)}" if source.ignored_entries else "",
     }
-    if source.ignored_entries:
-        facts["not read"] = f"next to the model: {_some(source.ignored_entries)}"
-    if isinstance(contents, CheckpointContents):
-        facts |= _checkpoint_facts(contents)
-    _facts(out, source.path, facts)
+    _facts(out, facts, _checkpoint_facts(contents) if isinstance(contents, CheckpointContents) else {})
     tree = Tree(_line("tensors", size(source.tensor_bytes)))
     _grow(tree, source.tree)
     out.print(tree)
@@ -423,8 +381,8 @@ def _line(name: str, detail: str) -> Text:
     return Text.assemble((plain(name), "bold"), "  ", (plain(detail), "dim"))
 
 
-def _checkpoint_facts(c: CheckpointContents) -> dict[str, str | None]:
-    facts: dict[str, str | None] = {
+def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
+    facts = {
         "step": str(c.step),
         "after step": "-" if c.parent_step is None else str(c.parent_step),
         "run": c.run_id,
@@ -437,7 +395,11 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str | None]:
         facts[f"geometry {number}"] = f"{g.tensors} tensors, {cuts}"
     if c.referred:
         facts["refers to"] = f"{c.referred} frozen base tensors, by digest"
-    facts["parts"] = _if_any(_part(number, one) for number, one in enumerate(c.parts, 1))
+    facts["parts"] = some(
+        f"{number} of host {one.host} (ranks {ranks_text(one.ranks)}, {one.files} files, {size(one.file_bytes)})"
+        + ("" if one.is_here else ": not here")
+        for number, one in enumerate(c.parts, 1)
+    )
     for s in c.optimizer_states:
         facts[f"{s.optimizer}.{s.name}"] = (
             f"{', '.join(s.dtypes)}, {s.parameters} parameters, {size(s.state_bytes)}"
@@ -445,13 +407,8 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str | None]:
     return facts
 
 
-def _part(number: int, one: PartOfStep) -> str:
-    held = f"ranks {ranks_text(one.ranks)}, {one.files} files, {size(one.file_bytes)}"
-    return f"{number} of host {one.host} ({held}){'' if one.is_here else ': not here'}"
-
-
 def _show_root(out: Console, root: RootContents) -> None:
-    _facts(out, root.path, {"kind": "directory of checkpoints", "steps": str(len(root.steps))})
+    _facts(out, {"path": root.path, "kind": "directory of checkpoints", "steps": str(len(root.steps))})
     history = sorted((*root.steps, *root.set_aside), key=lambda s: (-s.step, s.fate != "published"))
     if history:
         is_told = any(s.fate != "published" for s in history)
@@ -469,8 +426,10 @@ def _show_root(out: Console, root: RootContents) -> None:
             valid = Text("not checked") if s.ok is None else _verdict(s.ok, s.part)
             table.add_row(str(s.step), valid, *(Text(plain(cell)) for cell in row))
         out.print(table)
-        for told in _what_was_checked(history):
-            out.print(Text(told, "dim"))
+        if any(s.ok for s in history):
+            out.print(Text("ok: manifest, headers, and sizes agree; run verify to check every byte", "dim"))
+        if any(s.ok is None for s in history):
+            out.print(Text("not checked: no checksums; shardwise doctor looks for missing files", "dim"))
     for s in history:
         if s.problem:
             out.print(Text(plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
@@ -484,13 +443,6 @@ def _show_root(out: Console, root: RootContents) -> None:
         out.print(Text(plain(root.missing)), soft_wrap=True)
     if not root.steps:
         out.print(Text("no published step", _RED))
-
-
-def _what_was_checked(steps: Sequence[StepSummary]) -> Iterator[str]:
-    if any(s.ok for s in steps):
-        yield "ok: manifest, headers, and sizes agree; run verify to check every byte"
-    if any(s.ok is None for s in steps):
-        yield "not checked: no checksums; shardwise doctor looks for missing files"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -530,15 +482,6 @@ _NAMED_AMOUNTS = {
 }
 
 
-def _format(one: Dequantized) -> str:
-    held = f"{size(one.nbytes)} {'held' if one.format.endswith(', kept') else 'decoded'}"
-    return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored, {held}"
-
-
-def _cast(one: Cast) -> str:
-    return f"{one.tensors} tensors from {one.source} to {one.target} ({_some(one.names)})"
-
-
 def _answer(search: Search) -> Text:
     """How many devices a run needs, and what binds."""
     below = search.below
@@ -576,42 +519,17 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         for change in changes:
             taken = f"{size(change.device_bytes)} per device, {size(change.host_bytes)} per host"
             out.print(Text(f"  {change.what}: {taken}"), soft_wrap=True)
-    largest = report.largest_group
-    shape = f"{report.ranks}"
-    shards = report.ranks // report.replicas // report.tp
-    axes = [f"{report.replicas} replicas"] * (report.replicas > 1) + [f"{shards} shards"]
-    axes += [f"{report.tp} of tensor parallelism"] * (report.tp > 1)
-    experts = f"; experts in {report.ep} parts" if report.ep > 1 else ""
-    if len(axes) > 1 or experts:
-        shape += f" ({' x '.join(axes)}{experts})"
-    total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
-    from_config = "; from its config alone, as if stored in its dtype" if report.from_config else ""
-    facts: dict[str, str | None] = {
-        "model": f"{report.model_class}, {', '.join(report.dtypes)}{from_config}",
-        "tensors": f"{report.tensors}, {size(report.model_bytes)} ({size(report.source_bytes)} stored)",
-        "ranks": shape,
-        "total held": size(report.total_shard_bytes),
-        "total read": total_read,
-        "FSDP groups": f"{report.groups}; the largest takes {size(largest.gathered_bytes)} when gathered "
-        f"({largest.name or 'root'}, {largest.kind})",
-    }
-    if report.store is not None:
-        facts |= _store_facts(report.store)
-    if report.replicated_bytes:
-        facts["replicated"] = f"{size(report.replicated_bytes)} on every rank, because it can't be sharded"
-    for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
-        facts[label] = _if_any(f"{d.name} (says {d.declared_by})" for d in declared)
-    facts["converted in full"] = _if_any(f"{c.name} ({c.reason})" for c in report.converted)
-    held = [one for one in report.dequantized if one.format.endswith(", kept")]
-    facts["dequantized"] = _if_any(_format(one) for one in report.dequantized if one not in held)
-    facts["held in codes"] = _if_any(map(_format, held))
-    facts["rounded"] = "; ".join(map(_cast, report.casts)) or None
-    facts["ignored files"] = _if_any(report.ignored_files)
-    if host is not None:
-        budget = host.budget
-        facts["this host"] = str(budget)
-        facts["loading here"] = f"needs {size(host.needed_bytes)} for {host.ranks} ranks on {host.device}"
-    _facts(out, report.path, facts)
+    _facts(
+        out,
+        report.rows(),
+        {}
+        if host is None
+        else {
+            "this host": str(host.budget),
+            "loading here": f"needs {size(host.needed_bytes)} for {host.ranks} ranks on {host.device}",
+        },
+        apart=("verdict", "a rank holds"),
+    )
     in_store = () if report.store is None else report.store.per_rank
     asked = {one.rank: (str(one.requests), size(one.nbytes)) for one in in_store}
     more = (">requests", ">asks for") if asked else ()
@@ -645,30 +563,13 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         out.print(Text(warning, _YELLOW), soft_wrap=True)
 
 
-def _store_facts(store: StoreRequests) -> dict[str, str]:
-    counted = "not counted: ranks differ, and not every rank was planned"
-    if store.total is not None and store.nbytes is not None:
-        counted = (
-            f"{store.total} requests ({store.looks} by rank 0 to inspect the source), "
-            f"{size(store.nbytes + store.look_bytes)}, in parts of at most {round(store.part_bytes / 2**20)} MiB"
-        )
-    return {"store": counted, "read strategy": store.strategy}
-
-
 # ----------------------------------------------------------------------------------------------------
 # verify, export
 
 
 def show_verify(out: Console, report: Any) -> None:
     """Print the result of ``verify`` for one checkpoint (a ``VerifyReport``)."""
-    facts = {
-        "step": str(report.step),
-        "checked": f"{report.files} files, {report.tensors} tensors, {size(report.bytes_read)} "
-        f"in {report.seconds:.1f} s",
-    }
-    if report.referred:
-        facts["not checked"] = f"{report.referred} frozen base tensors; it only stores their digests"
-    _facts(out, str(report.path), facts)
+    _facts(out, report.rows(), apart=("problems", "part"))
     show_problems(out, report.problems)
     if report.part:
         out.print(Text(plain(f"not fully verified: it {report.part}"), _YELLOW), soft_wrap=True)
@@ -681,18 +582,16 @@ _MOST_CHANGES = 20
 
 def show_diff(out: Console, report: Any, *, every: bool) -> None:
     """Print the result of ``diff`` (a ``DiffReport``): counts, then the tensors that changed most, or ``every`` one."""
-    facts: dict[str, str | None] = {"equal": f"{report.equal} tensors, {report.by_digest} of them by digest"}
     changed = sorted(
         report.changed, key=lambda one: (-one.relative if one.relative == one.relative else 0.0, one.name)
     )
+    more = {}
     if changed:
         most = max((one.relative for one in changed if one.relative == one.relative), default=None)
         by = "" if most is None else f", by at most {most:.3g} of their norm"
-        facts["changed"] = f"{len(changed)} tensors{by}"
-    for label, names in (("added", report.added), ("removed", report.removed)):
-        facts[label] = f"{len(names)}: {_some(names)}" if names else None
-    facts["not compared"] = "; ".join(report.not_compared) or None
-    _facts(out, f"{report.first} -> {report.second}", facts)
+        more["changed"] = f"{len(changed)} tensors{by}"
+    title = {"path": f"{report.first} -> {report.second}"}
+    _facts(out, title, {**report.rows(), **more}, apart=("first", "second"))
     if changed:
         shown = changed if every else changed[:_MOST_CHANGES]
         table = _table("changed", "what", ">elements", ">largest", ">relative")
@@ -712,63 +611,46 @@ def show_problems(out: Console, problems: Iterable[str]) -> None:
         out.print(Text(plain(f"problem: {problem}"), _RED), soft_wrap=True)
 
 
+def show_report(out: Console, report: Printed) -> None:
+    """Print the result of ``copy`` or ``convert``."""
+    _facts(out, report.rows())
+
+
 def show_export(out: Console, report: Any) -> None:
     """Print the result of ``export`` (an ``ExportReport``)."""
-    facts = {
-        "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
-        "files": _some(report.files),
-        "rounded": "; ".join(map(_cast, report.casts)) or None,
-    }
+    more = {}
     if report.as_source is not None:
         origin = report.as_source
-        facts["from the source"] = f"{origin.copied + len(origin.not_in_model)} tensors, which did not change"
+        more["from the source"] = f"{origin.copied + len(origin.not_in_model)} tensors, which did not change"
         for rule in origin.requantized:
-            facts[f"quantized again ({len(rule.names)})"] = f"{_some(rule.names)}; {rule.reference}"
-        facts["changed, plain"] = _if_any(origin.written)
+            more[f"quantized again ({len(rule.names)})"] = f"{some(rule.names)}; {rule.reference}"
+        more["changed, plain"] = some(origin.written)
     if not os.path.isfile(os.path.join(report.path, "config.json")):
-        facts["no config.json"] = (
+        more["no config.json"] = (
             "the source has none, so from_pretrained can't open OUT, and tensors keep their names; export again with "
             "--config DIR, the directory of the model's config.json"
         )
-    _facts(out, str(report.path), facts)
-
-
-def show_copy(out: Console, report: Any) -> None:
-    """Print the result of ``copy`` (a ``CopyReport``)."""
-    facts = {
-        "from": report.source,
-        "files": f"{report.files}, {size(report.nbytes)}, each read back and compared",
-        "sent": f"{report.files_sent} files, {size(report.bytes_sent)} in {report.seconds:.1f} s",
-    }
-    _facts(out, report.path, facts)
-
-
-def show_convert(out: Console, report: Any) -> None:
-    """Print the result of ``convert`` (a ``ConvertReport``)."""
-    facts = {
-        "from": f"{report.source} ({report.source_kind})",
-        "step": str(report.step),
-        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} optimizer tensors, {size(report.bytes_written)}"
-        f"{' by this rank' * (rank_of_launcher()[1] > 1)} in {report.seconds:.1f} s",
-        "documents": _some(report.documents),
-        "assumed": "; ".join(report.caveats) or None,
-        "skipped": "; ".join(report.skipped) or None,
-    }
-    _facts(out, str(report.path), facts)
+    _facts(out, report.rows(), more, apart=("as source",))
 
 
 # ----------------------------------------------------------------------------------------------------
 # Pieces
 
 
-def _facts(out: Console, title: str, facts: Mapping[str, str | None]) -> None:
-    """A title and labeled lines under it, without those that are None."""
-    out.print(Text(plain(title), "bold"), soft_wrap=True)
+def _facts(
+    out: Console,
+    facts: Mapping[str, str],
+    more: Mapping[str, str] | None = None,
+    *,
+    apart: Collection[str] = (),
+) -> None:
+    """The path as a title, and labeled lines under it, without empty ones and those that are shown ``apart``."""
+    out.print(Text(plain(facts.get("path", "")), "bold"), soft_wrap=True)
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, value in facts.items():
-        if value is not None:
+    for label, value in {**facts, **(more or {})}.items():
+        if value and label not in ("path", *apart):
             grid.add_row(Text(plain(label)), Text(plain(value)))
     out.print(grid)
 
@@ -788,17 +670,6 @@ def _verdict(ok: bool, part: str | None = None) -> RenderableType:
     if ok and part:
         return Text("ok, a part", _YELLOW)
     return Text("ok", _GREEN) if ok else Text("damaged", _RED)
-
-
-def _if_any(lines: Iterable[str]) -> str | None:
-    """As :func:`_some`; None if there are none."""
-    return _some(lines) or None
-
-
-def _some(lines: Iterable[str], shown: int = 8) -> str:
-    found = list(lines)
-    more = f", and {len(found) - shown} more" if len(found) > shown else ""
-    return ", ".join(found[:shown]) + more
 
 
 def plain(text: str) -> str:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -62,10 +61,6 @@ class ExportReport(Printed):
     """With ``quantize="as-source"``: how many tensors were copied and how many were quantized again."""
     casts: tuple[Cast, ...] = ()
     """With ``dtype=``: the tensors whose values it can't represent exactly."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return asdict(self)
 
 
 @announced("export", "out")

@@ -14,9 +14,6 @@ from ..objects import frozen
 from ..sharding.fsdp import ShardPolicy, find_wrapping
 from .records import TrainingSpec
 
-# ----------------------------------------------------------------------------------------------------
-# What a training step is made of: FSDP2's groups, and the events of a forward and backward. See :mod:`.step`.
-
 
 @frozen
 class Event:
@@ -80,7 +77,9 @@ def groups_of(
     for index, (candidate, parameters) in enumerate(find_wrapping(model, policy).groups):
         is_apart = candidate.kind == "experts" and expert_shards not in (None, of_all)
         shards = expert_shards if is_apart and expert_shards else of_all
-        dtypes = {id(p): _dtype(p, compute) for p in parameters}
+        dtypes = {
+            id(p): compute if compute is not None and p.is_floating_point() else p.dtype for p in parameters
+        }
         padded = {id(p): _padded(p, policy, shards) for p in parameters}
         trained = [p for p in parameters if p.requires_grad]
         reduced = [(padded[id(p)], reduce or dtypes[id(p)]) for p in trained]
@@ -107,10 +106,6 @@ def groups_of(
             )
         )
     return tuple(found)
-
-
-def _dtype(parameter: nn.Parameter, compute: torch.dtype | None) -> torch.dtype:
-    return compute if compute is not None and parameter.is_floating_point() else parameter.dtype
 
 
 def _padded(parameter: nn.Parameter, policy: ShardPolicy, shards: int) -> int:
@@ -318,7 +313,10 @@ def whole_step(
     events: Sequence[Event], groups: Sequence[StepGroup], first: Mapping[int, int]
 ) -> Iterator[Event]:
     """``events`` with those of the blocks that were passed over. ``first``: see :func:`.alike`."""
-    inside = {g.index: _inside(g, groups) for g in groups if g.index in first}
+    inside = {  # the block, and the groups in it
+        block: frozenset(g.index for g in groups if f"{g.path}.".startswith(f"{groups[block].path}."))
+        for block in first
+    }
     ran = {i: _block(events, i, inside[i]) for i, rep in first.items() if i == rep}
     by_path = {(g.path, g.kind): g.index for g in groups}
 
@@ -345,11 +343,6 @@ def whole_step(
         elif event.kind == "back" and block in passed:
             yield from (as_in(e, rep, block, event.live) for e in ran[rep].backward)
             kept -= ran[rep].kept_bytes
-
-
-def _inside(block: StepGroup, groups: Sequence[StepGroup]) -> frozenset[int]:
-    """The block, and the groups in it."""
-    return frozenset(g.index for g in groups if g.path == block.path or g.path.startswith(f"{block.path}."))
 
 
 def _block(events: Sequence[Event], block: int, inside: frozenset[int]) -> _Block:

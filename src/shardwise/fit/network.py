@@ -229,15 +229,6 @@ class Exchange:
     ep: int
     sent: list[Sent] = field(default_factory=list)
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count anew with each forward of the model: a run may be tried twice."""
-        handle = self.model.register_forward_pre_hook(lambda *_: self.sent.clear())
-        try:
-            yield
-        finally:
-            handle.remove()
-
     def counted(self, step: Step, *, is_wrapped: bool) -> Step:
         """``step``, with what it assumes of the collectives; without any of them if the model did not run to its end.
 
@@ -268,8 +259,8 @@ class Exchange:
             module = self.model.get_submodule(path)
             if args:  # attention gets names alone, and has nothing to be done before it
                 rest = (self._routed(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
-                args = (before(self, path, module, args[0]), *rest)
-            return after(self, path, module, forward(*args, **kwargs))
+                args = (before(self, path, args[0], module), *rest)
+            return after(self, path, forward(*args, **kwargs), module)
 
         return stand_in
 
@@ -280,13 +271,15 @@ class Exchange:
 
     # -- collectives that only take memory: what they make of a tensor, and of its gradient ---------------------
 
-    def summed_later(self, path: str, x: torch.Tensor) -> Any:
+    def summed_later(self, path: str, x: torch.Tensor, module: Any = None) -> Any:
         """The tensor itself; its gradient is summed over tp."""
         return _run(x, lambda t: t.view_as(t), self._alike(path, "all-reduce", "tp"))
 
-    def summed_now(self, path: str, x: torch.Tensor) -> Any:
+    def summed_now(self, path: str, x: torch.Tensor | None, module: Any = None) -> Any:
         """The sum over tp; the gradient passes."""
-        return _run(x, self._alike(path, "all-reduce", "tp"), lambda gradient: gradient)
+        return (
+            None if x is None else _run(x, self._alike(path, "all-reduce", "tp"), lambda gradient: gradient)
+        )
 
     def gathered(self, path: str, x: torch.Tensor, dim: int, size: int) -> Any:
         """The whole of parts on tp along a dim; the gradient is cut."""
@@ -376,43 +369,35 @@ def _run(x: torch.Tensor, there: _Move, back: _Move) -> Any:
 _Part = Callable[[Exchange, str, Any, Any], Any]
 
 
-def _same(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _same(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     return x
 
 
-def _summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return exchange.summed_later(path, x)
-
-
-def _summed_now(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return None if x is None else exchange.summed_now(path, x)
-
-
-def _summed_in_place(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _summed_in_place(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     exchange.note(path, "all-reduce", "tp", x)
     return x
 
 
-def _gathered(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _gathered(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     size = module.out_features if hasattr(module, "out_features") else module.embedding_dim
     return exchange.gathered(path, x, -1, size)
 
 
-def _own_part(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _own_part(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     return exchange.own_part(path, x, -1, module.weight.size(-1))
 
 
-def _rope_summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _rope_summed_later(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     rope = module.config.qk_rope_head_dim
     passed, turned = x.split([x.size(-1) - rope, rope], dim=-1)
     return torch.cat([passed, exchange.summed_later(path, turned)], dim=-1)
 
 
-def _divided(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _divided(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     return x / exchange.tp
 
 
-def _weights_summed(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+def _weights_summed(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
             exchange.note(path, "all-reduce", "tp", parameter)
@@ -420,24 +405,24 @@ def _weights_summed(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
 
 
 def _unknown(style: str) -> _Part:
-    def refuse(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
+    def refuse(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
         raise NotImplementedError(f"the plan's style {style!r} at {path} isn't supported")
 
     return refuse
 
 
 _STYLES: dict[str, tuple[_Part, _Part]] = {
-    "colwise": (_summed_later, _same),
-    "packed_colwise": (_summed_later, _same),
-    "colwise_gather_output": (_summed_later, _gathered),
-    "colwise_rep": (_summed_later, _gathered),
-    "rowwise": (_same, _summed_now),
-    "rowwise_rep": (_same, _summed_now),
-    "rowwise_split_input": (_own_part, _summed_now),
-    "embedding_rowwise": (_same, _summed_now),
+    "colwise": (Exchange.summed_later, _same),
+    "packed_colwise": (Exchange.summed_later, _same),
+    "colwise_gather_output": (Exchange.summed_later, _gathered),
+    "colwise_rep": (Exchange.summed_later, _gathered),
+    "rowwise": (_same, Exchange.summed_now),
+    "rowwise_rep": (_same, Exchange.summed_now),
+    "rowwise_split_input": (_own_part, Exchange.summed_now),
+    "embedding_rowwise": (_same, Exchange.summed_now),
     "embedding_colwise": (_same, _gathered),
-    "all_reduce": (_same, _summed_now),
-    "moe_tp_experts": (_summed_later, _summed_in_place),
+    "all_reduce": (_same, Exchange.summed_now),
+    "moe_tp_experts": (Exchange.summed_later, _summed_in_place),
     "moe_identity_expert": (_divided, _same),
     "mla_kv_a_proj": (_same, _rope_summed_later),
     "replicated_with_grad_allreduce": (_weights_summed, _same),
@@ -584,10 +569,12 @@ class Spread:
             installed[path] = module.forward
             style = self.ep_plan.get(path) or self.tp_plan[path]
             module.forward = exchange.stand_in(path, style, forward)
+        # Counted anew with each forward of the model: a run may be tried twice.
+        handle = self.model.register_forward_pre_hook(lambda *_: exchange.sent.clear())
         try:
-            with exchange.counting():
-                yield exchange
+            yield exchange
         finally:
+            handle.remove()
             for path, forward in installed.items():
                 self.model.get_submodule(path).forward = forward
             for module, name, parameter in before:
@@ -614,20 +601,17 @@ class Spread:
         """Apply FSDP2 over the ranks that are left, if any are."""
         if not self.variant.is_wrapped:
             return
-        with lazy_chunks():
-            self._shard(self.variant)
-
-    def _shard(self, variant: Variant) -> None:
-        if not variant.is_parallel:
-            # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
-            sizes = (variant.ranks,) if variant.replicas == 1 else (variant.replicas, variant.shards)
-            names = ("replicate", "shard")[-len(sizes) :]
-            shard(self.model, init_device_mesh("cpu", sizes, mesh_dim_names=names), variant.policy)
-            return
-        dense, experts = _meshes(variant)
+        variant = self.variant
         axes = ("shard",) if variant.replicas == 1 else ("replicate", "shard")
-        over = dense[axes], experts[axes] if variant.ep > 1 else dense[axes]
-        shard_with_experts(self.model, *over, variant.policy)
+        with lazy_chunks():
+            if not variant.is_parallel:
+                # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
+                sizes = (variant.ranks,) if variant.replicas == 1 else (variant.replicas, variant.shards)
+                shard(self.model, init_device_mesh("cpu", sizes, mesh_dim_names=axes), variant.policy)
+                return
+            dense, experts = _meshes(variant)
+            over = dense[axes], experts[axes] if variant.ep > 1 else dense[axes]
+            shard_with_experts(self.model, *over, variant.policy)
 
 
 def _meshes(variant: Variant) -> tuple[DeviceMesh, DeviceMesh]:

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
@@ -28,9 +28,9 @@ from ..models.hub import Arguments, FromPretrained, Pretrained
 from ..models.meta import at_most
 from ..objects import frozen, gc_paused
 from ..operations.operation import size
-from ..operations.printed import Printed
+from ..operations.printed import Printed, some
 from ..planning.match import Converted, Declaration
-from ..planning.plan import IOOptions, Plan
+from ..planning.plan import IOOptions
 from ..planning.proof import Cast, casts_of
 from ..quantized.open import Dequantized, described
 from ..ranks.ranks import Ranks
@@ -52,9 +52,6 @@ from .records import (
 )
 from .verdict import RANKS_PER_HOST, Limits, Search, Verdict, run_plan, smallest_ranks, verdict_of
 
-# ----------------------------------------------------------------------------------------------------
-# The records of ``plan``: the cost of a load on every rank, and of a training run by phases.
-
 
 @frozen
 class RankCost:
@@ -69,10 +66,6 @@ class RankCost:
     """Host memory besides the shards during the load, for a CPU target; of memory that ranks of a host share, this rank's part."""
     reads: int
     """Strided copies in the plan."""
-
-
-#: Fields that are tables of their own, or have a row with another text.
-_NOT_SHOWN = {"per rank", "run", "verdict", "search", "largest group", "store"}
 
 
 @frozen(kw_only=True)
@@ -129,13 +122,38 @@ class PlanReport(Printed):
 
     def rows(self) -> Mapping[str, str]:
         """The rows of the printed table. ``shardwise plan`` also shows each rank and each phase."""
-        most, largest = max(self.per_rank, key=lambda cost: cost.shard_bytes), self.largest_group
-        rows = {name: text for name, text in Printed.rows(self).items() if name not in _NOT_SHOWN}
-        rows["a rank holds"] = f"at most {size(most.shard_bytes)}"
-        rows["largest group"] = f"{size(largest.gathered_bytes)} when gathered ({largest.name or 'root'})"
-        if self.verdict is not None:
-            rows["verdict"] = self.verdict.outcome
-        return rows
+        largest, shards = self.largest_group, self.ranks // self.replicas // self.tp
+        axes = [f"{self.replicas} replicas"] * (self.replicas > 1) + [f"{shards} shards"]
+        axes += [f"{self.tp} of tensor parallelism"] * (self.tp > 1)
+        experts = f"; experts in {self.ep} parts" if self.ep > 1 else ""
+        shape = f" ({' x '.join(axes)}{experts})" if len(axes) > 1 or experts else ""
+        from_config = "; from its config alone, as if stored in its dtype" if self.from_config else ""
+        kept = [one for one in self.dequantized if one.format.endswith(", kept")]
+        rows = {
+            "path": self.path,
+            "model": f"{self.model_class}, {', '.join(self.dtypes)}{from_config}",
+            "tensors": f"{self.tensors}, {size(self.model_bytes)} ({size(self.source_bytes)} stored)",
+            "ranks": f"{self.ranks}{shape}",
+            "a rank holds": f"at most {size(self.max_shard_bytes)}",
+            "total held": size(self.total_shard_bytes),
+            "total read": "not counted" if self.total_bytes_read is None else size(self.total_bytes_read),
+            "FSDP groups": f"{self.groups}; the largest takes {size(largest.gathered_bytes)} when gathered "
+            f"({largest.name or 'root'}, {largest.kind})",
+            "store": "" if self.store is None else self.store.in_words(),
+            "read strategy": "" if self.store is None else self.store.strategy,
+            "replicated": f"{size(self.replicated_bytes)} on every rank, because it can't be sharded"
+            if self.replicated_bytes
+            else "",
+            "left unused": some(map(str, self.unused)),
+            "initialized": some(map(str, self.initialized)),
+            "converted in full": some(map(str, self.converted)),
+            "dequantized": some(format_text(one) for one in self.dequantized if one not in kept),
+            "held in codes": some(map(format_text, kept)),
+            "rounded": some(map(str, self.casts)),
+            "ignored files": some(self.ignored_files),
+            "verdict": "" if self.verdict is None else self.verdict.outcome,
+        }
+        return {label: text for label, text in rows.items() if text}
 
     @property
     def is_every_rank(self) -> bool:
@@ -163,18 +181,17 @@ class PlanReport(Printed):
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return {
-            **asdict(self),
+            **Printed.to_json(self),
             "run": None if self.run is None else self.run.to_json(),
             "max_shard_bytes": self.max_shard_bytes,
             "min_shard_bytes": self.min_shard_bytes,
         }
 
 
-def _dtypes(plan: Plan) -> tuple[str, ...]:
-    held: dict[str, int] = {}
-    for wanted in plan.wanted:
-        held[wanted.dtype] = held.get(wanted.dtype, 0) + wanted.nbytes
-    return tuple(sorted(held, key=lambda code: -held[code]))
+def format_text(one: Dequantized) -> str:
+    """A format of quantized tensors in words."""
+    held = f"{size(one.nbytes)} {'held' if one.format.endswith(', kept') else 'decoded'}"
+    return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored, {held}"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -213,12 +230,15 @@ class Source:
 def source_of(request: Pretrained) -> Iterator[Source]:
     """The source of a request, while the context lasts: a config file gets a directory. Raises :class:`SourceError` if there is none."""
     path, asked = os.fspath(request.path), request.understood()
-    if not is_url(path) and _is_config_alone(path):
-        with _directory_of(path) as directory:
+    with ExitStack() as stack:
+        if not is_url(path) and _is_config_alone(path):
+            directory = path
+            if os.path.isfile(path):  # of any name
+                directory = stack.enter_context(TemporaryDirectory(prefix="shardwise-plan-"))
+                shutil.copyfile(path, os.path.join(directory, "config.json"))
             catalog = _as_saved(_from_config(request, asked, directory, path, "auto"), path)
             yield Source(request, asked, directory, catalog, True, Requests(), path)
-        return
-    with ExitStack() as stack:
+            return
         made: list[str] = []
 
         def outlines() -> str:  # of a model on the hub: other plans write nothing
@@ -238,17 +258,6 @@ def source_of(request: Pretrained) -> Iterator[Source]:
                 catalog = open_for_all(located.found.lent or directory, Ranks(), choice=choice)
         shown = path if any(map(directory.startswith, made)) else catalog.root
         yield Source(request, asked, directory, catalog, is_alone, looks, shown)
-
-
-@contextmanager
-def _directory_of(path: str) -> Iterator[str]:
-    """The directory of a config: its own, or a temporary one for a file of any name."""
-    if not os.path.isfile(path):
-        yield path
-        return
-    with TemporaryDirectory(prefix="shardwise-plan-") as folder:
-        shutil.copyfile(path, os.path.join(folder, "config.json"))
-        yield folder
 
 
 def _is_config_alone(path: str) -> bool:
@@ -377,19 +386,7 @@ def plan(
     )
     this.check()
     dtype = _floating_dtype(dtype)
-    request = Pretrained(
-        path=path,
-        dtype=dtype,
-        auto_class=auto_class,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        key_mapping=key_mapping,
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
-        adapter=adapter,
-        quantized=quantized,
-        options=options,
-    )
+    request = Pretrained.of(locals())
     io = io or IOOptions()
     _floating_dtype(request.understood().dtype)
     with source_of(request) as source:
@@ -562,13 +559,16 @@ def _plan_ranks(
             tally = tally or StoreTally(planned, ranks=ranks, ranks_per_host=variant.ranks_per_host)
             tally.add(rank, planned)
     assert first is not None
+    dtypes: dict[str, int] = {}
+    for wanted in first.wanted:
+        dtypes[wanted.dtype] = dtypes.get(wanted.dtype, 0) + wanted.nbytes
     is_complete = len(costs) == ranks
     total_shard_bytes = _over_all_ranks(live, ranks)
     assert not is_complete or total_shard_bytes == sum(cost.shard_bytes for cost in costs)
     return PlanReport(
         path=source.shown,
         model_class=model_class,
-        dtypes=_dtypes(first),
+        dtypes=tuple(sorted(dtypes, key=lambda code: -dtypes[code])),
         ranks=ranks,
         replicas=variant.replicas,
         tp=variant.tp,

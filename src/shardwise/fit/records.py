@@ -17,15 +17,13 @@ from ..engine.shared import boxes_of_spans, held_bytes, spans_in_turn, spans_of_
 from ..internals.torch import local_tensor
 from ..loading.strategies import Choice, Facts, Planned, bucket_bytes_of, buckets_for, choose, facts_of
 from ..objects import frozen
+from ..operations.operation import size
 from ..planning.match import HostConversion
 from ..planning.plan import IOOptions
 from ..planning.proof import Buckets, Span
 from ..sharding.fsdp import ShardPolicy
 from ..storage.records import Requests
 from ..tensors.live import LiveModel
-
-# ----------------------------------------------------------------------------------------------------
-# The records of a plan by phases. Bytes are those of the rank that holds most, rank 0.
 
 Where = Literal["device", "host", "page cache"]
 
@@ -239,9 +237,12 @@ class StagingTally:
         first = self._first
         assert first is not None
         choice = _choice(first, self._facts, self._ranks, self._per_host)
-        buckets = _buckets_of(first, choice)
         if choice.strategy == "own":
             return [max(one.alone, one.initialized) for one in self._found.values()]
+        readers = len(choice.readers or choice.peers_of(0))
+        buckets = held_bytes(choice.strategy, bucket_bytes_of(first, choice), readers=readers)
+        if choice.hosts:  # no more than its part of the source, where it reads in turns with others
+            buckets = min(buckets, -(-first.catalog.nbytes // max(1, readers)))
         most = first.io.staging_bytes
         return [max(min(buckets + one.beside_buckets, most), one.initialized) for one in self._found.values()]
 
@@ -250,13 +251,6 @@ def _choice(first: Planned, facts: Mapping[int, Facts], ranks: int, per_host: in
     """The strategy that the ranks will choose. ``facts``: of some ranks; the others are like rank 0."""
     told = [asdict(replace(facts.get(rank, facts[0]), host=str(rank // per_host))) for rank in range(ranks)]
     return Choice(**choose("plan", first.io.strategy, first.catalog.nbytes, told))
-
-
-def _buckets_of(planned: Planned, choice: Choice) -> int:
-    """What rank 0 holds for buckets: no more than its part of the source, where it reads in turns with others."""
-    readers = choice.readers or choice.peers_of(0)
-    held = held_bytes(choice.strategy, bucket_bytes_of(planned, choice), readers=len(readers))
-    return min(held, -(-planned.catalog.nbytes // max(1, len(readers)))) if choice.hosts else held
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -298,6 +292,15 @@ class StoreRequests:
     def total(self) -> int | None:
         """All requests of all ranks, with ``looks``."""
         return None if self.requests is None else self.requests + self.looks
+
+    def in_words(self) -> str:
+        """All requests and their bytes."""
+        if self.total is None or self.nbytes is None:
+            return "not counted: ranks differ, and not every rank was planned"
+        return (
+            f"{self.total} requests ({self.looks} by rank 0 to inspect the source), {size(self.nbytes + self.look_bytes)}, "
+            f"in parts of at most {round(self.part_bytes / 2**20)} MiB"
+        )
 
 
 class StoreTally:
@@ -483,7 +486,7 @@ def held_by_first(
     own = [local_tensor(p) for p in trained]
     return Held(
         parameters=sum(t.nbytes for t in local),
-        pinned_parameters=sum(_power_of_two(t.nbytes) for t in local),
+        pinned_parameters=sum(1 << (t.nbytes - 1).bit_length() for t in local if t.nbytes),
         buffers=sum(t.tensor.nbytes for t in live.tensors if t.kind != "parameter"),
         gradients=sum(
             local_tensor(t.tensor).nbytes * whole_gradients.get(t.name, 1)
@@ -519,10 +522,6 @@ def _states(tensor: torch.Tensor, training: TrainingSpec) -> int:
         bytes_each = tensor.dtype.itemsize
     steps = 4 if training.optimizer.startswith("adamw") else 0
     return int(count * numel * bytes_each) + steps
-
-
-def _power_of_two(nbytes: int) -> int:
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 # ----------------------------------------------------------------------------------------------------

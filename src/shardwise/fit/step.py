@@ -221,7 +221,12 @@ def peak_of(
             case "loss":
                 state.is_backward, state.buffer = True, 0
             case "back":
-                _finish_frozen(state, event, waiting)
+                # Groups that wait for a gradient which does not come are over when a group outside of them begins.
+                for index in list(waiting):
+                    path = groups[index].path
+                    if path and not f"{groups[event.group].path}.".startswith(f"{path}."):
+                        state.finish(index, event.live)
+                        del waiting[index]
                 state.gather(event.group, event.live)
                 state.gather_ahead(event.group, event.live)
                 waiting[event.group] = sum(p.requires_grad for p in groups[event.group].parameters)
@@ -248,16 +253,6 @@ def _peak_without_fsdp(events: Iterable[Event], groups: Sequence[StepGroup], com
         best = max(best, now, key=lambda peak: peak.total_bytes)
         gradients += event.nbytes
     return best
-
-
-def _finish_frozen(state: _Fsdp2, event: Event, waiting: dict[int, int]) -> None:
-    """Groups that wait for a gradient which does not come are over when a group outside of them begins."""
-    here = state.groups[event.group].path
-    for index in list(waiting):
-        path = state.groups[index].path
-        if path and not here.startswith(f"{path}.") and here != path:
-            state.finish(index, event.live)
-            del waiting[index]
 
 
 # ----------------------------------------------------------------------------------------------------

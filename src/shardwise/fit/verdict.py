@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -33,34 +33,6 @@ from .records import (
 )
 from .step import StepPeak
 
-__all__ = [
-    "Change",
-    "Limits",
-    "Need",
-    "PHASES",
-    "Search",
-    "Tried",
-    "Variant",
-    "Verdict",
-    "run_plan",
-    "smallest_ranks",
-    "verdict_of",
-]
-
-
-# ----------------------------------------------------------------------------------------------------
-# From what a rank holds and what a step takes: the phases of a run, with formulas and error bars.
-
-PHASES = (
-    "build",
-    "load",
-    "first step",
-    "steady state",
-    "save, sync",
-    "save, async",
-    "resume",
-    "export",
-)
 _GIB, _MIB = 1024**3, 1024**2
 #: A process that imported torch and transformers, before it holds a model; measured: 0.4 to 1 GiB.
 _PROCESS_BYTES, _PROCESS_ERROR = 3 * _GIB // 4, 0.4
@@ -337,7 +309,7 @@ class _Run:
             "resume": self.a_resume(reading),
             "export": (*self.at_rest(), export, self.written()),
         }
-        return [Phase(name, amounts[name]) for name in PHASES]
+        return [Phase(name, found) for name, found in amounts.items()]
 
     # -- checkpoint --------------------------------------------------------------------------
 
@@ -507,6 +479,11 @@ def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int)
         run = plan(sizes[index])
         one = tried[sizes[index]] = Tried(sizes[index], run.device_bytes, _binding(run, limits))
         low, high = (index, high) if one.binds else (low, index)
+        # What no number of ranks makes less, in the phase that has most of it.
+        everywhere = max(
+            sum(a.upper_bytes for a in p.amounts if a.where == "device" and a.what in _SAME)
+            for p in run.phases
+        )
         known = sorted(tried.values(), key=lambda tried: tried.ranks)[-2:]
         if len(known) < 2:
             index = bisect_left(sizes, 8 * one.ranks) if one.binds else 0
@@ -518,7 +495,7 @@ def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int)
                 index = bisect_left(sizes, shards / (limits.device_bytes - rest))
             elif high < len(sizes):
                 index = bisect_left(sizes, m)
-            elif least > promised or _same_on_every_rank(run) > limits.device_bytes:
+            elif least > promised or everywhere > limits.device_bytes:
                 break  # no number of ranks makes that less
             else:
                 index = low + 1
@@ -526,13 +503,6 @@ def smallest_ranks(plan: Callable[[int], RunPlan], limits: Limits, *, unit: int)
         index = min(max(index, low + 1), high - 1)
     found = sizes[high] if high < len(sizes) else None
     return Search(found, tuple(tried[n] for n in sorted(tried)))
-
-
-def _same_on_every_rank(run: RunPlan) -> int:
-    """Bytes of a device that no number of ranks makes less, in the phase that has most of them."""
-    return max(
-        sum(a.upper_bytes for a in p.amounts if a.where == "device" and a.what in _SAME) for p in run.phases
-    )
 
 
 def verdict_of(run: RunPlan, limits: Limits, asked: Variant, plan: Callable[[Variant], RunPlan]) -> Verdict:
@@ -601,17 +571,11 @@ def _changes(asked: Variant) -> Iterator[tuple[str, Variant]]:
             replace(leaner, ranks=times * asked.ranks),
         )
     if asked.adapter is None and find_spec("peft") is not None:
-        yield (
-            _and(named, f"LoRA of rank {_RANK_OF_LORA} on all linear layers"),
-            replace(leaner, adapter=_lora()),
-        )
+        from peft import LoraConfig
+
+        lora = LoraConfig(r=_RANK_OF_LORA, target_modules="all-linear", task_type="CAUSAL_LM")
+        yield _and(named, f"LoRA of rank {_RANK_OF_LORA} on all linear layers"), replace(leaner, adapter=lora)
 
 
 def _and(first: str, second: str) -> str:
     return f"{first}, {second}" if first else second
-
-
-def _lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=_RANK_OF_LORA, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -76,24 +76,6 @@ class _SettingsWithoutLoading:
         return getattr(self._accelerator, name)
 
 
-def _without_rows(model: nn.Module) -> list[NamedTensor]:
-    """The parameters without dims or elements: ``fully_shard`` takes none of them, so they stay whole on every rank."""
-    return [
-        t
-        for t in named_tensors(model)
-        if t.kind == "parameter"
-        and not isinstance(t.tensor, DTensor)
-        and (not t.tensor.dim() or not t.tensor.numel())
-    ]
-
-
-def _keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
-    """Average the gradients of the parameters ``whole`` over the ranks that share the model, after each backward."""
-    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    if whole and meshes:
-        reduce_after_backward([t.owners[0] for t in whole], list(model.modules()), meshes[0])
-
-
 #: Set in a plugin that was asked for activation checkpointing, before it was switched off in it.
 _TAKEN_OVER = "checkpointing_is_applied_by_shardwise"
 
@@ -191,8 +173,16 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
         accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
     except ValueError as error:
         raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
-    settings = _SettingsWithoutLoading(accelerator, model, whole := _without_rows(model))
-    ignored = _names_in(model, settings.ignored)
+    whole = [  # without dims or elements: ``fully_shard`` takes none of them, so they stay whole on every rank
+        t
+        for t in named_tensors(model)
+        if t.kind == "parameter"
+        and not isinstance(t.tensor, DTensor)
+        and (not t.tensor.dim() or not t.tensor.numel())
+    ]
+    settings = _SettingsWithoutLoading(accelerator, model, whole)
+    held = {id(p) for module in settings.ignored for p in module.parameters()}
+    ignored = tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
     for module in settings.ignored:
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             module.to(accelerator.device)
@@ -211,7 +201,11 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
             "plugin, or shard the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model "
             "as it is"
         ) from error
-    _keep_whole(model, [t for t in whole if t.name not in ignored])
+    # Average the gradients of the parameters that stay whole, over the ranks that share the model, after each backward.
+    owners = [t.owners[0] for t in whole if t.name not in ignored]
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    if owners and meshes:
+        reduce_after_backward(owners, list(model.modules()), meshes[0])
     give_addresses(model.parameters())
     _remember(accelerator, model)
     return ignored
@@ -240,11 +234,6 @@ def _remember(accelerator: Any, model: nn.Module) -> None:
     settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
     settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
     remember_sharding(model, lambda second: shard(settings, second))
-
-
-def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    held = {id(p) for module in modules for p in module.parameters()}
-    return tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
 
 
 def device_of(accelerator: Accelerator) -> torch.device | str:

@@ -97,7 +97,9 @@ class RecordedSampler(Sampler[Any]):
                 first = next(samples, _END)
             again.finish()
         else:
-            self.start = {"rng": capture_host_rng(), "generator": self._own_state()}
+            own = getattr(self.sampler, "generator", None)
+            held = own.get_state() if isinstance(own, torch.Generator) else None
+            self.start = {"rng": capture_host_rng(), "generator": held}
             samples = iter(self.sampler)
             first = next(samples, _END)
         if first is not _END:
@@ -109,10 +111,6 @@ class RecordedSampler(Sampler[Any]):
         yield from itertools.islice(samples, self.per_batch)
         self.dataset_draws = bool(self.dataset_draws) or not same(before, capture_host_rng())
         yield from samples
-
-    def _own_state(self) -> torch.Tensor | None:
-        own = getattr(self.sampler, "generator", None)
-        return own.get_state() if isinstance(own, torch.Generator) else None
 
     def _set(self, start: dict[str, Any]) -> None:
         if start["rng"] is not None:
@@ -130,8 +128,10 @@ def record(loader: Any) -> RecordedSampler | None:
     recorded before it is prepared, and again afterwards: Accelerate may have put another sampler in.
     """
     batches, outer = _innermost(loader), loader.batch_sampler
-    keeps_state = type(batches).__module__.startswith("torchdata.") and batches is outer
-    if isinstance(loader.dataset, IterableDataset) or not _is_plain(batches) or keeps_state:
+    module = type(batches).__module__
+    keeps_state = module.startswith("torchdata.") and batches is outer
+    is_plain = isinstance(batches, BatchSampler) and module.startswith(("torch.", "torchdata."))
+    if isinstance(loader.dataset, IterableDataset) or not is_plain or keeps_state:
         return None
     if type(batches.sampler) is not RecordedSampler:
         batches.sampler = RecordedSampler(batches.sampler)
@@ -163,10 +163,6 @@ def _seen_to_draw(loader: Any) -> bool:
         except Exception:  # a dataset with other keys: nothing is known
             return True
         return not same(before, capture_host_rng())
-
-
-def _is_plain(batches: Any) -> bool:
-    return isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
 
 
 def _start_that_leads_to(loader: Any, sampler: Any, end: Any) -> dict[str, Any] | None:
@@ -274,7 +270,11 @@ def _position(loader: Any) -> dict[str, Any]:
         # The state is more precise: it counts the batches that the loop got.
         position["inside"] = bool(state.get("_num_yielded", inside)) and not state.get("_iterator_finished")
     if position["inside"] and (recorder := record(loader)) is not None:
-        position["order"] = _order(loader, recorder)
+        # The states to draw the running epoch's order again, and to go on as if it had not been drawn again.
+        draws = recorder.dataset_draws
+        if draws is None:
+            draws = bool(not loader.num_workers and _seen_to_draw(loader))
+        position["order"] = {"start": recorder.start, "now": capture_host_rng(), "dataset_draws": draws}
     return position
 
 
@@ -294,14 +294,6 @@ def _not_taken_up(loader: Any) -> dict[str, Any] | None:
     else:
         is_waiting = recorder is None or _is_dispatched_to(loader) or recorder.again is not None
     return loaded if is_waiting else None
-
-
-def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
-    """The states to draw the running epoch's order again, and to go on as if it had not been drawn again."""
-    draws = recorder.dataset_draws
-    if draws is None:
-        draws = bool(not loader.num_workers and _seen_to_draw(loader))
-    return {"start": recorder.start, "now": capture_host_rng(), "dataset_draws": draws}
 
 
 def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:

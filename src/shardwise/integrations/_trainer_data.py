@@ -21,7 +21,7 @@ from ..internals.trainers import without_first_batches
 from ..limits import brief, inside, is_count
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
-from ..state.data import SAFE_SAMPLERS
+from ..state.data import SAFE_SAMPLERS, length_of
 from ..state.documents import check_rng
 from ..state.parts import (
     all_parts,
@@ -327,11 +327,7 @@ def _states(loader: Any) -> dict[str, Any]:
 
 
 def _description(loader: Any) -> dict[str, Any]:
-    try:
-        batches = len(loader)
-    except (TypeError, NotImplementedError):
-        batches = None
-    return {"batches": batches, "num_workers": getattr(loader, "num_workers", 0)}
+    return {"batches": length_of(loader), "num_workers": getattr(loader, "num_workers", 0)}
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -426,7 +422,7 @@ class _StandIns(IterableDataset[Any]):
 
 def _after_stand_ins(loader: Any, count: int, rest: Callable[[], Iterator[Any]]) -> DataLoader[Any]:
     """A loader of ``count`` placeholder batches, which Trainer skips, followed by the batches of ``rest``."""
-    stand_ins = _StandIns(count, _description(loader)["batches"], rest)
+    stand_ins = _StandIns(count, length_of(loader), rest)
     return DataLoader(stand_ins, batch_size=None, collate_fn=lambda batch: batch)
 
 
@@ -450,7 +446,18 @@ def _decoded(stored: Mapping[str, Encoded], file: str) -> dict[str, Any]:
     ours = {name: stored[name] for name in (_TRAINER, _DATA) if name in stored}
     found = decode_documents(ours, file, Places())
     if _TRAINER in found:
-        _check_trainer(found[_TRAINER], file)
+        value = found[_TRAINER]
+        _check(value, {"global_batch_size": _is_positive}, _TRAINER, file)
+        if "accumulation" in value:  # earlier releases wrote no place
+            place = {
+                "accumulation": _is_positive,
+                "epoch": is_count,
+                "batches": is_count,
+                "seeds": _are_seeds,
+            }
+            _check(value, place, _TRAINER, file)
+        if "end_is_due" in value:  # earlier releases did not say
+            _check(value, {"end_is_due": _is(bool)}, _TRAINER, file)
     if _DATA in found:
         _check_data(found[_DATA], file)
     return found
@@ -473,15 +480,6 @@ def contents(path: str) -> dict[str, Any]:
         "documents": sorted({*stored, *manifest.local_documents}),
         "trainer": {key: found[_TRAINER][key] for key in _SHARED if key in found[_TRAINER]},
     }
-
-
-def _check_trainer(value: Any, file: str) -> None:
-    _check(value, {"global_batch_size": _is_positive}, _TRAINER, file)
-    if "accumulation" in value:  # earlier releases wrote no place
-        place = {"accumulation": _is_positive, "epoch": is_count, "batches": is_count, "seeds": _are_seeds}
-        _check(value, place, _TRAINER, file)
-    if "end_is_due" in value:  # earlier releases did not say
-        _check(value, {"end_is_due": _is_bool}, _TRAINER, file)
 
 
 def _check_data(value: Any, file: str) -> None:
@@ -516,8 +514,8 @@ def _is_positive(value: Any) -> bool:
     return is_count(value) and value > 0
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
 
 
 def _maps(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -527,29 +525,21 @@ def _maps(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int
-
-
-_are_seeds = _maps(_is_number)
+_are_seeds = _maps(_is(int))
 _STATES = {
     "generators": _maps(lambda state: isinstance(state, torch.Tensor | dict | tuple)),
-    "epochs": _maps(_is_number),
+    "epochs": _maps(_is(int)),
     "seeds": _are_seeds,
-    "attributes": _maps(_is_text),
+    "attributes": _maps(_is(str)),
 }
 #: The form of :meth:`DataPlace.state_dict` within an epoch.
 _PLACE = {
     "consumed": is_count,
     "start": _STATES,
     "asked": lambda value: isinstance(value, list) and len(value) <= 2,
-    "drew": _is_bool,
+    "drew": _is(bool),
     "now": _STATES,
-    "batch": _maps(_is_text),
+    "batch": _maps(_is(str)),
     "loader": {"batches": lambda count: count is None or is_count(count), "num_workers": is_count},
-    "workers_kept": _is_bool,
+    "workers_kept": _is(bool),
 }

@@ -410,51 +410,43 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
     :class:`NoCheckpointError` if all are damaged. Raises the error of a checkpoint that can't be read for another
     reason, which is not damage.
     """
-    ranks, path = Ranks.current(), ""
-    if hosts.is_local:  # the newest one whose parts the hosts hold in full
-        for step, found in listed([lines[0].root], hosts, lambda _: lines[0].steps()):
-            if found in damaged:
-                continue
-            try:
-                with hosts.opened(found, step) as opened:
-                    ranks.on_first("look at checkpoint", partial(contents, opened.path))
-                path = found
-                break
-            except ShardwiseError as error:
-                if not is_corruption(error):
-                    raise
-                if ranks.rank == 0:
-                    _log.warning("skipping damaged %s: %s", found, error)
-                damaged[found] = (step, str(error))
-    else:
-        path, known = ranks.on_first("find newest checkpoint", partial(_search, lines, damaged))
-        damaged |= {where: (step, why) for where, (step, why) in known.items()}
-    if not path and damaged:
-        why = "; ".join(why for _, why in damaged.values())
-        raise NoCheckpointError(
-            f"{lines[0].root}: no checkpoint is valid ({why}). Move them away to start again"
-        )
-    return str(path)
-
-
-def _search(lines: Sequence[Line], known: Mapping[str, tuple[int, str]]) -> list[Any]:
-    """The newest intact checkpoint (empty if there is none), and the damaged ones. For rank 0."""
-    found = [(step, join(line.root, name)) for line in lines for step, name in line.steps().items()]
-    damaged = {path: list(one) for path, one in known.items()}
-    for step, path in sorted(found, key=lambda one: -one[0]):
+    ranks, steps = Ranks.current(), {line.root: line.steps for line in lines}
+    for step, path in listed([*steps], hosts, lambda root: steps[root]()):
         if path in damaged:
             continue
-        try:
-            if is_ours(path):
+        try:  # of hosts that have parts of it: whether they have all
+            with hosts.opened(path, step) as opened:
+                look = partial(_damage, opened.path, None if hosts.is_local else step)
+                why = ranks.on_first("look at checkpoint", look)
+        except ShardwiseError as error:
+            if not is_corruption(error):
+                raise
+            why = str(error)
+        if not why:
+            return path
+        damaged[path] = (step, why)
+        if ranks.rank == 0:
+            _log.warning("skipping damaged %s: %s", path, why)
+    if damaged:
+        found = "; ".join(why for _, why in damaged.values())
+        raise NoCheckpointError(
+            f"{lines[0].root}: no checkpoint is valid ({found}). Move them away to start again"
+        )
+    return ""
+
+
+def _damage(path: str, step: int | None) -> str:
+    """What is damaged of a checkpoint; empty if nothing is. ``step``: None if its files were checked before. For rank 0."""
+    try:
+        if is_ours(path):
+            if step is not None:
                 patiently(quick_check, path, step)
-                contents(path)
-            elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
-                raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
-            return [path, damaged]
-        except (FormatError, IntegrityError) as error:
-            _log.warning("skipping damaged %s: %s", path, error)
-            damaged[path] = [step, str(error)]
-    return ["", damaged]
+            contents(path)
+        elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
+            raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
+    except (FormatError, IntegrityError) as error:
+        return str(error)
+    return ""
 
 
 def set_newer_aside(lines: Iterable[Line], run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -296,7 +295,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
                 "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
             )
     return TrainState(
-        model=held.models[0] if len(held.models) == 1 else _numbered("model", held.models),
+        model=_one_or_numbered("model", held.models),
         optimizer=_one_or_numbered("optimizer", held.optimizers),
         scheduler=_one_or_numbered("scheduler", held.schedulers),
         dataloader=LoaderPositions(held.loaders) if held.loaders else None,
@@ -392,19 +391,7 @@ def load_pretrained(
     For the other arguments, memory, the ranks that must call it and errors, see :func:`shardwise.load_pretrained`. Also raises
     :class:`ShardError` for unsupported settings.
     """
-    request = Pretrained(
-        path=path,
-        dtype=dtype,
-        auto_class=auto_class,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        key_mapping=key_mapping,
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
-        adapter=adapter,
-        quantized=quantized,
-        options=options,
-    )
+    request = Pretrained.of(locals())
     filling = FillOptions(io=io or IOOptions(), device=device_of(accelerator), seed=seed, verify=verify)
     model, report = load_wrapped(request, lambda model: shard(accelerator, model), filling)
     return (model, report) if return_report else model
@@ -563,7 +550,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Every rank must call it. Raises the errors of :func:`prepare`.
         """
-        return _prepared(self, functools.partial(super().prepare, device_placement=device_placement), args)
+        return _prepared(self, partial(super().prepare, device_placement=device_placement), args)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """``Accelerator.skip_first_batches``. Uses the order of the loader's current epoch even with Accelerate before 1.15."""

@@ -236,7 +236,11 @@ class ShardwiseTrainer(Trainer):
         if self.is_fsdp_enabled:
             keep_taken_over(self.accelerator.state.fsdp_plugin)
             self._references.stand_in(self.args, self.model)
-            self._warn_if_whole()
+            # With cpu_ram_efficient_loading only one rank has loaded the whole model.
+            devices = {p.device.type for p in self.model.parameters()}
+            if "meta" not in devices and not self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+                why = f"it was made before FSDP shards it. Load it by {LOAD}, not by from_pretrained"
+                warn_if_whole(self.accelerator, self.model, ", ".join(sorted(devices)), why)
         parallelism, wrong = self.accelerator.parallelism_config, ""
         if parallelism is not None and parallelism.tp_enabled:
             wrong = "tp_size > 1 in parallelism_config; use FSDP"
@@ -254,13 +258,6 @@ class ShardwiseTrainer(Trainer):
                 wrong = f"{name} needs Trainer's own files; leave it out"
         if wrong:
             raise CheckpointError(f"these arguments don't work with shardwise checkpoints: {wrong}")
-
-    def _warn_if_whole(self) -> None:
-        """Warn of a model for FSDP that was loaded whole; with ``cpu_ram_efficient_loading`` only one rank did so."""
-        devices = {p.device.type for p in self.model.parameters()}
-        if "meta" not in devices and not self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-            why = f"it was made before FSDP shards it. Load it by {LOAD}, not by from_pretrained"
-            warn_if_whole(self.accelerator, self.model, ", ".join(sorted(devices)), why)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Runs after the optimizer is made and before ``accelerator.prepare``."""
@@ -345,11 +342,10 @@ class ShardwiseTrainer(Trainer):
         ranks, run, step = Ranks.current(), self._run, self.state.global_step
         lines, stops, started = self._lines(trial), self._watch.stops, time.monotonic()
         if step in run.published:  # an evaluation at the end of the epoch may have come after the save
-            self._name_best(
-                self._hosts.on_own(
-                    lines[0].root, "look at checkpoints", lambda: self._best(trial, run.published[step])
-                )
+            best = self._hosts.on_own(
+                lines[0].root, "look at checkpoints", lambda: self._best(trial, run.published[step])
             )
+            self.state.best_model_checkpoint = best or self.state.best_model_checkpoint
             return
         if (
             stops is not None
@@ -418,7 +414,8 @@ class ShardwiseTrainer(Trainer):
                     self._staging = None
                 if self._failed_beside is not None:
                     raise self._failed_beside
-                self._name_best(best)
+                # Trainer looked for the best checkpoint in the temporary folder.
+                self.state.best_model_checkpoint = best or self.state.best_model_checkpoint
                 if self.args.should_save:
                     self.state.save_to_json(os.path.join(folder, TRAINER_FILE))
                 return read_all(folder)
@@ -490,11 +487,6 @@ class ShardwiseTrainer(Trainer):
         if self.accelerator.split_batches:
             return int(self._train_batch_size * self.args.gradient_accumulation_steps)
         return int(self.get_total_train_batch_size(self.args))
-
-    def _name_best(self, best: str | None) -> None:
-        """Set the best checkpoint's final path in Trainer's state: Trainer looked for it in the temporary folder."""
-        if best is not None:
-            self.state.best_model_checkpoint = best
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Part of the checkpoint."""
@@ -821,21 +813,16 @@ class ShardwiseTrainer(Trainer):
         skipped = given["steps_trained_in_current_epoch"] if skips else 0
         self._run.batches_in_epoch = given["steps_in_epoch"]
         if resumed and self._run.end_is_due:
-            self._end_the_epoch_before(given)
+            # Make up for the end of the epoch, which came after the save: callbacks, and the evaluation that is due there. Without it
+            # the evaluation is lost, and what its loader draws is missing in the epochs that follow.
+            self._run.end_is_due = False
+            restore_rng(self._run.rng)
+            end_epoch(self, epoch - 1, given)
+            self._run.rng = capture_rng()
             if self.control.should_training_stop:
                 return
         given["train_dataloader"] = self._data.open(loader, epoch, skipped, resumed, self._run.rng)
         super()._run_epoch(**given)  # type: ignore[no-untyped-call]
-
-    def _end_the_epoch_before(self, given: Mapping[str, Any]) -> None:
-        """Make up for the end of the epoch, which came after the save: callbacks, and the evaluation that is due there.
-
-        Without it the evaluation is lost, and what its loader draws is missing in the epochs that follow.
-        """
-        self._run.end_is_due = False
-        restore_rng(self._run.rng)
-        end_epoch(self, given["epoch"] - 1, given)
-        self._run.rng = capture_rng()
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         """Restore again, because Trainer draws numbers when it skips batches. A resumed epoch has done so itself."""

@@ -178,10 +178,6 @@ class LoadReport(Printed):
         """A copy of the report that includes the requests made before planning."""
         return replace(self, requests=self.requests + looks.total)
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return asdict(self)
-
 
 def noted(model: nn.Module, report: LoadReport) -> LoadReport:
     """``report``, after it was noted as the model's last one."""

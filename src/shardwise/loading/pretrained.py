@@ -355,19 +355,7 @@ def load_pretrained(
     :class:`UnsupportedConversionError` for stored tensors or a quantization that can't be converted yet, and
     :class:`TypeError` for any other ``from_pretrained`` argument, with its replacement.
     """
-    request = Pretrained(
-        path=path,
-        dtype=dtype,
-        auto_class=auto_class,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        key_mapping=key_mapping,
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
-        adapter=adapter,
-        quantized=quantized,
-        options=options,
-    )
+    request = Pretrained.of(locals())
     chosen = policy or ShardPolicy()
 
     def wrap(model: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -776,6 +776,11 @@ class Pretrained:
     quantized: Any
     options: Mapping[str, Any]
     """The keyword arguments of ``from_pretrained`` among the caller's."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Pretrained:
+        """Of a loader's own arguments, which have the names of the fields. It may have others, too."""
+        return cls(**{one.name: arguments[one.name] for one in fields(cls)})
 
     def understood(self) -> Arguments:
         """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""

@@ -93,41 +93,37 @@ def cgroups_with(controller: str, root: Path = Path("/")) -> Iterator[tuple[int,
                 break
 
 
+#: By version of cgroups: the file of the limit, of the limit with swap (1) or of swap (2), of the bytes in use, and what of
+#: memory.stat can be reclaimed.
+_FILES = {
+    2: ("memory.max", "memory.swap.max", "memory.current", ("inactive_file", "slab_reclaimable")),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.memsw.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file",),
+    ),
+}
+
+
 def _cgroups(root: Path, swap: int) -> Iterator[HostBudget]:
     """The limits of this process's cgroups."""
     for version, level in cgroups_with("memory", root):
-        found = (_version_2 if version == 2 else _version_1)(level, swap)
-        if found is not None:
-            limit, file, with_swap, used = found
-            name = f"/{(level / file).relative_to(root)}"
-            free = max(0, limit - used)
-            yield HostBudget(limit_bytes=limit, limit_from=name, with_swap_bytes=with_swap, free_bytes=free)
-
-
-#: Limit, the file that holds it, limit with swap, and bytes in use that can't be reclaimed.
-_Found = tuple[int, str, int, int]
-
-
-def _version_2(level: Path, swap: int) -> _Found | None:
-    limit = _number(level / "memory.max")
-    if limit is None:
-        return None
-    swap_limit = _number(level / "memory.swap.max")
-    stat = _fields(level / "memory.stat")
-    used = (_number(level / "memory.current") or 0) - stat.get("inactive_file", 0)
-    used -= stat.get("slab_reclaimable", 0)
-    return limit, "memory.max", limit + (swap if swap_limit is None else min(swap, swap_limit)), max(0, used)
-
-
-def _version_1(level: Path, swap: int) -> _Found | None:
-    limit = _number(level / "memory.limit_in_bytes")
-    if limit is None:
-        return None
-    with_swap = _number(level / "memory.memsw.limit_in_bytes")  # not there: swap is not counted
-    stat = _fields(level / "memory.stat")
-    used = (_number(level / "memory.usage_in_bytes") or 0) - stat.get("total_inactive_file", 0)
-    with_swap = limit + swap if with_swap is None else min(with_swap, limit + swap)
-    return limit, "memory.limit_in_bytes", with_swap, max(0, used)
+        file, swap_file, used_file, reclaimable = _FILES[version]
+        limit, swap_limit = _number(level / file), _number(level / swap_file)
+        if limit is None:
+            continue
+        most_swap = swap  # where there is no such file
+        if swap_limit is not None:
+            most_swap = min(swap, swap_limit if version == 2 else swap_limit - limit)
+        stat = _fields(level / "memory.stat")
+        used = (_number(level / used_file) or 0) - sum(stat.get(name, 0) for name in reclaimable)
+        yield HostBudget(
+            limit_bytes=limit,
+            limit_from=f"/{(level / file).relative_to(root)}",
+            with_swap_bytes=limit + most_swap,
+            free_bytes=max(0, limit - max(0, used)),
+        )
 
 
 def text_of(path: Path) -> str:

@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..objects import frozen
 from ..storage.records import is_url
 from .host_budget import cgroups_with
-from .operation import replace_current
+from .operation import rank_and_world_size, replace_current
 
 # ----------------------------------------------------------------------------------------------------
 # The file of one process's ledger: JSON lines, each written by one call, so that a killed process leaves whole lines.
@@ -31,12 +31,6 @@ from .operation import replace_current
 _log = logging.getLogger(__name__)
 _LONGEST_LIST = 32
 _LONGEST_TEXT = 2_000
-#: Variables that launchers set: torchrun and Accelerate, SLURM, Open MPI.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-)
 
 
 class LedgerFile:
@@ -84,19 +78,6 @@ class LedgerFile:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """Of the default process group, else as the launcher says, else (0, 1)."""
-    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    for rank, world_size in _LAUNCHERS:
-        try:
-            return int(os.environ[rank]), int(os.environ[world_size])
-        except (KeyError, ValueError):
-            continue
-    return 0, 1
 
 
 def shortened(value: Any) -> Any:

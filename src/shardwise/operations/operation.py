@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
 from ..objects import frozen
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress as Display
     from rich.progress import ProgressColumn, TaskID
 
@@ -186,29 +185,19 @@ def _name_of(path: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)
 
 
-def _console() -> Console:
+def _display() -> Display:
     from rich.console import Console
+    from rich.progress import Progress as Display
 
     class Shown(Console):
         def show_cursor(self, show: bool = True) -> bool:
             """Leave the cursor visible: a process that is killed could not show it again."""
             return False
 
-    return Shown(file=sys.stderr, markup=False, highlight=False, emoji=False)
-
-
-def _display() -> Display:
-    from rich.progress import Progress as Display
-
-    console = _console()
+    console = Shown(file=sys.stderr, markup=False, highlight=False, emoji=False)
     # Not redirected: stdout may go elsewhere, and a forked process could find rich's lock held.
-    return Display(
-        *_columns(console.width),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
+    plain = {"redirect_stdout": False, "redirect_stderr": False}
+    return Display(*_columns(console.width), console=console, transient=True, **plain)  # type: ignore[arg-type]
 
 
 def _columns(width: int) -> list[ProgressColumn]:
@@ -320,7 +309,7 @@ def listeners_for(*, is_background: bool) -> list[Listener]:
     if not listening and not has_lines:
         return []
     found: list[Listener] = [one for one in listening if not isinstance(one, Bars)]
-    if _own_rank() == 0:
+    if rank_and_world_size()[0] == 0:
         bars = [one for one in listening if isinstance(one, Bars)]
         if bars and not is_background and bars[0].can_draw():
             found.append(bars[0])
@@ -329,13 +318,25 @@ def listeners_for(*, is_background: bool) -> list[Listener]:
     return found
 
 
-def _own_rank() -> int:
-    """In the process group, else as a launcher says; asks without importing torch."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
-    told = os.environ.get("RANK", "0")
-    return int(told) if told.isdecimal() else 0
+#: Variables that launchers set: torchrun and Accelerate, SLURM, Open MPI.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Of the default process group, else as the launcher says, else (0, 1); asks without importing torch."""
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    for rank, world_size in _LAUNCHERS:
+        try:
+            return int(os.environ[rank]), int(os.environ.get(world_size, "1"))
+        except (KeyError, ValueError):
+            continue
+    return 0, 1
 
 
 class _Called:
@@ -461,42 +462,21 @@ def note(name: str, report: Mapping[str, Any]) -> None:
 #: Listeners hear of an operation at most so often.
 PERIOD_S = 0.1
 _ERROR_CHARS = 300
-_numbers = itertools.count(1)
+_numbers = itertools.count()
 
 Tick = Callable[[int], None]
 
 
 class Operation:
-    """An operation. This one has no listener: its methods do nothing."""
-
-    def lies_at(self, path: str) -> None:
-        """Its path, if it has none yet: that of a resume is the step's, not that of the model in it."""
-
-    def begin_again(self, path: str) -> None:
-        """At another path, because the one before is damaged. What is done stays done; what was expected there is forgotten."""
-
-    def expect(self, nbytes: Callable[[], int]) -> None:
-        """So many more bytes are to do: of a plan, exactly. The operation begins for listeners with the first call."""
-
-    def guess(self, nbytes: Callable[[], int]) -> None:
-        """So many bytes are to do in all, about; until :meth:`expect` has said more, or the end is there."""
-
-    def add(self, nbytes: int) -> None:
-        """So many bytes are done. Any thread may call it."""
-
-    def counting(self, tick: Tick) -> Tick:
-        """``tick``, which also counts its bytes here."""
-        return tick
-
-    def returns(self, report: object) -> None:
-        """Give listeners this report at the end. The last one counts: a resume returns its own after those of its loads."""
-
-
-class _Heard(Operation):
-    """An operation with listeners."""
+    """An operation. Without listeners its methods do nothing."""
 
     def __init__(
-        self, name: OperationName, path: str, listeners: Sequence[Listener], *, is_background: bool
+        self,
+        name: OperationName,
+        path: str = "",
+        listeners: Sequence[Listener] = (),
+        *,
+        is_background: bool = False,
     ) -> None:
         self._name, self._path, self._is_background = name, path, is_background
         self._listeners, self._number = listeners, next(_numbers)
@@ -508,19 +488,27 @@ class _Heard(Operation):
         self._report: object = None
 
     def lies_at(self, path: str) -> None:
-        self._path = self._path or path
+        """Its path, if it has none yet: that of a resume is the step's, not that of the model in it."""
+        if self._listeners:
+            self._path = self._path or path
 
     def begin_again(self, path: str) -> None:
-        with self._lock:
-            self._path, self._expected, self._guessed = path, self._done, 0
+        """At another path, because the one before is damaged. What is done stays done; what was expected there is forgotten."""
+        if self._listeners:
+            with self._lock:
+                self._path, self._expected, self._guessed = path, self._done, 0
 
     def expect(self, nbytes: Callable[[], int]) -> None:
-        self._expected += nbytes()
-        self._begin()
+        """So many more bytes are to do: of a plan, exactly. The operation begins for listeners with the first call."""
+        if self._listeners:
+            self._expected += nbytes()
+            self._begin()
 
     def guess(self, nbytes: Callable[[], int]) -> None:
-        self._guessed = self._expected + nbytes()
-        self._begin()
+        """So many bytes are to do in all, about; until :meth:`expect` has said more, or the end is there."""
+        if self._listeners:
+            self._guessed = self._expected + nbytes()
+            self._begin()
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -528,21 +516,26 @@ class _Heard(Operation):
             self._tell()
 
     def add(self, nbytes: int) -> None:
-        if nbytes:
+        """So many bytes are done. Any thread may call it."""
+        if nbytes and self._listeners:
             with self._lock:
                 self._done += nbytes
             if self._has_begun and time.monotonic() >= self._due:
                 self._tell()
 
     def counting(self, tick: Tick) -> Tick:
+        """``tick``, which also counts its bytes here."""
+
         def both(nbytes: int) -> None:
             tick(nbytes)
             self.add(nbytes)
 
-        return both
+        return both if self._listeners else tick
 
     def returns(self, report: object) -> None:
-        self._report = report
+        """Give listeners this report at the end. The last one counts: a resume returns its own after those of its loads."""
+        if self._listeners:
+            self._report = report
 
     def _tell(self) -> None:
         """Unless another thread does: it must not wait for the listeners."""
@@ -592,8 +585,8 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_ERROR_CHARS]
 
 
-_SILENT = Operation()
-_within: ContextVar[_Heard | None] = ContextVar("operation", default=None)
+_SILENT = Operation("load")
+_within: ContextVar[Operation | None] = ContextVar("operation", default=None)
 _in_background: ContextVar[bool] = ContextVar("operation_in_background", default=False)
 
 
@@ -608,7 +601,7 @@ def operation(name: OperationName, path: str = "", /, **facts: object) -> Iterat
         if outer is not None:
             yield outer
         elif listeners := listeners_for(is_background=is_background):
-            heard = _Heard(name, path, listeners, is_background=is_background)
+            heard = Operation(name, path, listeners, is_background=is_background)
             with _followed(heard):
                 yield heard
         else:
@@ -616,7 +609,7 @@ def operation(name: OperationName, path: str = "", /, **facts: object) -> Iterat
 
 
 @contextmanager
-def _followed(heard: _Heard) -> Iterator[None]:
+def _followed(heard: Operation) -> Iterator[None]:
     token = _within.set(heard)
     try:
         yield

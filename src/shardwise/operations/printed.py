@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from .operation import size
 
 #: Entries of a list that are shown; its number is shown, too.
-_SHOWN = 3
+_SHOWN = 8
 _WIDTH = 100
 
 
 class Printed:
-    """A report: ``print`` shows a table of two columns, and so does a notebook. ``repr`` shows all fields unchanged."""
+    """A report: ``print`` shows a table of two columns, and so do a notebook and the command line. ``repr`` shows all fields unchanged."""
 
     __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def rows(self) -> Mapping[str, str]:
         """Rows of the table: the fields, without empty ones."""
@@ -58,12 +62,14 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f} s" if "seconds" in name else f"{value:g}"
     if isinstance(value, Mapping):
-        return _list([f"{key}: {entry}" for key, entry in value.items()])
+        return some([f"{key}: {entry}" for key, entry in value.items()])
     if isinstance(value, Collection) and not isinstance(value, str):
-        return _list([str(entry) for entry in value])
+        return some(map(str, value))
     return str(value)
 
 
-def _list(entries: list[str]) -> str:
-    rest = f"; and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
-    return "; ".join(entries[:_SHOWN]) + rest
+def some(entries: Iterable[str]) -> str:
+    """The first few entries, and how many more there are; empty if there are none."""
+    found = list(entries)
+    rest = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return "; ".join([*found[:_SHOWN], *rest])

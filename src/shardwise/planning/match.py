@@ -45,6 +45,9 @@ class Converted:
     staging_bytes: int
     """Host memory that it takes while it runs: sources, results and intermediate tensors."""
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
 
 @frozen(eq=False)
 class HostConversion:
@@ -97,6 +100,9 @@ class Declaration:
 
     name: str
     declared_by: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (says {self.declared_by})"
 
 
 @dataclass(slots=True)

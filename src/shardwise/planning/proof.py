@@ -270,10 +270,17 @@ class Cast:
     """Number of those that the model's class keeps in fp32 (``_keep_in_fp32_modules``): ``from_pretrained`` does not cast them, and a
     load fills the dtype that the model has. Give these parameters fp32 before the load."""
 
+    def __str__(self) -> str:
+        return f"{self.tensors} tensors from {self.source} to {self.target} ({self._some_names})"
+
     def in_words(self) -> str:
-        """A line of a report."""
+        """A line of a restore's report."""
+        return f"{self.source} when saved, {self.target} now: {self._some_names}"
+
+    @property
+    def _some_names(self) -> str:
         more = f" and {self.tensors - 3} more" if self.tensors > 3 else ""
-        return f"{self.source} when saved, {self.target} now: {', '.join(self.names[:3])}{more}"
+        return ", ".join(self.names[:3]) + more
 
 
 def rounded_in(

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
 
 import xxhash
 
@@ -62,10 +60,6 @@ class CopyReport(Printed):
     """Number of files that weren't at the destination yet."""
     bytes_sent: int
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return asdict(self)
 
 
 @announced("copy", "source", "out")

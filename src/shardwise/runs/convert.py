@@ -9,8 +9,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -75,10 +73,6 @@ class ConvertReport(Printed):
     seconds: float
     caveats: tuple[str, ...] = ()
     """Assumptions that the conversion made: how an optimizer's parameter numbers were mapped to names."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return asdict(self)
 
 
 @announced("convert", "source", "out")

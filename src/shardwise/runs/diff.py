@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class DiffReport(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
-        return {**asdict(self), "ok": self.ok}
+        return {**Printed.to_json(self), "ok": self.ok}
 
 
 @announced("diff", "first", "second")
