@@ -24,6 +24,7 @@ VARIES = (
     (r"\bin \d+(\.\d+)? s\b", "in # s"),
     (r"\b\d+(\.\d+)? [KMG]?i?B/s", "# B/s"),
     (r"\btook \d+\.\d+ times", "took # times"),
+    (r"^( *took +)\d+(\.\d+)? s$", r"\1# s"),
     (r"\b(from|at) byte \d+ of the load", r"\1 byte # of the load"),
     (r"\b[0-9a-f]{16}\b", "#digest"),
     (r"(?<!-)\b[0-9a-f]{8}\b", "#run"),

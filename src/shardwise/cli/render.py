@@ -213,9 +213,39 @@ def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceC
 # Checkpoints
 
 
+#: A cut in words, by its kind.
+_CUTS = {
+    "replicate": "replicate",
+    "shard": "shard dim {0.dim}",
+    "strided": "shard dim {0.dim} in {0.split_factor}",
+}
+
+
 def _checkpoint(path: str) -> CheckpointContents:
     manifest = read_manifest(path)
-    parts = tuple(_parts(path, manifest))
+    absent, names_of = absent_places(path, manifest), files_by_place(manifest)
+    parts = tuple(
+        PartOfStep(
+            host=place.host,
+            place=place.id,
+            ranks=place.ranks,
+            files=len(names),
+            file_bytes=sum(manifest.files[name].nbytes for name in names),
+            is_here=number not in absent,
+        )
+        for number, (place, names) in enumerate(zip(manifest.places, names_of, strict=False))
+    )
+    uses = [t.geometry for tensors in manifest.models.values() for t in tensors.values()]
+    geometries = tuple(
+        GeometryUse(
+            axis_sizes=geometry.axis_sizes,
+            axis_names=geometry.axis_names,
+            cuts=tuple(_CUTS[cut.kind].format(cut) for cut in geometry.cuts),
+            ranks=len(geometry.ranks),
+            tensors=uses.count(index),
+        )
+        for index, geometry in enumerate(manifest.geometries)
+    )
     file_bytes = sum(f.nbytes for f in manifest.files.values())
     return CheckpointContents(
         source=_source(_models(path, manifest), path, len(manifest.files), file_bytes),
@@ -223,7 +253,7 @@ def _checkpoint(path: str) -> CheckpointContents:
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
         world_size=manifest.world_size,
-        geometries=tuple(_geometries(manifest)),
+        geometries=geometries,
         optimizer_states=tuple(_optimizer_states(manifest)),
         software=dict(manifest.software),
         problems=tuple(_wrong_files(path, manifest)),
@@ -245,39 +275,6 @@ def _models(path: str, manifest: Manifest) -> Catalog:
         for t in catalog.tensors.values()
     }
     return replace(first, tensors=tensors)
-
-
-def _parts(path: str, manifest: Manifest) -> Iterable[PartOfStep]:
-    absent = absent_places(path, manifest)
-    for number, (place, names) in enumerate(zip(manifest.places, files_by_place(manifest), strict=False)):
-        yield PartOfStep(
-            host=place.host,
-            place=place.id,
-            ranks=place.ranks,
-            files=len(names),
-            file_bytes=sum(manifest.files[name].nbytes for name in names),
-            is_here=number not in absent,
-        )
-
-
-#: A cut in words, by its kind.
-_CUTS = {
-    "replicate": "replicate",
-    "shard": "shard dim {0.dim}",
-    "strided": "shard dim {0.dim} in {0.split_factor}",
-}
-
-
-def _geometries(manifest: Manifest) -> Iterable[GeometryUse]:
-    uses = [t.geometry for tensors in manifest.models.values() for t in tensors.values()]
-    for index, geometry in enumerate(manifest.geometries):
-        yield GeometryUse(
-            axis_sizes=geometry.axis_sizes,
-            axis_names=geometry.axis_names,
-            cuts=tuple(_CUTS[cut.kind].format(cut) for cut in geometry.cuts),
-            ranks=len(geometry.ranks),
-            tensors=uses.count(index),
-        )
 
 
 def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
@@ -357,15 +354,8 @@ def _grow(tree: Tree, nodes: Iterable[Node]) -> None:
     for node in nodes:
         while node.dtype is None and len(node.children) == 1 and node.copies == 1:
             (child,) = node.children
-            node = Node(
-                f"{node.name}.{_folded(child)}",
-                1,
-                node.tensors,
-                node.nbytes,
-                child.dtype,
-                child.shape,
-                child.children,
-            )
+            name = f"{node.name}.{_folded(child)}"
+            node = replace(child, name=name, copies=1, tensors=node.tensors, nbytes=node.nbytes)
         detail = size(node.nbytes)
         if node.dtype is not None:
             detail = f"{node.dtype} {list(node.shape or ())}  {detail}"
@@ -569,7 +559,10 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
 
 def show_verify(out: Console, report: Any) -> None:
     """Print the result of ``verify`` for one checkpoint (a ``VerifyReport``)."""
-    _facts(out, report.rows(), apart=("problems", "part"))
+    more = {}
+    if report.referred:
+        more["not checked"] = f"{report.referred} frozen base tensors; it only stores their digests"
+    _facts(out, report.rows(), more, apart=("problems", "part", "referred"))
     show_problems(out, report.problems)
     if report.part:
         out.print(Text(plain(f"not fully verified: it {report.part}"), _YELLOW), soft_wrap=True)

@@ -23,7 +23,7 @@ from ..errors import ShardwiseError
 from ..operations.operation import size
 from ..ranks.ranks import patiently
 from ..report.plots import trained_twice
-from ..report.records import Material, Start, find_material
+from ..report.records import Material, Start, counted, find_material
 from ..report.report import memory_added, write_report
 from ..storage import absolute, is_directory
 from ..storage.records import is_url, join
@@ -55,7 +55,7 @@ def print_table(report: Mapping[str, Any], console: Console) -> None:
     sections = (
         {
             "model": f"{report['model']['class']}, {size(load['model_bytes'])} in fp32",
-            "load": f"{load['seconds']:.2f} s on {_ranks(report['ranks'])}",
+            "load": f"{load['seconds']:.2f} s on {counted(report['ranks'], 'rank')}",
             "bytes read, all ranks": f"{size(load['bytes_read'])} = {load['bytes_read_ratio']:.3f} × the model",
             **{
                 f"peak memory added, rank {rank['rank']}": (
@@ -88,10 +88,6 @@ def print_table(report: Mapping[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 def draw_loss(path: Path, material: Material, report: Mapping[str, Any]) -> bool:
     """Draw the loss across the crash as a PNG. False if matplotlib is not installed."""
     try:
@@ -104,7 +100,14 @@ def draw_loss(path: Path, material: Material, report: Mapping[str, Any]) -> bool
     looks = (("o-", "tab:blue", report["ranks"]), ("x-", "tab:orange", resume["world_size"]))
     for log, (shape, color, ranks) in zip(material.losses, looks, strict=True):
         points = log.points
-        axes.plot(list(points), list(points.values()), shape, markersize=5, color=color, label=_ranks(ranks))
+        axes.plot(
+            list(points),
+            list(points.values()),
+            shape,
+            markersize=5,
+            color=color,
+            label=counted(ranks, "rank"),
+        )
     for step, style, color, label in (
         (crash["step"], "--", "tab:red", f"rank {crash['rank']} killed in a save"),
         (resume["step"], ":", "tab:green", f"resumed from step {resume['step']}"),
@@ -348,7 +351,7 @@ def run_demo(
     console.print("1. Plain transformers measures the model as it is", style="bold")
     before = _measure(course, prepared.directory, console)
     console.print(
-        f"2. {_ranks(ranks)}; rank {course.kill_rank} is killed while it saves step {course.kill_step}",
+        f"2. {counted(ranks, 'rank')}; rank {course.kill_rank} is killed while it saves step {course.kill_step}",
         style="bold",
     )
     crash = _train_and_crash(course, console)

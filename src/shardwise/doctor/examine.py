@@ -415,7 +415,12 @@ class Assembly:
             )
             self.store.set(f"seen/{self.rank}", json.dumps(asdict(seen)).encode())
             self.store.add("seen", 1)
-            return self._gathered(present) if self.rank == 0 else self._heard()
+            if self.rank == 0:
+                return self._gathered(present)
+            if not self._comes("done", _SEEN_S + 2 * _REPLY_S):
+                return self._alone()  # rank 0 is missing
+            self.store.add("left", 1)
+            return None
         except dist.DistError:  # the store ended with rank 0, or with the launcher
             return self._alone()
         finally:
@@ -454,13 +459,6 @@ class Assembly:
             missing=tuple(r for r in range(self.world_size) if r not in known),
             waited_s=time.monotonic() - self.began_s,
         )
-
-    def _heard(self) -> Meeting | None:
-        """After rank 0 has all: None. Otherwise rank 0 is missing."""
-        if not self._comes("done", _SEEN_S + 2 * _REPLY_S):
-            return self._alone()
-        self.store.add("left", 1)
-        return None
 
     def _end(self, limit_s: float) -> float:
         """When a wait of ``limit_s`` ends, of which all waits leave at least a second."""

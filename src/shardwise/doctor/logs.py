@@ -155,8 +155,17 @@ def log_of_losses(
 ) -> Log:
     """The facts of losses and learning rates by step that a file of the Trainer's lists; a run may have resumed from each of the
     ``saved`` steps. Pure."""
-    jump = _jump_after(points, saved, _higher_after_save, _AFTER)
-    rate_jump = _jump_after(rates, saved, _back_unless_restarted, _LAST)
+
+    def higher(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
+        return _higher(before, after) if len(before) >= _LEAST_BEFORE_SAVE else None
+
+    def back(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
+        """But for a schedule that restarts: it has come to its end before."""
+        jump = _back(before, after)
+        return jump if jump and before[-1] > _RESTARTS * max(before) else None
+
+    jump = _jump_after(points, saved, higher, _AFTER)
+    rate_jump = _jump_after(rates, saved, back, _LAST)
     losses = [points[step] for step in sorted(points)]
     finite = [loss for loss in losses if math.isfinite(loss)]
     bad = next((loss for loss in losses if not math.isfinite(loss)), None)
@@ -228,12 +237,6 @@ def _back(before: Sequence[float], after: Sequence[float]) -> tuple[float, float
     return (near[-1], after[0]) if grows or begins else None
 
 
-def _back_unless_restarted(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
-    """The same, but for a schedule that restarts: it has come to its end before."""
-    jump = _back(before, after)
-    return jump if jump and before[-1] > _RESTARTS * max(before) else None
-
-
 def _before_resume(
     values: Sequence[float | None], epochs: Sequence[float | None], first: int, at: int
 ) -> Sequence[float | None]:
@@ -280,10 +283,6 @@ def _on_lines(number: re.Pattern[str], text: str, places: Sequence[int]) -> list
         ):
             found[at] = float(m[1])
     return found
-
-
-def _higher_after_save(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
-    return _higher(before, after) if len(before) >= _LEAST_BEFORE_SAVE else None
 
 
 def _higher(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:

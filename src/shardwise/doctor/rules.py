@@ -88,7 +88,10 @@ class Rule:
             return []
         known = {f.name: getattr(facts, f.name) for f in fields(facts)}
         found = []
-        for it in self._things(facts):
+        things: Iterable[Any] = (facts,)
+        if self.each:
+            things = SOURCES[self.each](facts) if self.each in SOURCES else known[self.each]
+        for it in things:
             for values in self._met(it):
                 texts = {name: getattr(self, name) for name in ("where", "bites", "why", "do")}
                 texts |= self.variants.get(str(values.get("variant")), {})
@@ -96,11 +99,6 @@ class Rule:
                 said = {name: _SENTENCES.vformat(text, (), named) for name, text in texts.items()}
                 found.append(Finding(rule=self.id, kind=self.kind, source=self.source, **said))
         return found
-
-    def _things(self, facts: Facts) -> Iterable[Any]:
-        if not self.each:
-            return (facts,)
-        return SOURCES[self.each](facts) if self.each in SOURCES else getattr(facts, self.each)
 
     def _met(self, it: Any) -> Iterable[Values]:
         """For each finding of one thing: the values that the sentences name."""

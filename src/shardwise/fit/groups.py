@@ -58,10 +58,6 @@ class StepGroup:
     own_shards: int | None = None
     """Ranks over which FSDP2 cuts this group; None: those of the step. Experts under expert parallelism have their own."""
 
-    @property
-    def is_trained(self) -> bool:
-        return self.reduced_bytes > 0
-
 
 def groups_of(
     model: nn.Module, policy: ShardPolicy, shards: int, expert_shards: int | None = None

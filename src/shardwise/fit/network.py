@@ -212,9 +212,7 @@ class Sent:
     path: str
     """The module around which it is."""
     kind: str
-    """``all-reduce``, ``all-gather`` or ``all-to-all``."""
-    axis: str
-    """``tp`` or ``ep``."""
+    """``all-reduce`` or ``all-gather`` over tp, ``all-to-all`` over ep."""
     elements: int
     """Of the whole tensor that each rank has before it or after it."""
     dtype: torch.dtype
@@ -246,8 +244,8 @@ class Exchange:
             more.append("traffic from tensor and expert parallelism isn't counted")
         return replace(step, assumptions=(*step.assumptions, *more))
 
-    def note(self, path: str, kind: str, axis: str, tensor: torch.Tensor) -> None:
-        self.sent.append(Sent(path, kind, axis, tensor.numel(), tensor.dtype))
+    def note(self, path: str, kind: str, tensor: torch.Tensor) -> None:
+        self.sent.append(Sent(path, kind, tensor.numel(), tensor.dtype))
 
     def stand_in(self, path: str, style: str, forward: _Forward) -> _Forward:
         """The forward of the module at ``path`` for a style of a plan. Of an unknown style, it raises."""
@@ -258,28 +256,24 @@ class Exchange:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             module = self.model.get_submodule(path)
             if args:  # attention gets names alone, and has nothing to be done before it
-                rest = (self._routed(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
+                rest: list[Any] = list(args[1:])
+                for k, value in enumerate(rest if style == "moe_tp_experts" else ()):
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        rest[k] = self.summed_later(path, value)  # the routing weights of experts
                 args = (before(self, path, args[0], module), *rest)
             return after(self, path, forward(*args, **kwargs), module)
 
         return stand_in
 
-    def _routed(self, path: str, value: Any) -> Any:
-        """The routing weights of experts: their gradients are summed."""
-        is_weight = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return self.summed_later(path, value) if is_weight else value
-
     # -- collectives that only take memory: what they make of a tensor, and of its gradient ---------------------
 
     def summed_later(self, path: str, x: torch.Tensor, module: Any = None) -> Any:
         """The tensor itself; its gradient is summed over tp."""
-        return _run(x, lambda t: t.view_as(t), self._alike(path, "all-reduce", "tp"))
+        return _run(x, lambda t: t.view_as(t), self._alike(path, "all-reduce"))
 
     def summed_now(self, path: str, x: torch.Tensor | None, module: Any = None) -> Any:
         """The sum over tp; the gradient passes."""
-        return (
-            None if x is None else _run(x, self._alike(path, "all-reduce", "tp"), lambda gradient: gradient)
-        )
+        return None if x is None else _run(x, self._alike(path, "all-reduce"), lambda gradient: gradient)
 
     def gathered(self, path: str, x: torch.Tensor, dim: int, size: int) -> Any:
         """The whole of parts on tp along a dim; the gradient is cut."""
@@ -293,13 +287,13 @@ class Exchange:
 
     def sent_around(self, path: str, x: torch.Tensor) -> Any:
         """Rows that go to the ranks of their experts, or come back; the gradients go the other way."""
-        return _run(x, *[self._alike(path, "all-to-all", "ep")] * 2)
+        return _run(x, *[self._alike(path, "all-to-all")] * 2)
 
-    def _alike(self, path: str, kind: str, axis: str) -> _Move:
+    def _alike(self, path: str, kind: str) -> _Move:
         """A collective whose result has the shape of what it gets."""
 
         def move(x: torch.Tensor) -> torch.Tensor:
-            self.note(path, kind, axis, x)
+            self.note(path, kind, x)
             return torch.empty_like(x)
 
         return move
@@ -311,7 +305,7 @@ class Exchange:
             shape = list(x.shape)
             shape[dim] = size
             whole = x.new_empty(shape)
-            self.note(path, "all-gather", "tp", whole)
+            self.note(path, "all-gather", whole)
             return whole
 
         return move
@@ -374,7 +368,7 @@ def _same(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
 
 
 def _summed_in_place(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
-    exchange.note(path, "all-reduce", "tp", x)
+    exchange.note(path, "all-reduce", x)
     return x
 
 
@@ -400,7 +394,7 @@ def _divided(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
 def _weights_summed(exchange: Exchange, path: str, x: Any, module: Any) -> Any:
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
-            exchange.note(path, "all-reduce", "tp", parameter)
+            exchange.note(path, "all-reduce", parameter)
     return x
 
 
@@ -537,9 +531,7 @@ class Spread:
         """Apply tensor and expert parallelism, if the run has any. Raises :class:`ShardError` where that is impossible."""
         if not variant.is_parallel:
             return cls(model, variant, {}, {}, {})
-        _check_model(model, variant)
-        tp_plan, ep_plan = parallel_plans(model, tp=variant.tp > 1, ep=variant.ep > 1)
-        _check_plans(model, variant, tp_plan, ep_plan)
+        tp_plan, ep_plan = _plans(model, variant)
         modules = dict(model.named_modules())
         changed = [name for name in (*tp_plan, *ep_plan) if name in modules]
         found = cls(model, variant, tp_plan, ep_plan, {name: modules[name].forward for name in changed})
@@ -624,29 +616,25 @@ def _meshes(variant: Variant) -> tuple[DeviceMesh, DeviceMesh]:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checks
-
-
-def _check_model(model: nn.Module, variant: Variant) -> None:
+def _plans(model: Any, variant: Variant) -> tuple[dict[str, str], dict[str, str]]:
+    """The model's own plans for tensor and expert parallelism. Raises :class:`ShardError` if it can't be cut by them."""
     if variant.adapter is not None:
         raise ShardError("tp and ep can't be planned together with adapter=; leave one of them out")
+    name = type(model).__name__
     if not is_transformers_model(model):
         raise ShardError(
-            f"tp and ep need a transformers model, because its class says how to split it; got {type(model).__name__}"
+            f"tp and ep need a transformers model, because its class says how to split it; got {name}"
         )
-
-
-def _check_plans(model: Any, variant: Variant, tp_plan: dict[str, str], ep_plan: dict[str, str]) -> None:
-    for name, size, plan in (("tp", variant.tp, tp_plan), ("ep", variant.ep, ep_plan)):
+    tp_plan, ep_plan = parallel_plans(model, tp=variant.tp > 1, ep=variant.ep > 1)
+    for kind, size, plan in (("tp", variant.tp, tp_plan), ("ep", variant.ep, ep_plan)):
         if size > 1 and not plan:
             raise ShardError(
-                f"{type(model).__name__} has no plan for {name}={size} ({name}_plan of transformers); set {name} to 1"
+                f"{name} has no plan for {kind}={size} ({kind}_plan of transformers); set {kind} to 1"
             )
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
-    cuts_heads = any(name.endswith(".k_proj") and style == "colwise" for name, style in tp_plan.items())
+    cuts_heads = any(path.endswith(".k_proj") and style == "colwise" for path, style in tp_plan.items())
     if cuts_heads and isinstance(heads, int) and heads % variant.tp:
         raise ShardError(
-            f"tp={variant.tp} doesn't divide the {heads} KV heads of {type(model).__name__}, and a head can't be "
-            "split; choose a divisor"
+            f"tp={variant.tp} doesn't divide the {heads} KV heads of {name}, and a head can't be split; choose a divisor"
         )
+    return tp_plan, ep_plan

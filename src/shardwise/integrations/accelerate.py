@@ -1,4 +1,22 @@
-"""Loads models sharded by Accelerate's FSDP2 plugin, and saves the accelerator's state in shardwise checkpoints."""
+"""Loads models sharded by Accelerate's FSDP2 plugin, and saves the accelerator's state in shardwise checkpoints.
+
+Your script keeps its YAML and its calls. Only the import and the line that loads the model change::
+
+    from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.load_pretrained("path/to/model")   # for AutoModel….from_pretrained
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.save_state("runs/a/step-100")
+    accelerator.load_state("runs/a/step-100")
+
+If your script doesn't create the accelerator itself, use the functions instead of the methods: ``load_pretrained(accelerator, path)``,
+``prepare(accelerator, …)``, ``save_state(accelerator, folder)`` and ``load_state(accelerator, folder)``.
+
+No class, module or function of Accelerate is patched: ``prepare`` accepts a model that is already sharded. The objects of your run that
+are changed (the plugin, samplers of prepared loaders) are listed in docs/concepts/patching.md.
+"""
 
 from __future__ import annotations
 
@@ -334,27 +352,6 @@ def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> No
             f"hooks of register_{when}_state_pre_hook write and read files of their own next to Accelerate's state; a shardwise checkpoint holds "
             "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
         )
-
-
-# ----------------------------------------------------------------------------------------------------
-# Load models sharded by Accelerate's FSDP2 plugin, and save the accelerator's state in shardwise checkpoints.
-#
-# Your script keeps its YAML and its calls. Only the import and the line that loads the model change::
-#
-#     from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
-#
-#     accelerator = Accelerator()
-#     model = accelerator.load_pretrained("path/to/model")   # for AutoModel….from_pretrained
-#     optimizer = torch.optim.AdamW(model.parameters())
-#     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-#     accelerator.save_state("runs/a/step-100")
-#     accelerator.load_state("runs/a/step-100")
-#
-# If your script doesn't create the accelerator itself, use the functions instead of the methods: ``load_pretrained(accelerator, path)``,
-# ``prepare(accelerator, …)``, ``save_state(accelerator, folder)`` and ``load_state(accelerator, folder)``.
-#
-# No class, module or function of Accelerate is patched: ``prepare`` accepts a model that is already sharded. The objects of your run that
-# are changed (the plugin, samplers of prepared loaders) are listed in docs/concepts/patching.md.
 
 
 def load_pretrained(

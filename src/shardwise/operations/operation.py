@@ -166,8 +166,10 @@ class Bars:
             self._display = _display()
             self._display.start()
         if found.number not in self._tasks:
-            label = f"{found.operation} {_name_of(found.path)}"
-            self._tasks[found.number] = self._display.add_task(label, total=found.total_bytes)
+            name = found.path.rstrip("/").rpartition("/")[2]
+            shown = "".join(c if c.isprintable() else "?" for c in name)  # nothing that could move the cursor
+            task = self._display.add_task(f"{found.operation} {shown}", total=found.total_bytes)
+            self._tasks[found.number] = task
         self._display.update(
             self._tasks[found.number], completed=found.done_bytes, total=found.total_bytes, refresh=False
         )
@@ -177,12 +179,6 @@ class Bars:
         self._tasks.clear()
         if display is not None:
             display.stop()
-
-
-def _name_of(path: str) -> str:
-    """The last name of a path, without characters that could move the cursor."""
-    name = path.rstrip("/").rpartition("/")[2]
-    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _display() -> Display:

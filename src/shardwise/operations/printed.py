@@ -13,6 +13,8 @@ from .operation import size
 #: Entries of a list that are shown; its number is shown, too.
 _SHOWN = 8
 _WIDTH = 100
+#: Of fields whose name is no label.
+_LABELS = {"nbytes": "size", "seconds": "took"}
 
 
 class Printed:
@@ -30,7 +32,8 @@ class Printed:
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
             if shown := _shown(one.name, value):
-                found[one.name.removesuffix("_bytes").removeprefix("bytes_").replace("_", " ")] = shown
+                name = one.name.removesuffix("_bytes").removeprefix("bytes_").replace("_", " ")
+                found[_LABELS.get(name, name)] = shown
         return found
 
     def __str__(self) -> str:

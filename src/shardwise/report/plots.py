@@ -144,23 +144,17 @@ def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
     ]
 
 
-def _bars_of(process: Process) -> list[tuple[Phase, int]]:
-    """Phases to show, with their row: outer ones, then those directly within. The longest, if there are too many."""
-    outer = {n for n, p in process.phases.items() if p.parent is None}
-    found = [
-        (p, 0 if n in outer else 1) for n, p in process.phases.items() if n in outer or p.parent in outer
-    ]
-    found.sort(key=lambda one: -_length(one[0], process))
-    return sorted(found[:_MOST_BARS], key=lambda one: one[0].number)
-
-
 def _length(phase: Phase, process: Process) -> float:
     return (process.last_t if phase.ended is None else phase.ended.t) - phase.began.t
 
 
 def _phase_bars(axes: Any, process: Process, start: Start, form: str) -> None:
     offset, seconds = process.began_s - start.began_s, start.seconds
-    for phase, row in _bars_of(process):
+    # Outer phases, and in a second row those directly within. The longest, if there are too many.
+    outer = {n for n, p in process.phases.items() if p.parent is None}
+    found = [(p, int(n not in outer)) for n, p in process.phases.items() if n in outer or p.parent in outer]
+    found.sort(key=lambda one: -_length(one[0], process))
+    for phase, row in sorted(found[:_MOST_BARS], key=lambda one: one[0].number):
         length = _length(phase, process)
         is_cut = phase.ended is None and not process.has_ended
         has_died = is_cut and process is start.culprit
