@@ -98,7 +98,7 @@ def test_threads_find_the_same(checkpoint: Path, tmp_path: Path, threads: int) -
 
 def test_tensors_that_lie_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 64 bytes, every kind of piece of a tensor is summed, and a flipped bit anywhere is found."""
-    for module in ("shardwise.publish.write", "shardwise.checkpoint.verify"):
+    for module in ("shardwise.format.manifest", "shardwise.checkpoint.verify"):
         monkeypatch.setattr(f"{module}.BLOCK_BYTES", 64)
     torch.manual_seed(0)
     model = torch.nn.ParameterDict(

@@ -48,7 +48,7 @@ def _in_second(call: Callable[..., Any]) -> Callable[..., Any]:
 #: By place: what is replaced there, by what.
 PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "in the copy": (memory_save, "copy_tensors", _in_second),
-    "before hashing": (memory_save.MemorySave, "_records", _before),
+    "before hashing": (memory_save, "write_rank", _before),
     "before the manifest": (memory_save.MemorySave, "_take_manifest", _before),
     "before copies are received": (memory_save.MemorySave, "_copy_others", _before),
     "while copies are received": (memory_save, "copy_units", _in_second),

@@ -17,7 +17,7 @@ import xxhash
 
 from shardwise.engine.files import FileReader, arriving
 from shardwise.errors import CheckpointError, FormatError, IntegrityError
-from shardwise.format.manifest import BLOCK_BYTES, FileEntry
+from shardwise.format.manifest import BLOCK_BYTES, FileEntry, units_of
 from shardwise.publish.hosts import (
     Reader,
     RemoteFiles,
@@ -26,7 +26,6 @@ from shardwise.publish.hosts import (
     copy_units,
     proved_units,
     runs_of,
-    units_of,
 )
 from shardwise.publish.ring import Maps, Ring, copy_tensors
 from shardwise.publish.sites import Sites

@@ -366,13 +366,13 @@ class Checkpointer:
         ranks, lineage = self._ranks(), self._lineage
         assert lineage is not None
         collected = collect(state, step, lineage, ranks)
-        reserve_for(collected, buffer, ranks, self._max_staging_bytes)
+        staged = reserve_for(collected, buffer, ranks, self._max_staging_bytes)
         ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             pending = AsyncSave(
                 collected,
                 target,
-                buffer,
+                staged,
                 ranks_of_thread,
                 lambda: self._after_save(step, place, ranks_of_thread),
                 called,

@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ..digests import partial_sum, partial_sums
+from ..digests import partial_sums
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError, FormatError, IntegrityError, RankError, ShardwiseError
 from ..format.manifest import (
@@ -30,11 +30,11 @@ from ..format.manifest import (
     parse_manifest,
     rank_of_file,
     step_of_manifest,
+    units_of,
 )
 from ..format.slices import header_bytes
 from ..limits import inside, parse_json, read_small
 from ..objects import frozen
-from ..operations.operation import this_operation
 from ..publish.hosts import (
     Holdings,
     Reader,
@@ -46,7 +46,6 @@ from ..publish.hosts import (
     proved_units,
     runs_of,
     units_in,
-    units_of,
 )
 from ..publish.ring import (
     Maps,
@@ -61,12 +60,20 @@ from ..publish.ring import (
     write_whole,
 )
 from ..publish.sites import Sites
-from ..publish.write import Blocks
+from ..publish.write import InPlace
 from ..ranks.ranks import Ranks, remove_tree
 from ..state.optimizer import TrainState
-from .save import checked_texts, folders_of, manifest_of_written, records_on_first, write_small_files
+from ..tensors.boxes import Box
+from .save import (
+    BackgroundSave,
+    checked_texts,
+    folders_of,
+    manifest_of_written,
+    records_on_first,
+    write_rank,
+)
 from .sites import has_slices, make_view, reading_from
-from .snapshot import OwnFile, Piece, agree_on_forms, boxes_on
+from .snapshot import OwnPart, Piece, agree_on_forms
 from .take import (
     Collected,
     InMemoryCheckpoints,
@@ -105,7 +112,30 @@ class Host:
         return Reader(host, address, port, self.secret, self.tier.timeout_s)
 
 
-class MemorySave:
+class _Copied:
+    """The pieces of a step that was copied, which lie in its slice files in the slot. Those that other ranks write aren't there."""
+
+    def __init__(self, own: Sequence[OwnPart]) -> None:
+        self._referred = [piece for part in own for piece in part.summed if piece.live.refers]
+        self._bytes: dict[int, torch.Tensor] = {}
+
+    def put(self, piece: Piece, memory: torch.Tensor) -> None:
+        """Where the bytes of a piece are."""
+        self._bytes[id(piece)] = memory
+
+    def parts_of(self, piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+        memory = self._bytes.pop(id(piece), None)
+        if memory is not None and memory.numel():
+            values = torch.frombuffer(memory.numpy().data, dtype=torch_dtype(piece.live.stored.dtype))
+            yield piece.held.box, values.view(piece.held.box.sizes)
+
+    def late_sums(self) -> Iterable[tuple[Piece, int]]:
+        """Of what the step only refers to: the host waits once for all that is on a device."""
+        sums = partial_sums((live_piece(p), p.held.box.start) for p in self._referred)
+        return zip(self._referred, sums, strict=True)
+
+
+class MemorySave(BackgroundSave):
     """One step on its way into memory. :meth:`copy` in the training's thread; a thread of its own beside it, and then behind training.
 
     ``ranks`` agree in the thread until :meth:`copy` returns, those on ``behind`` afterwards.
@@ -114,38 +144,18 @@ class MemorySave:
     def __init__(
         self, step: int, host: Host, number: int, ranks: Ranks, behind: Ranks, warn: Callable[[str], None]
     ) -> None:
+        super().__init__(step, "shardwise-memory", is_daemon=True)
         self._warn = warn
-        self.step = step
         self.slot = host.ring.slot(f"own-{number}")
         self.is_complete = self.has_copies = False
         self.nbytes = 0
-        self.error: BaseException | None = None
         self._number, self._host, self._ranks, self._behind = number, host, ranks, behind
         self._stream: torch.Stream | None = None
         self._taken: Future[Taken] = Future()
         self._agreed: Future[Collected | None] = Future()
-        self._copied, self._ended, self._has_started = threading.Event(), threading.Event(), False
-        self._files: list[tuple[OwnFile, bytes, torch.Tensor]] = []
-        """Slice files in the slot, with their headers, and their memory."""
-        self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
-
-    @property
-    def is_running(self) -> bool:
-        return self._has_started and not self._ended.is_set()
-
-    def join(self) -> None:
-        """Wait for the thread. Not by ``Thread.join``: after Ctrl-C in it Python (3.11) takes a running thread for one that has ended."""
-        if self._has_started:
-            self._ended.wait()
-
-    def start(self) -> bool:
-        """Start the thread, which :meth:`copy` needs. False: the system is out of threads."""
-        try:
-            self._thread.start()
-        except RuntimeError:
-            return False
-        self._has_started = True
-        return True
+        self._contents: _Copied
+        self._names: Collection[str] = ()  # of the slice files in the slot
+        self._has_copied = threading.Event()
 
     def copy(self, taking: Callable[[], Taken]) -> bool:
         """Copy this rank's slices into the slot; the caller may then change the state. False: not all ranks keep this step. Collective.
@@ -182,7 +192,7 @@ class MemorySave:
                 wait([self._agreed])
             except BaseException as error:
                 self.error = error
-        self._copied.set()
+        self._has_copied.set()
 
     def _copy(self, taken: Taken) -> None:
         rank, sites = self._ranks.rank, self._host.sites
@@ -196,7 +206,8 @@ class MemorySave:
                 others = {rank_of_file(n) for n in self.slot.files()}.difference(sites.beside)
                 self.slot.keep_only(others, ())
         memories = self._host.maps.of(self.slot, sizes)
-        contents = LiveContents(piece for file in files for piece in file.pieces)
+        self._names, self._contents = sizes.keys(), _Copied(taken.own)
+        live = LiveContents(piece for file in files for piece in file.pieces)
         for file, header in zip(files, headers, strict=True):
             memory = memories[file.name]
             memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -204,19 +215,13 @@ class MemorySave:
             pieces = list(zip(file.pieces, offsets, strict=True))
             copy_tensors([(live_piece(p), memory, at) for p, at in pieces if not p.is_on_device])
             for piece, at in pieces:
+                self._contents.put(piece, memory[at : at + piece.nbytes])
                 if piece.is_on_device:
-                    for _, part in contents.parts_of(piece):
+                    for _, part in live.parts_of(piece):
                         at += copy_tensors([(part, memory, at)])
-            self._files.append((file, header, memory))
             self.nbytes += file.payload_bytes
 
     # -- the thread ---------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        finally:
-            self._ended.set()
 
     def _work(self) -> None:
         try:  # beside the copy
@@ -226,7 +231,7 @@ class MemorySave:
             self._agreed.set_exception(error)
             return
         self._agreed.set_result(collected)
-        self._copied.wait()
+        self._has_copied.wait()
         if collected is None:
             return
         try:
@@ -249,7 +254,12 @@ class MemorySave:
             if self.error is not None:
                 raise self.error
         with ranks.agree("keep a step in memory"):
-            files, sums = self._records(collected)
+            root = self.slot.path
+            self.slot.keep_only({ranks.rank}, self._names)  # not the documents of an older step
+            for folder in folders_of(collected):
+                os.makedirs(os.path.join(root, folder), 0o700, exist_ok=True)
+            texts = checked_texts(collected, ranks, root)
+            files, sums = write_rank(root, collected, texts, ranks, self._contents, InPlace)
             text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
             write_whole(os.path.join(f"{self.slot.path}.files", f"{ranks.rank:05d}.json"), text)
         merged = records_on_first("file records in memory", collected, ranks, files, sums)
@@ -269,41 +279,6 @@ class MemorySave:
         self.has_copies = not any(found)
         if not self.has_copies:
             self._warn(f"step {self.step} in memory lacks copies: {'; '.join(p for p in found if p)}")
-
-    def _records(self, collected: Collected) -> tuple[dict[str, FileEntry], list[int]]:
-        """Entries of this rank's files, and the digest sums of what it wrote."""
-        rank = self._behind.rank
-        counted = [v for part in collected.snapshot.parts for v in part.live if v.counted]
-        totals = {id(v): 0 for v in counted}
-        files: dict[str, FileEntry] = {}
-        while self._files:  # lets go of each when it is hashed
-            file, header, memory = self._files.pop(0)
-            at = len(header)
-            for piece in file.pieces:
-                live, nbytes = piece.live, piece.nbytes
-                if id(live) in totals and nbytes:
-                    data = memory[at : at + nbytes]
-                    box = piece.held.box
-                    dtype = torch_dtype(live.stored.dtype)
-                    values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
-                    totals[id(live)] += partial_sum(values, box.start)
-                at += nbytes
-                self._behind.tick()
-            blocks = Blocks()
-            blocks.add(memory[len(header) :].numpy().data)
-            header_xxh3 = xxhash.xxh3_64_hexdigest(header)
-            files[file.name] = FileEntry(memory.numel(), len(header), header_xxh3, blocks.finish())
-        for v in counted:
-            if v.refers:
-                boxes = boxes_on(v.stored, rank)
-                totals[id(v)] = sum(partial_sums((live_piece(Piece(v, b)), b.box.start) for b in boxes))
-        root, ranks = self.slot.path, self._behind
-        self.slot.keep_only({rank}, files.keys())  # not the documents of an older step
-        for folder in folders_of(collected):
-            os.makedirs(os.path.join(root, folder), 0o700, exist_ok=True)
-        texts = checked_texts(collected, ranks, root)
-        write_small_files(root, collected, texts, ranks, files, this_operation())
-        return files, [totals[id(v)] % 2**64 for v in counted]
 
     def _sent_manifest(self, checksum: str) -> bytes:
         """The manifest, on the first rank of each host. Collective.
@@ -470,7 +445,7 @@ class MemorySteps:
 
         behind = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
         saving = MemorySave(step, self._host, 1 - self._slot, ranks, behind, warn)
-        if self._saving is not None or self._is_off or not saving.start():
+        if self._saving is not None or self._is_off or saving.start():
             compare(lambda: None, ranks)
             return 0
         self._saving = (

@@ -12,8 +12,9 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -41,11 +42,11 @@ from ..format.slices import StateKey, header_bytes
 from ..limits import MAX_JSON_BYTES, inside
 from ..models.homes import ADAPTERS_NAME
 from ..objects import frozen, gc_paused
-from ..operations.operation import Operation, announced, in_background, note, operation, phase, this_operation
+from ..operations.operation import announced, in_background, note, operation, phase, this_operation
 from ..operations.printed import Printed
 from ..publish.lock import wait_for_folders
 from ..publish.places import Target
-from ..publish.write import fsync_directory, make_directories, write_file, write_slices
+from ..publish.write import WriterOf, fsync_directory, make_directories, write_file, write_slices, writer_of
 from ..ranks.ranks import Ranks, patiently
 from ..state.optimizer import Drained, TrainState
 from ..state.typed_json import Encoded
@@ -59,7 +60,6 @@ from .take import (
     Lineage,
     LiveContents,
     StagedContents,
-    StagedPieces,
     StagingBuffer,
     collect,
     detached_documents,
@@ -534,7 +534,7 @@ def publish_collected(
             if not is_url(place):
                 wait_for_folders(place, folders_of(collected), ranks)
             counted.expect(lambda: _bytes_to_write(collected, texts, ranks.rank))
-            files, sums = _write_rank(place, collected, texts, ranks, contents, counted)
+            files, sums = write_rank(place, collected, texts, ranks, contents)
         merged = records_on_first("file records", collected, ranks, files, sums)
 
         def proved() -> Manifest:
@@ -592,40 +592,34 @@ def _bytes_to_write(collected: Collected, texts: Mapping[str, bytes], rank: int)
     return sum(len(header_bytes(file.slices)) + file.payload_bytes for file in files) + sum(map(len, small))
 
 
-def _write_rank(
+def write_rank(
     root: str,
     collected: Collected,
     texts: Mapping[str, bytes],
     ranks: Ranks,
     contents: Contents,
-    counted: Operation,
+    writer_of: WriterOf = writer_of,
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
-    files: dict[str, FileEntry] = {}
-    sums = _Sums(contents)
-    for part, own in zip(collected.snapshot.parts, collected.own, strict=True):
-        sums.start(v for v in part.live if v.counted)
+    counted, files = this_operation(), dict[str, FileEntry]()
+    live = [v for _, v in _counted(collected.snapshot)]
+    totals = {id(v): 0 for v in live}
+
+    def parts_of(piece: Piece) -> Iterator[torch.Tensor]:
+        for box, part in contents.parts_of(piece):
+            if box is not None and id(piece.live) in totals:
+                totals[id(piece.live)] += partial_sum(part, box.start)
+            yield part
+
+    for own in collected.own:
         for file in own.files:
-            slices = map(sums.parts_of, file.pieces)  # the writer takes them in the order of slices
-            path = os.path.join(root, file.name)
-            files[file.name] = write_slices(path, file.slices, slices, counted.counting(ranks.tick))
+            slices = map(parts_of, file.pieces)  # the writer takes them in the order of slices
+            path, tick = os.path.join(root, file.name), counted.counting(ranks.tick)
+            files[file.name] = write_slices(path, file.slices, slices, tick, writer_of)
         for piece in own.summed:
-            for _ in sums.parts_of(piece):
+            for _ in parts_of(piece):
                 pass
             ranks.tick()
-    write_small_files(root, collected, texts, ranks, files, counted)
-    return files, sums.finish()
-
-
-def write_small_files(
-    root: str,
-    collected: Collected,
-    texts: Mapping[str, bytes],
-    ranks: Ranks,
-    files: dict[str, FileEntry],
-    counted: Operation,
-) -> None:
-    """Write and sync this rank's documents, and on rank 0 the files next to the models' tensors. Adds their entries to ``files``."""
     for stem, documents in _documents(collected, ranks).items():
         write_documents(root, stem, texts[stem], documents, files)
         counted.add(len(texts[stem]))
@@ -634,43 +628,14 @@ def write_small_files(
             counted.add(tensors.nbytes)
     if ranks.rank == 0:
         for name, content in collected.assets.items():
-            file = inside(root, name)
-            if not is_url(file):
-                make_directories(os.path.dirname(file))
-            files[name] = write_file(file, content)
+            file_path = inside(root, name)
+            if not is_url(file_path):
+                make_directories(os.path.dirname(file_path))
+            files[name] = write_file(file_path, content)
             counted.add(len(content))
-
-
-class _Sums:
-    """Takes pieces from ``contents``, and adds up the digest sums of tensors on the way."""
-
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._totals: list[int] = []
-        self._indices: dict[int, int] = {}  # of totals, by id of the tensor's record
-        self._summed_by_device: list[int] = []
-
-    def start(self, live: Iterable[Live]) -> None:
-        """Make room for the sums of tensors, in this order."""
-        for v in live:
-            self._indices[id(v)] = len(self._totals)
-            self._totals.append(0)
-
-    def parts_of(self, piece: Piece) -> Iterator[torch.Tensor]:
-        """The piece as tensors on the CPU."""
-        index = self._indices.get(id(piece.live))
-        if index is not None and piece.is_on_device:
-            self._summed_by_device.append(index)
-        for box, part in self._contents.parts_of(piece):
-            if index is not None and box is not None:
-                self._totals[index] += partial_sum(part, box.start)
-            yield part
-
-    def finish(self) -> list[int]:
-        """The sums of all tensors, after the last piece."""
-        for index, total in zip(self._summed_by_device, self._contents.device_sums(), strict=True):
-            self._totals[index] += total
-        return [total % 2**64 for total in self._totals]
+    for piece, total in contents.late_sums():
+        totals[id(piece.live)] += total
+    return files, [totals[id(v)] % 2**64 for v in live]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -682,15 +647,54 @@ class _Sums:
 _LOWER_PRIORITY = 13
 
 
-def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_bytes: int | None) -> None:
-    """Size the buffer for the whole state, or for as much of it as the budget allows. Collective.
+class BackgroundSave(ABC):
+    """A save that a thread of its own goes on with while the program trains."""
+
+    def __init__(self, step: int, name: str, *, is_daemon: bool) -> None:
+        self.step = step
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-{step}", daemon=is_daemon)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.ident is not None and not self._ended.is_set()
+
+    def start(self) -> RuntimeError | None:
+        """Start the thread. Returns the error if the system is out of threads."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def join(self) -> None:
+        """Wait until the work is done. Not by ``Thread.join``: after Ctrl-C in it Python (3.11) takes a running thread for one that has ended."""
+        self._ended.wait()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+    @abstractmethod
+    def _work(self) -> None: ...
+
+
+def reserve_for(
+    collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_bytes: int | None
+) -> StagedContents:
+    """Size the buffer for the whole state, or for as much of it as the budget allows. Returns the state as it will be in the buffer.
+    Collective.
 
     Raises :class:`StateError` on every rank if a rank's largest piece is larger than the budget.
     """
     with ranks.agree("reserve staging"):
         pieces = list(pieces_of(collected))
-        staging = StagedPieces(pieces)
-        needed = staging.nbytes
+        staged = StagedContents(pieces, buffer)
+        needed = staged.nbytes
         if most_bytes is not None and needed > most_bytes:
             largest, name = max((room_for(live_piece(p)), p.live.stored.name) for p in pieces if p.is_copied)
             if largest > most_bytes:
@@ -698,49 +702,38 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
                     f"{name} takes {largest} bytes on rank {ranks.rank}, the staging budget is {most_bytes}; give "
                     f"max_staging_bytes={largest} or more"
                 )
-        buffer.reserve(needed, most_bytes, pinned=staging.is_pinned)
+        buffer.reserve(needed, most_bytes, pinned=staged.is_pinned)
+    return staged
 
 
-class AsyncSave:
+class AsyncSave(BackgroundSave):
     """One save in a background thread. :meth:`copy` starts it, :meth:`wait` ends it."""
 
     def __init__(
         self,
         collected: Collected,
         target: Target,
-        buffer: StagingBuffer,
+        staged: StagedContents,
         ranks: Ranks,
         after: Callable[[], None],
         called: float,
     ) -> None:
-        self.step = collected.step
-        pieces = list(pieces_of(collected))
-        self._nbytes = sum(piece.nbytes for piece in pieces if piece.is_copied)
-        self._staging = StagedPieces(pieces)
+        # Not a daemon: an ending process waits until the save is finished, or given up because other ranks made no
+        # progress for ``timeout_s``.
+        super().__init__(collected.step, "shardwise-save", is_daemon=False)
         try:
             self._collected = detached_documents(collected)
         except (RuntimeError, MemoryError) as error:
             raise CheckpointError(
                 f"can't allocate host memory for copies of the documents ({error})"
             ) from error
-        self._target = target
-        self._buffer = buffer
+        self._target, self._staged, self._buffer = target, staged, staged.buffer
         self._ranks = ranks
         self._after = after
         self._called = called
         self._stall_seconds = 0.0
         self._report: SaveReport | None = None
-        self._error: BaseException | None = None
         self._started = time.perf_counter()
-        # Not a daemon: an ending process waits until the save is finished, or given up because other ranks made no
-        # progress for ``timeout_s``.
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run_beside, name=f"shardwise-save-{self.step}")
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread was started and has not ended."""
-        return self._thread.ident is not None and not self._ended.is_set()
 
     def copy(self) -> SaveReport:
         """Copy the state and start the thread; returns when training may change the state.
@@ -749,11 +742,11 @@ class AsyncSave:
 
         A failure ends the save on every rank alike: :meth:`wait` raises it.
         """
-        self._in_waves = self._staging.nbytes > self._buffer.nbytes
-        if self._in_waves:
-            self._start()  # now, because the thread must free room; otherwise after copying, not to slow it down
+        in_waves = self._staged.nbytes > self._buffer.nbytes
+        if in_waves:  # now, because the thread must free room; otherwise after copying, not to slow it down
+            self._begin(in_waves=True)
         try:
-            for _ in self._buffer.copying(self._staging.tensors(self._buffer)):
+            for _ in self._staged.copying():
                 if not self._buffer.wait_for_room():
                     break
         except BaseException as error:
@@ -762,9 +755,10 @@ class AsyncSave:
                 raise
         finally:
             self._stall_seconds = time.perf_counter() - self._called
-            if not self._in_waves:
-                self._start()
-        return self._report_of(self._nbytes, 0, is_published=False)
+            if not in_waves:
+                self._begin(in_waves=False)
+        nbytes = sum(piece.nbytes for piece in pieces_of(self._collected) if piece.is_copied)
+        return self._report_of(nbytes, 0, is_published=False)
 
     def _report_of(self, bytes_written: int, requests: int, *, is_published: bool) -> SaveReport:
         return SaveReport.of(
@@ -778,11 +772,9 @@ class AsyncSave:
             requests=requests,
         )
 
-    def _start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the system is out of threads: save in this thread
-            if self._in_waves:  # the buffer has no room for the rest
+    def _begin(self, *, in_waves: bool) -> None:
+        if error := self.start():  # save in this thread
+            if in_waves:  # the buffer has no room for the rest
                 self._buffer.fail(error)
             self._run()
 
@@ -793,34 +785,32 @@ class AsyncSave:
 
     def wait(self) -> SaveReport:
         """Block until the step is published. Raises the save's error, alike on every rank."""
-        self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
-        if self._error is not None:
-            raise self._error
+        self.join()
+        if self.error is not None:
+            raise self.error
         assert self._report is not None
         return self._report
 
-    def _run_beside(self) -> None:
+    def _work(self) -> None:
+        if threading.current_thread() is not self._thread:
+            return self._save()
+        _lower_priority()
         with in_background():
-            self._run()
+            self._save()
 
-    def _run(self) -> None:
+    def _save(self) -> None:
         try:
-            if threading.current_thread() is self._thread:
-                _lower_priority()
-            contents = StagedContents(self._staging, self._buffer)
             with operation("save", step=self.step) as heard, counting() as asked:
-                written = publish_collected(self._collected, self._target, self._ranks, contents)
+                written = publish_collected(self._collected, self._target, self._ranks, self._staged)
                 self._report = self._report_of(written, asked.total, is_published=True)
                 heard.returns(self._report)
             note("save", self._report.to_json())
             self._after()
         except BaseException as error:
-            self._error = error
+            self.error = error
             self._buffer.fail(error)
             # The next call raises it, but there may be no next call.
             _log.error("the async save of step %d failed: %s", self.step, error)
-        finally:
-            self._ended.set()
 
 
 def _lower_priority() -> None:

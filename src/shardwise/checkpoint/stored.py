@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import xxhash
 
 from ..digests import differing_digests
 from ..dtypes import code_of
@@ -19,6 +18,7 @@ from ..format.manifest import (
     BLOCK_BYTES,
     CONVERTED,
     MANIFEST_NAME,
+    Checksums,
     Manifest,
     TensorEntry,
     document_of,
@@ -142,11 +142,9 @@ def read_checked(path: str, manifest: Manifest, name: str, max_bytes: int | None
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise IntegrityError("lost: no such file", path=file) from error
         raise
-    view = memoryview(content)
-    found = [xxhash.xxh3_64_hexdigest(view[: entry.header_bytes])]
-    for begin in range(entry.header_bytes, entry.nbytes, BLOCK_BYTES):
-        found.append(xxhash.xxh3_64_hexdigest(view[begin : begin + BLOCK_BYTES]))
-    if len(content) != entry.nbytes or found != [entry.header_xxh3, *entry.blocks]:
+    checksums = Checksums(entry.header_bytes)
+    checksums.add(content)
+    if checksums.entry() != entry:
         raise IntegrityError("content differs from its checksum: damaged", path=file)
     return content
 

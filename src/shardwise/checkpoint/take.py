@@ -609,11 +609,11 @@ class Contents(Protocol):
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
         """The piece as consecutive tensors on the CPU, each valid until the next is asked for.
 
-        Each comes with its box, to sum its digest; without one if the device sums the piece.
+        Each comes with its box, to sum its digest; without one if that sum comes late.
         """
 
-    def device_sums(self) -> list[int]:
-        """Digest sums of the pieces on a device that count, in order. After the last piece."""
+    def late_sums(self) -> Iterable[tuple[Piece, int]]:
+        """Digest sums of the pieces whose parts came without a box. After the last piece."""
 
 
 #: Gives the tensor of a :class:`Piece`, on the CPU.
@@ -635,50 +635,8 @@ class InParts:
             local = tuple(at + a - b for at, a, b in zip(first, start, box.start, strict=True))
             yield part, self._tensor_of(Piece(piece.live, LocalBox(part, local)))
 
-    def device_sums(self) -> list[int]:
-        return []
-
-
-class StagedPieces:
-    """The content of a :class:`StagingBuffer`: pieces, followed by the digest sums that devices compute."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self.is_pinned = any(copies_late(p.live.tensor.device) for p in pieces)
-        """Whether pinned memory helps."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it in the buffer."""
-        sums = _SUM_BYTES * len(self._counted)
-        devices = {p.live.tensor.device for p in self._counted}
-        copied = sum(room_for(live_piece(p)) for p in self._pieces if p.is_copied)
-        return copied + sums + _ROUNDING_BYTES * len(devices)
-
-    def tensors(self, buffer: StagingBuffer) -> Iterator[torch.Tensor]:
-        """What :meth:`StagingBuffer.copying` copies."""
-        for piece in self._pieces:
-            if piece.is_copied:
-                yield live_piece(piece)
-        vectors = self.sums.vectors
-        buffer.order()
-        yield from vectors
-
-    @property
-    def _counted(self) -> list[Piece]:
-        return [p for p in self._pieces if p.is_on_device and p.live.counted]
-
-    @cached_property
-    def sums(self) -> PendingSums:
-        """Digest sums of the pieces on devices; being made from the first call on."""
-        return PendingSums((live_piece(p), p.held.box.start) for p in self._counted)
-
-    def take_sums(self, take: Callable[[], torch.Tensor]) -> list[int]:
-        """The sums from the buffer, after all pieces. ``take``: its next bytes."""
-        if not any(piece.nbytes for piece in self._counted):
-            return [0] * len(self._counted)
-        views = chain([take()], (take() for _ in repeat(None)))  # the first one tells that the sums are made
-        return self.sums.on_host([_joined(v.nbytes, views).view(v.dtype) for v in self.sums.vectors])
+    def late_sums(self) -> tuple[()]:
+        return ()
 
 
 def _joined(nbytes: int, views: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -701,10 +659,38 @@ def boxes_from(take: Callable[[], torch.Tensor], box: Box, dtype: str) -> Iterat
 
 
 class StagedContents:
-    """Copies of all pieces, from a buffer into which another thread puts :meth:`StagedPieces.tensors`."""
+    """Copies of pieces, from a buffer into which :meth:`copying` puts them, followed by the digest sums that devices compute."""
 
-    def __init__(self, staging: StagedPieces, buffer: StagingBuffer) -> None:
-        self._staging, self._buffer = staging, buffer
+    def __init__(self, pieces: Sequence[Piece], buffer: StagingBuffer) -> None:
+        self._pieces, self.buffer = pieces, buffer
+        self.is_pinned = any(copies_late(p.live.tensor.device) for p in pieces)
+        """Whether pinned memory helps."""
+        self._counted = [p for p in pieces if p.is_on_device and p.live.counted]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it in the buffer."""
+        devices = {p.live.tensor.device for p in self._counted}
+        copied = sum(room_for(live_piece(p)) for p in self._pieces if p.is_copied)
+        return copied + _SUM_BYTES * len(self._counted) + _ROUNDING_BYTES * len(devices)
+
+    @cached_property
+    def _sums(self) -> PendingSums:
+        """Digest sums of the pieces on devices; being made from the first call on."""
+        return PendingSums((live_piece(p), p.held.box.start) for p in self._counted)
+
+    def copying(self) -> Iterator[None]:
+        """As :meth:`StagingBuffer.copying`."""
+
+        def tensors() -> Iterator[torch.Tensor]:
+            for piece in self._pieces:
+                if piece.is_copied:
+                    yield live_piece(piece)
+            vectors = self._sums.vectors
+            self.buffer.order()
+            yield from vectors
+
+        return self.buffer.copying(tensors())
 
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
         if piece.is_on_device:
@@ -718,24 +704,30 @@ class StagedContents:
         else:
             yield piece.held.box, live_piece(piece)
 
-    def device_sums(self) -> list[int]:
-        return self._staging.take_sums(self._take)
+    def late_sums(self) -> Iterable[tuple[Piece, int]]:
+        if not any(piece.nbytes for piece in self._counted):
+            return ()
+        views = chain(
+            [self._take()], (self._take() for _ in repeat(None))
+        )  # the first tells that the sums are made
+        sums = self._sums.on_host([_joined(v.nbytes, views).view(v.dtype) for v in self._sums.vectors])
+        return zip(self._counted, sums, strict=True)
 
     def _take(self) -> torch.Tensor:
-        return self._buffer.take()
+        return self.buffer.take()
 
 
 class LiveContents(StagedContents):
     """The live tensors: in place on the CPU; from a device through a small ring, while the writer writes."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        super().__init__(StagedPieces([p for p in pieces if p.is_on_device]), StagingBuffer())
+        super().__init__([p for p in pieces if p.is_on_device], StagingBuffer())
         self._copying: Iterator[None] | None = None
 
     @property
     def staging_bytes(self) -> int:
         """Host memory of the ring; 0 if no tensor lies on a device."""
-        return self._buffer.nbytes
+        return self.buffer.nbytes
 
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
         if piece.is_on_device:
@@ -745,12 +737,11 @@ class LiveContents(StagedContents):
 
     def _take(self) -> torch.Tensor:
         if self._copying is None:
-            nbytes = min(_RING_BYTES, self._staging.nbytes)
-            self._buffer.reserve(nbytes, pinned=self._staging.is_pinned)
-            self._copying = self._buffer.copying(self._staging.tensors(self._buffer))
+            self.buffer.reserve(min(_RING_BYTES, self.nbytes), pinned=self.is_pinned)
+            self._copying = self.copying()
             next(self._copying, None)
-            _ = self._staging.sums  # made beside the copies
-        return self._buffer.pull(self._copying)
+            _ = self._sums  # made beside the copies
+        return self.buffer.pull(self._copying)
 
 
 # ----------------------------------------------------------------------------------------------------

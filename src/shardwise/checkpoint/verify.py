@@ -102,23 +102,24 @@ def _check_heads(
 ) -> None:
     with SourceReader() as reader:
         for name in names:
-            entry = manifest.files[name]
-            total = xxhash.xxh3_64()
-            for piece in read_head(reader, inside(path, name), entry.header_bytes):
-                total.update(piece)
-            if total.hexdigest() != entry.header_xxh3:
-                what = "content" if entry.header_bytes == entry.nbytes else "header"
-                raise IntegrityError(f"{what} differs from its checksum: damaged", path=inside(path, name))
+            if problem := _head_problem(reader, inside(path, name), manifest.files[name]):
+                raise IntegrityError(f"{problem}: damaged", path=inside(path, name))
             on_progress()
 
 
-def read_head(reader: SourceReader, file: str, nbytes: int) -> Iterator[memoryview]:
-    """The first bytes of a file, in pieces of at most 16 MiB that share one buffer."""
+def _head_problem(reader: SourceReader, file: str, entry: FileEntry, expected: bytes = b"") -> str | None:
+    """What is wrong with a file's header, or with all of a small file. ``expected``: the header, where it is known. Memory: 16 MiB."""
+    nbytes = entry.header_bytes
     view = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
+    total, is_expected = xxhash.xxh3_64(), len(expected) in (0, nbytes)
     for done in range(0, nbytes, BLOCK_BYTES):
         piece = view[: nbytes - done]
         reader.read_into(file, done, piece)
-        yield piece
+        total.update(piece)
+        is_expected = is_expected and (not expected or expected[done : done + piece.nbytes] == piece)
+    if total.hexdigest() != entry.header_xxh3:
+        return f"{'content' if nbytes == entry.nbytes else 'header'} differs from its checksum"
+    return None if is_expected else "header disagrees with the manifest"
 
 
 def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -436,11 +437,18 @@ class _Verification:
     ) -> tuple[list[str], list[tuple[str, int]]]:
         """Problems of the header (block -1) or a block of payload, and its share of the sums of tensors."""
         path = inside(self._root, file.name)
+        lines = []
         if block < 0:
-            return list(_header_problems(file, read_head(reader, path, file.entry.header_bytes))), []
+            expected = header_bytes(file.slices) if file.slices else b""
+            if problem := _head_problem(reader, path, file.entry, expected):
+                lines.append(f"{file.name}: {problem}")
+            if (count := len(file.entry.blocks)) != _blocks_in(file):
+                lines.append(
+                    f"{file.name}: manifest has {count} block checksums, expected {_blocks_in(file)}"
+                )
+            return lines, []
         offset = file.entry.header_bytes + block * BLOCK_BYTES
         reader.read_into(path, offset, view)
-        lines = []
         if block < len(file.entry.blocks) and xxhash.xxh3_64_hexdigest(view) != file.entry.blocks[block]:
             lines = [f"{file.name}: bytes {offset} to {offset + view.nbytes} differ from their checksum"]
         return lines, list(_sums_in(file.slices, block * BLOCK_BYTES, view))
@@ -453,22 +461,6 @@ class _Verification:
 
 def _blocks_in(file: _File) -> int:
     return math.ceil(file.payload_bytes / BLOCK_BYTES)
-
-
-def _header_problems(file: _File, header: Iterator[memoryview]) -> Iterator[str]:
-    entry = file.entry
-    expected = header_bytes(file.slices) if file.slices else b""
-    total, at, is_expected = xxhash.xxh3_64(), 0, not expected or len(expected) == entry.header_bytes
-    for piece in header:
-        total.update(piece)
-        is_expected = is_expected and (not expected or expected[at : at + piece.nbytes] == piece)
-        at += piece.nbytes
-    if total.hexdigest() != entry.header_xxh3:
-        yield f"{file.name}: {'content' if entry.header_bytes == entry.nbytes else 'header'} differs from its checksum"
-    elif not is_expected:
-        yield f"{file.name}: header disagrees with the manifest"
-    if len(entry.blocks) != _blocks_in(file):
-        yield f"{file.name}: manifest has {len(entry.blocks)} block checksums, expected {_blocks_in(file)}"
 
 
 def _sums_in(slices: Sequence[Slice], begin: int, view: memoryview) -> Iterator[tuple[str, int]]:

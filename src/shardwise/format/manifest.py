@@ -64,6 +64,61 @@ class FileEntry:
     blocks: tuple[str, ...] = ()
 
 
+class Checksums:
+    """The checksums of a file from its bytes as they come: of the first ``header_bytes``, and of each block after them."""
+
+    def __init__(self, header_bytes: int) -> None:
+        self._header_bytes = self._room = header_bytes
+        self._nbytes = 0
+        self._found: list[str] = []
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, view: memoryview | bytes) -> None:
+        """The next bytes."""
+        view, done = memoryview(view), 0
+        while done < view.nbytes:
+            if self._room == 0:
+                self._found.append(self._hash.hexdigest())
+                self._hash.reset()
+                self._room = BLOCK_BYTES
+            piece = view[done : done + self._room]
+            self._hash.update(piece)
+            done += piece.nbytes
+            self._room -= piece.nbytes
+        self._nbytes += done
+
+    def entry(self) -> FileEntry:
+        """The manifest's entry of a file of these bytes."""
+        head, *blocks = (*self._found, self._hash.hexdigest())
+        return FileEntry(self._nbytes, self._header_bytes, head, tuple(blocks))
+
+
+@frozen
+class Unit:
+    """Consecutive bytes of a file that prove themselves: its header, or a block, with their checksum in the manifest."""
+
+    start: int
+    nbytes: int
+    xxh3: str
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+
+def units_of(entry: FileEntry, *, path: str | None = None) -> list[Unit]:
+    """The units of a file, in order. Raises :class:`FormatError` if the manifest has more or fewer checksums than it has blocks."""
+    starts = range(entry.header_bytes, entry.nbytes, BLOCK_BYTES)
+    if len(starts) != len(entry.blocks):
+        raise FormatError(
+            f"the manifest has {len(entry.blocks)} block checksums, expected {len(starts)}", path=path
+        )
+    found = [Unit(0, entry.header_bytes, entry.header_xxh3)]
+    for start, checksum in zip(starts, entry.blocks, strict=True):
+        found.append(Unit(start, min(BLOCK_BYTES, entry.nbytes - start), checksum))
+    return found
+
+
 @frozen
 class StateEntry:
     """An optimizer state of a parameter: a tensor spread like it, or an element of a packed tensor."""

@@ -18,7 +18,7 @@ import xxhash
 from ..catalog.records import StoredFile
 from ..engine.objects import SourceReader
 from ..errors import CheckpointError, IntegrityError, ShardwiseError, SourceError, is_corruption
-from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest, refuse_part
+from ..format.manifest import MANIFEST_NAME, FileEntry, Unit, parse_manifest, refuse_part, units_of
 from ..limits import inside, read_small, refuse_link_out
 from ..objects import frozen
 from ..operations.operation import Operation, announced, in_background, this_operation
@@ -302,28 +302,35 @@ class _Copy:
             yield memoryview(file.content)
             self._count(file.nbytes)
             return
-        check = None if file.entry is None else _Checksums(file.entry, path)
         before = None if is_url(path) else _identity(path)
-        for piece in self._read(path, file):
-            if check is not None:
-                check.take(piece)
-            yield piece
-        if check is not None:
-            check.end()
+        yield from self._read(path, file)
         if before is not None and _identity(path) != before:
             raise IntegrityError("was changed while it was copied; copy it again", path=path)
 
     def _read(self, path: str, file: _File) -> Iterator[memoryview]:
-        """A file's bytes. Each piece has memory of its own: a store may still send it while the next one is read."""
-        stored = StoredFile(path, file.nbytes, file.version)
+        """A file's bytes, each unit of them compared with its checksum if there is one.
+
+        Each piece has memory of its own: a store may still send it while the next one is read.
+        """
+        stored, entry = StoredFile(path, file.nbytes, file.version), file.entry
+        units = [Unit(0, file.nbytes, "")] if entry is None else units_of(entry, path=path)
         with SourceReader(files=[stored]) as reader, reader.expecting([(path, 0, file.nbytes)]):
-            for start in range(0, file.nbytes, _PIECE_BYTES):
-                if self.error is not None:
-                    raise CheckpointError("the copy was stopped by the error of another file")
-                piece = memoryview(bytearray(min(_PIECE_BYTES, file.nbytes - start)))
-                reader.read_into(path, start, piece)
-                yield piece
-                self._count(piece.nbytes)
+            for unit in units:
+                total = xxhash.xxh3_64()
+                for start in range(unit.start, unit.stop, _PIECE_BYTES):
+                    if self.error is not None:
+                        raise CheckpointError("the copy was stopped by the error of another file")
+                    piece = memoryview(bytearray(min(_PIECE_BYTES, unit.stop - start)))
+                    reader.read_into(path, start, piece)
+                    if entry is not None:
+                        total.update(piece)
+                    yield piece
+                    self._count(piece.nbytes)
+                if entry is not None and total.hexdigest() != unit.xxh3:
+                    raise IntegrityError(
+                        f"differs from its checksum in the manifest before byte {unit.stop}: damaged, and not copied",
+                        path=path,
+                    )
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
@@ -383,43 +390,6 @@ def _identity(path: str) -> tuple[int, int]:
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     return status.st_size, status.st_mtime_ns
-
-
-class _Checksums:
-    """Compares a file's bytes, as they come, with those of its entry in a manifest."""
-
-    def __init__(self, entry: FileEntry, path: str) -> None:
-        self._path = path
-        ends = [entry.header_bytes]
-        while ends[-1] < entry.nbytes:
-            ends.append(min(ends[-1] + BLOCK_BYTES, entry.nbytes))
-        self._blocks = iter(zip(ends, (entry.header_xxh3, *entry.blocks), strict=False))
-        self._at = 0
-        self._hash = xxhash.xxh3_64()
-        self._end, self._expected = next(self._blocks)
-
-    def take(self, piece: memoryview) -> None:
-        """The next bytes. Raises :class:`IntegrityError`."""
-        while piece.nbytes:
-            some = piece[: self._end - self._at]
-            self._hash.update(some)
-            self._at += some.nbytes
-            piece = piece[some.nbytes :]
-            if self._at == self._end and piece.nbytes:
-                self._compare()
-                self._end, self._expected = next(self._blocks, (self._at + piece.nbytes, ""))
-
-    def end(self) -> None:
-        """All bytes came."""
-        self._compare()
-
-    def _compare(self) -> None:
-        if self._hash.hexdigest() != self._expected:
-            raise IntegrityError(
-                f"differs from its checksum in the manifest before byte {self._end}: damaged, and not copied",
-                path=self._path,
-            )
-        self._hash.reset()
 
 
 def _appear(place: str, final: str, names: set[str]) -> None:

@@ -20,8 +20,7 @@ from typing import Protocol
 import xxhash
 
 from ..errors import CheckpointError, FormatError, IntegrityError, LowSpaceError, ShardwiseError
-from ..format.manifest import BLOCK_BYTES, FileEntry
-from ..objects import frozen
+from ..format.manifest import FileEntry, Unit, units_of
 from .ring import open_below, unwritten
 
 # ----------------------------------------------------------------------------------------------------
@@ -391,41 +390,13 @@ class Reader:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Units: the parts of a checkpoint's files that prove themselves. Each is a header, or a block of 16 MiB, with its checksum in the manifest.
-#
-# A step is held where every unit of every file of its manifest is proved on some host: then every box of every tensor is.
+# Which units of a checkpoint's files are here. A step is held where every unit of every file of its manifest is proved on some host: then every box of every tensor is.
 
 #: Numbers of units, as first and stop of each run of consecutive ones: a host holds most files whole, and every rank hears of all files.
 Runs = Sequence[list[int]]
 
 #: Small enough to stay in a core's cache between reading and hashing.
 _UNIT_PIECE_BYTES = 1024**2
-
-
-@frozen
-class Unit:
-    """Consecutive bytes of a file, and their checksum."""
-
-    start: int
-    nbytes: int
-    xxh3: str
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.nbytes
-
-
-def units_of(entry: FileEntry, *, path: str | None = None) -> list[Unit]:
-    """The units of a file, in order. Raises :class:`FormatError` if the manifest has more or fewer checksums than it has blocks."""
-    starts = range(entry.header_bytes, entry.nbytes, BLOCK_BYTES)
-    if len(starts) != len(entry.blocks):
-        raise FormatError(
-            f"the manifest has {len(entry.blocks)} block checksums, expected {len(starts)}", path=path
-        )
-    found = [Unit(0, entry.header_bytes, entry.header_xxh3)]
-    for start, checksum in zip(starts, entry.blocks, strict=True):
-        found.append(Unit(start, min(BLOCK_BYTES, entry.nbytes - start), checksum))
-    return found
 
 
 def units_in(entry: FileEntry) -> int:

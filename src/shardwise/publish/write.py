@@ -18,11 +18,10 @@ from types import TracebackType
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, LockedError, SourceError
-from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from ..format.manifest import MANIFEST_NAME, Checksums, FileEntry, Manifest, parse_manifest
 from ..format.slices import Slice, header_bytes
 from ..limits import MAX_HEADER_BYTES, brief, read_json
 from ..ranks.ranks import PIECE_BYTES, current_watch, patiently, watched, write_behind
@@ -288,14 +287,9 @@ def write_file(path: str, content: bytes) -> FileEntry:
     """Write and sync a small file or object whole. Returns its manifest entry: the first 100 MB, then blocks of the rest."""
     with ObjectWriter(path) if is_url(path) else FileWriter(path) as file:
         file.write(content)
-    head, view = min(len(content), MAX_HEADER_BYTES), memoryview(content)
-    blocks = range(head, len(content), BLOCK_BYTES)
-    return FileEntry(
-        len(content),
-        head,
-        xxhash.xxh3_64_hexdigest(view[:head]),
-        tuple([xxhash.xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in blocks]),
-    )
+    checksums = Checksums(min(len(content), MAX_HEADER_BYTES))
+    checksums.add(content)
+    return checksums.entry()
 
 
 def replace_file(path: str, temporary: str, content: bytes) -> None:
@@ -491,11 +485,42 @@ _SLICE_PIECE_BYTES = 16 * 1024**2
 LARGE_BYTES = 16 * 1024**2
 
 
+class InPlace:
+    """Stands for the writer of a file whose bytes are there already, in memory."""
+
+    def __init__(self, path: str, nbytes: int, on_progress: Callable[[int], object] | None) -> None:
+        self._on_progress = on_progress
+
+    def __enter__(self) -> InPlace:
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        if self._on_progress is not None:
+            self._on_progress(memoryview(data).nbytes)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+#: Opens the writer of a slice file of so many bytes; it tells ``on_progress`` of each piece.
+WriterOf = Callable[[str, int, Callable[[int], object] | None], "FileWriter | ObjectWriter | InPlace"]
+
+
+def writer_of(
+    path: str, nbytes: int, on_progress: Callable[[int], object] | None
+) -> FileWriter | ObjectWriter:
+    """Of a file, or of an object of a store."""
+    if is_url(path):
+        return ObjectWriter(path, on_progress, expected_bytes=nbytes)
+    return (DirectWriter if nbytes >= LARGE_BYTES else FileWriter)(path, on_progress)
+
+
 def write_slices(
     path: str,
     slices: Sequence[Slice],
     contents: Iterable[Iterable[torch.Tensor]],
     on_progress: Callable[[int], object] | None = None,
+    open_writer: WriterOf = writer_of,
 ) -> FileEntry:
     """Write one slice file, or object of a store, in safetensors format, and sync it. Returns its manifest entry.
 
@@ -503,50 +528,17 @@ def write_slices(
     are taken when they are written. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
     """
     header = header_bytes(slices)
-    blocks = Blocks()
-    nbytes = sum(one.nbytes for one in slices)
-    writer: FileWriter | ObjectWriter
-    if is_url(path):
-        writer = ObjectWriter(path, on_progress, expected_bytes=len(header) + nbytes)
-    else:
-        writer = (DirectWriter if nbytes >= LARGE_BYTES else FileWriter)(path, on_progress)
-    with writer as file:
+    checksums = Checksums(len(header))
+    nbytes = len(header) + sum(one.nbytes for one in slices)
+    with open_writer(path, nbytes, on_progress) as file:
         file.write(header)
+        checksums.add(header)
         for parts in contents:
             for part in parts:
                 for view in tensor_bytes(part):
                     file.write(view)
-                    blocks.add(view)
-    return FileEntry(file.nbytes, len(header), xxhash.xxh3_64_hexdigest(header), blocks.finish())
-
-
-class Blocks:
-    """xxh3 of each 16 MiB block of a byte stream."""
-
-    def __init__(self) -> None:
-        self._digests: list[str] = []
-        self._hash = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-
-    def add(self, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
-            piece = view[done : done + self._room]
-            self._hash.update(piece)
-            done += piece.nbytes
-            self._room -= piece.nbytes
-            if self._room == 0:
-                self._close()
-
-    def _close(self) -> None:
-        self._digests.append(self._hash.hexdigest())
-        self._hash = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-
-    def finish(self) -> tuple[str, ...]:
-        if self._room < BLOCK_BYTES:
-            self._close()
-        return tuple(self._digests)
+                    checksums.add(view)
+    return checksums.entry()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
