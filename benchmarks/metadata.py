@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,12 +40,12 @@ import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.optimizer import OptimizerInCheckpoint, trained_by
 from shardwise.checkpoint.save import (
-    checked_text,
+    checked_texts,
     file_records,
     manifest_of,
     merged_records,
-    outline_of,
     payload_bytes,
+    refuse_unequal,
 )
 from shardwise.checkpoint.snapshot import Snapshot, comparable, own_parts, plain_sums, take_snapshot
 from shardwise.checkpoint.stored import StoredCheckpoint
@@ -200,7 +200,7 @@ def plan_save(state: sw.TrainState, rank: int) -> tuple[Snapshot, list[tuple[str
         snapshot = take_snapshot(state, 1)
         collected = collected_of(snapshot, rank)
         comparable(snapshot, plain_sums(snapshot), ranks)
-    checked_text(collected.local, outline_of(collected, ranks), f"rank/{rank:05d}", "")
+    checked_texts(collected, ranks, "")
     payload_bytes(collected)
     return snapshot, [(f.name, header_bytes(f.slices)) for part in collected.own for f in part.files]
 
@@ -265,6 +265,12 @@ def small(nbytes: int) -> FileEntry:
     return FileEntry(nbytes, nbytes, "0123456789abcdef")
 
 
+def decision(collected: Collected, ranks: int, merged: Mapping[str, Any]) -> Manifest:
+    """What rank 0 makes of the records of all ranks."""
+    refuse_unequal(collected.snapshot, merged["sums"])
+    return manifest_of(collected, Ranks(world_size=ranks), merged)
+
+
 def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) -> dict[str, Any]:
     """One rank's planning, rank 0's agreement, and the manifest that comes out of it, in ``folder``."""
     seconds, (snapshot, headers) = timed(lambda: plan_save(state, rank_of(ranks)), repeats)
@@ -272,7 +278,7 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
     record = records_of_all(collected, ranks, max(len(h) for _, h in headers))
     merged = merged_records([record(rank) for rank in range(ranks)])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    decide_s, manifest = timed(lambda: manifest_of(collected, Ranks(world_size=ranks), merged), 1)
+    decide_s, manifest = timed(lambda: decision(collected, ranks, merged), 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     text_s, text = timed(manifest.to_text, 1)
     os.makedirs(folder)

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.metadata import (
     collected_of,
+    decision,
     make_state,
     plan_save,
     ranks_not_there,
@@ -38,12 +39,11 @@ from benchmarks.metadata import (
     timed,
 )
 from benchmarks.scale_store import measured_apart
-from shardwise.checkpoint.save import manifest_of, merged_records
+from shardwise.checkpoint.save import merged_records
 from shardwise.format.manifest import parse_manifest
 from shardwise.objects import gc_paused
 from shardwise.ranks.protocol import packed_message as pack
 from shardwise.ranks.protocol import ranks_below, unpack
-from shardwise.ranks.ranks import Ranks
 
 RANKS = (64, 256, 1024, 4096)
 #: The rank that plans. It holds a part of each tensor; where there are more ranks than rows, later ones hold nothing of most.
@@ -121,7 +121,7 @@ def merged_up(records: Any, ranks: int) -> tuple[list[bytes], list[int], int, fl
 @gc_paused()  # as where ranks agree on a save
 def decided(collected: Any, ranks: int, payloads: list[bytes]) -> str:
     """What rank 0 does with the payloads that it receives, until it writes the manifest."""
-    manifest = manifest_of(collected, Ranks(world_size=ranks), merged_records([unpack(p) for p in payloads]))
+    manifest = decision(collected, ranks, merged_records([unpack(p) for p in payloads]))
     text = manifest.to_text()
     parse_manifest(text.encode(), "manifest.json")  # a reader's own code takes it, before it is published
     return text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 #: Bytes that :func:`to_host` packs at a time.
 _BATCH_BYTES = 32 * 1024**2
+#: Bytes of a tensor without a dense memory order that become dense at a time.
+_DENSE_BYTES = 4 * 1024**2
 
 
 def own_device(kind: str) -> torch.device:
@@ -30,6 +32,16 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     # Not reshape: it keeps the odd stride of a single element, and view() refuses that.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in row-major order as parts that are contiguous, or small enough to be made so."""
+    if tensor.is_contiguous() or tensor.nbytes <= _DENSE_BYTES:
+        yield tensor
+        return
+    rows = max(1, _DENSE_BYTES * tensor.shape[0] // tensor.nbytes)
+    for part in tensor.split(rows):
+        yield from dense_parts(part[0] if part.shape[0] == 1 else part)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardwise.checkpoint import take as stage
+from shardwise import host
 from shardwise.checkpoint.take import StagingBuffer, _device_name, pinned_sizes, room_for
 
 MIB = 1024**2
@@ -40,7 +40,7 @@ def tensors(seed: int) -> list[torch.Tensor]:
 def test_bytes_come_out_as_they_went_in(
     monkeypatch: pytest.MonkeyPatch, seed: int, nbytes: int | None
 ) -> None:
-    monkeypatch.setattr(stage, "_DENSE_BYTES", 1000)
+    monkeypatch.setattr(host, "_DENSE_BYTES", 1000)
     given = tensors(seed)
     needed = sum(map(room_for, given))
     buffer = StagingBuffer()

@@ -9,14 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.checkpoint.verify import boxes_of_run
 from shardwise.errors import FormatError, IntegrityError, SourceError
 from shardwise.format.manifest import read_manifest
 from tests.checkpoint import _checkpointer_fns as fns
@@ -124,21 +120,6 @@ def test_tensors_that_lie_across_blocks(tmp_path: Path, monkeypatch: pytest.Monk
         low, high = map(int, block.partition(": bytes ")[2].split()[:3:2])
         assert low <= at < high
         assert "content differs from its digest" in tensor
-
-
-@given(data=st.data(), sizes=st.lists(st.integers(1, 5), max_size=4))
-def test_any_run_of_a_box_is_boxes(data: st.DataObject, sizes: list[int]) -> None:
-    """In order, without a gap, and each element where numpy says that it is."""
-    numel = math.prod(sizes)
-    first = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(first, numel))
-    start = tuple(data.draw(st.lists(st.integers(0, 9), min_size=len(sizes), max_size=len(sizes))))
-    elements = np.arange(numel).reshape(sizes)
-    found = []
-    for at, held in boxes_of_run(start, tuple(sizes), first, stop):
-        where = tuple(slice(a - b, a - b + n) for a, b, n in zip(at, start, held, strict=True))
-        found += elements[where].ravel().tolist()
-    assert found == list(range(first, stop))
 
 
 @pytest.mark.parametrize("damage", fns.DAMAGES)

@@ -1837,8 +1837,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/snapshot.py",
-        "    return _all_told(every) if len(every) == len(told) else None\n",
-        "    return _merged(every)\n",
+        "    if len(every) < len(told):\n        return None\n",
+        "",
         ("tests/publish/test_memory_tier.py::test_a_step_that_not_all_ranks_keep",),
         "ranks keep a step that another one leaves out",
     ),

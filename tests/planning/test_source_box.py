@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from shardwise.catalog.records import Chunk, StoredTensor
 from shardwise.planning.plan import transfers_of
-from shardwise.tensors.boxes import Box, LocalBox, Wanted, boxes_of_range, contiguous_strides, whole
+from shardwise.tensors.boxes import (
+    Box,
+    LocalBox,
+    Wanted,
+    boxes_of_range,
+    contiguous_parts,
+    contiguous_strides,
+    whole,
+)
 from shardwise.tensors.tiles import Loop, Tile, identity
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -62,6 +70,19 @@ def test_a_view_of_the_box_gives_the_elements(shape: tuple[int, ...], seed: int)
             tuple(np.array(np.unravel_index(expected, shape)).min(axis=1)),
             tuple(np.array(np.unravel_index(expected, shape)).max(axis=1) + 1),
         )
+
+
+@settings(max_examples=300, deadline=None)
+@given(SHAPES, st.integers(0, 2**32), st.integers(1, 30))
+def test_contiguous_parts_of_a_box(shape: tuple[int, ...], seed: int, most: int) -> None:
+    """In order, without a gap, contiguous in the box, and no larger than asked for."""
+    chance = random.Random(seed)
+    origin = tuple(chance.randint(0, 9) for _ in shape)
+    flat, box = np.arange(math.prod(shape)), whole(shape).moved(origin)
+    parts = list(contiguous_parts(box, most))
+    found = [e for p in parts for e in flat.reshape(shape)[p.slices_in(box)].reshape(-1).tolist()]
+    assert found == list(range(len(flat)))
+    assert all(0 < part.numel <= most for part in parts)
 
 
 @settings(max_examples=300, deadline=None)

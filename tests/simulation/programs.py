@@ -88,9 +88,9 @@ _SNAPSHOT = Snapshot((ModelPart("model", (), (), {}),), (), {}, frozenset(), fro
 
 
 def _restore(state: _State, path: str, ranks: Any, io: IOOptions) -> _Resumed:
-    seen = manifest_seen_by_first(path, ranks)
+    read = manifest_seen_by_first(path, ranks)
     with ranks.agree("read manifest"):
-        manifest = seen.manifest()
+        manifest = read()
         for name, entry in manifest.files.items() if state.is_local else ():
             check_size(f"{path}/{name}", entry.nbytes)  # as a restore of tensors does
         shared = _decoded(read_documents(path, manifest, "state")["extra.who"])

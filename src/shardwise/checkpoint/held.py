@@ -68,7 +68,7 @@ from .save import (
     BackgroundSave,
     checked_texts,
     folders_of,
-    manifest_of_written,
+    manifest_of,
     records_on_first,
     write_rank,
 )
@@ -265,7 +265,7 @@ class MemorySave(BackgroundSave):
         merged = records_on_first("file records in memory", collected, ranks, files, sums)
 
         def write_manifest() -> str:
-            text = manifest_of_written(collected, ranks, *merged).to_text().encode()
+            text = manifest_of(collected, ranks, *merged).to_text().encode()
             write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
             return xxhash.xxh3_64_hexdigest(text)
 

@@ -247,8 +247,7 @@ def restore_run(
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """Restore one of our checkpoints, and count the requests to stores. Collective."""
     with counting() as asked:
-        seen = manifest_seen_by_first(path, ranks)
-        found = partial(_Checkpoint, state, path, seen.manifest, ranks)
+        found = partial(_Checkpoint, state, path, manifest_seen_by_first(path, ranks), ranks)
         report = restore_run(state, ranks, io, "read manifest", found)
     return replace(report, requests=asked.total)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from ..publish.lock import wait_for_folders
 from ..publish.places import Target
 from ..publish.write import WriterOf, fsync_directory, make_directories, write_file, write_slices, writer_of
 from ..ranks.ranks import Ranks, patiently
-from ..state.optimizer import Drained, TrainState
+from ..state.optimizer import TrainState
 from ..state.typed_json import Encoded
 from ..storage.records import counting, is_url
 from ..tensors.placements import Geometry
@@ -131,32 +131,6 @@ def _link_weights(
 # The files of documents: encodes them, passes them through the reader's own checks, and writes them.
 
 
-def checked_text(documents: Mapping[str, Encoded], outline: Manifest, stem: str, final: str) -> bytes:
-    """The text of ``<stem>.json``. Raises :class:`StateError` naming a document that no reader would take.
-
-    ``outline``: the manifest; its digests and files are ignored. Memory: the text, and copies of one document's
-    tensors; a document with more than 16 MiB of tensors is parsed but not decoded.
-    """
-    document = {name: encoded.document for name, encoded in documents.items()}
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    path = os.path.join(final, f"{stem}.json")
-    try:
-        if len(text) > MAX_JSON_BYTES:
-            largest = max(document, key=lambda name: len(json.dumps(document[name])))
-            raise FormatError(
-                f"has {len(text)} bytes, the limit is {MAX_JSON_BYTES}; most are of {largest!r}: give its large values as "
-                f"tensors",
-                path=path,
-            )
-        for name, parsed in parse_documents(text, outline, path).items():
-            tensors = documents[name].tensors
-            if sum(t.numel() * t.element_size() for t in tensors.values()) <= BLOCK_BYTES:
-                check_each({name: Encoded(parsed, tensors, ())}, outline, final)
-    except SourceError as error:
-        raise StateError(f"this state isn't saved, because it couldn't be read back: {error}") from error
-    return text
-
-
 def write_documents(
     root: str, stem: str, text: bytes, documents: Mapping[str, Encoded], files: dict[str, FileEntry]
 ) -> None:
@@ -204,16 +178,7 @@ def records_on_first(
 
 
 def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
-    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks.
-
-    Raises :class:`StateError` naming tensors whose replicas differ between ranks.
-    """
-    _refuse_unequal(collected.snapshot, records["sums"])
-    return manifest_of_written(collected, ranks, records)
-
-
-def manifest_of_written(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
-    """As :func:`manifest_of`, where each rank has summed only what it wrote: replicas are not compared."""
+    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks."""
     files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
     totals, _ = _totals(collected.snapshot).read(records["sums"])
     digests = {
@@ -229,20 +194,22 @@ def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
     snapshot = collected.snapshot
     named = {name for o in snapshot.optimizers for name in o.drained.low_bit}
     named |= {t.name for m in snapshot.models for t in m.named if t.kind == "buffer"}
+
+    def only(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: states for n, states in of.items() if n in named}
+
     models = [replace(m, live=tuple([v for v in m.live if v.stored.name in named])) for m in snapshot.models]
-    optimizers = [replace(o, drained=_only(o.drained, named)) for o in snapshot.optimizers]
+    optimizers = [
+        replace(
+            o,
+            drained=replace(
+                o.drained, tensors=only(o.drained.tensors), packed_index=only(o.drained.packed_index)
+            ),
+        )
+        for o in snapshot.optimizers
+    ]
     spoken_of = replace(snapshot, models=tuple(models), optimizers=tuple(optimizers))
     return _with_digests(replace(collected, snapshot=spoken_of), ranks, defaultdict(int), {})
-
-
-def _only(drained: Drained, names: Set[str]) -> Drained:
-    """The states of some parameters that are stored as tensors."""
-    tensors, packed = drained.tensors, drained.packed_index
-    return replace(
-        drained,
-        tensors={n: states for n, states in tensors.items() if n in names},
-        packed_index={n: states for n, states in packed.items() if n in names},
-    )
 
 
 def _with_digests(
@@ -305,8 +272,8 @@ def _totals(snapshot: Snapshot) -> ReplicaTotals:
     return ReplicaTotals([t.geometry for t in stored], [t.owner for t in stored])
 
 
-def _refuse_unequal(snapshot: Snapshot, added: Any) -> None:
-    """Raises :class:`StateError` naming tensors whose replicas differ, except plain buffers."""
+def refuse_unequal(snapshot: Snapshot, added: Any) -> None:
+    """Raises :class:`StateError` naming tensors whose replicas differ, except plain buffers. ``added``: the sums of all ranks' copies."""
     counted = _counted(snapshot)
     _, differ = _totals(snapshot).read(added)
     buffers = plain_tensors(snapshot, kind="buffer")
@@ -510,7 +477,7 @@ def publish_collected(
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
-    Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
+    Raises :class:`StateError` naming tensors whose replicas differ between ranks. Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
     final, counted = target.final, this_operation(target.final)
     total = payload_bytes(collected)
@@ -539,6 +506,7 @@ def publish_collected(
 
         def proved() -> Manifest:
             places = target.places if len(target.places) > 1 else ()  # else one directory holds all of it
+            refuse_unequal(collected.snapshot, merged[0]["sums"])
             manifest = replace(manifest_of(collected, ranks, *merged), places=places)
             if at_top:
                 shown = show_at_top(place, manifest.files)
@@ -577,12 +545,30 @@ def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Enc
 
 
 def checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, bytes]:
-    """Raises :class:`StateError` for documents of this rank that no reader would take."""
-    outline = outline_of(collected, ranks)
-    return {
-        stem: checked_text(documents, outline, stem, final)
-        for stem, documents in _documents(collected, ranks).items()
-    }
+    """The texts of this rank's documents, by the stem of their files. Raises :class:`StateError` naming a document that no reader would take.
+
+    Memory: the text, and copies of one document's tensors; a document with more than 16 MiB of tensors is parsed but not decoded.
+    """
+    outline, texts = outline_of(collected, ranks), dict[str, bytes]()
+    for stem, documents in _documents(collected, ranks).items():
+        document = {name: encoded.document for name, encoded in documents.items()}
+        text = texts[stem] = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        path = os.path.join(final, f"{stem}.json")
+        try:
+            if len(text) > MAX_JSON_BYTES:
+                largest = max(document, key=lambda name: len(json.dumps(document[name])))
+                raise FormatError(
+                    f"has {len(text)} bytes, the limit is {MAX_JSON_BYTES}; most are of {largest!r}: give its large values as "
+                    f"tensors",
+                    path=path,
+                )
+            for name, parsed in parse_documents(text, outline, path).items():
+                tensors = documents[name].tensors
+                if sum(t.numel() * t.element_size() for t in tensors.values()) <= BLOCK_BYTES:
+                    check_each({name: Encoded(parsed, tensors, ())}, outline, final)
+        except SourceError as error:
+            raise StateError(f"this state isn't saved, because it couldn't be read back: {error}") from error
+    return texts
 
 
 def _bytes_to_write(collected: Collected, texts: Mapping[str, bytes], rank: int) -> int:

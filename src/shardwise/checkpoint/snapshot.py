@@ -532,17 +532,14 @@ def merged(told: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Merges the :func:`comparable` of several ranks: the hash that all of them have, or a mark that they differ; for each text the
     first rank that has it. None if a rank has none."""
     every = [one for one in told if one is not None]
-    return _all_told(every) if len(every) == len(told) else None
-
-
-def _all_told(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = {name for one in told for name in one["hashes"]}
+    if len(every) < len(told):
+        return None
     hashes = {}
-    for name in names:
-        found = {one["hashes"].get(name, _DIFFERS) for one in told}
+    for name in {name for one in every for name in one["hashes"]}:
+        found = {one["hashes"].get(name, _DIFFERS) for one in every}
         hashes[name] = found.pop() if len(found) == 1 else _DIFFERS
     held: dict[str, int] = {}
-    for one in told:
+    for one in every:
         for text, rank in one["held"].items():
             held[text] = min(rank, held.get(text, rank))
     first = sorted(held.items(), key=lambda h: h[1])[:_TOLD]

@@ -4,7 +4,6 @@ background.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import posixpath
@@ -27,7 +26,7 @@ from ..digests import PendingSums
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, StateError
 from ..format.manifest import Manifest, document_of
-from ..host import copies_late, flat_bytes
+from ..host import copies_late, dense_parts, flat_bytes
 from ..internals.torch import empty_host_cache, local_tensor
 from ..limits import MAX_NAME_CHARS, brief
 from ..models.homes import asset_files
@@ -37,7 +36,7 @@ from ..ranks.ranks import Ranks
 from ..state.optimizer import AgreedForm, TrainState
 from ..state.parts import refuse_meta
 from ..state.typed_json import Encoded, encode
-from ..tensors.boxes import Box, LocalBox
+from ..tensors.boxes import Box, LocalBox, boxes_of_range, contiguous_parts
 from .snapshot import (
     LAYOUT,
     PLAIN,
@@ -55,7 +54,6 @@ from .snapshot import (
     plain_tensors,
     take_snapshot,
 )
-from .verify import boxes_of_run, runs_of
 
 # ----------------------------------------------------------------------------------------------------
 # Collects a training state by reference and compares it between ranks, before anything is written.
@@ -320,8 +318,6 @@ _PAGE_BYTES = 4096
 _BLOCK_BYTES = 64 * 1024**2
 #: Bytes of one copy from a device: the writer has the first ones while the next are under way.
 _COPY_BYTES = 8 * 1024**2
-#: Bytes of a tensor without a dense memory order that become dense at a time.
-_DENSE_BYTES = 4 * 1024**2
 
 
 class StagingBuffer:
@@ -401,7 +397,7 @@ class StagingBuffer:
             side = self._side_of(tensor.device)
             if side is not None:
                 tensor.record_stream(side)  # else its memory could be used again while it is copied
-            for cut in _cuts(tensor):
+            for cut in dense_parts(tensor):
                 with side or nullcontext():
                     flat = flat_bytes(cut)
                 done = 0
@@ -531,19 +527,9 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _cuts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in row-major order as parts that are contiguous, or small enough to be made so."""
-    if tensor.is_contiguous() or tensor.nbytes <= _DENSE_BYTES:
-        yield tensor
-        return
-    rows = max(1, _DENSE_BYTES * tensor.shape[0] // tensor.nbytes)
-    for part in tensor.split(rows):
-        yield from _cuts(part[0] if part.shape[0] == 1 else part)
-
-
 def room_for(tensor: torch.Tensor) -> int:
     """Bytes that a tensor takes in the buffer."""
-    return sum(_aligned(cut.nbytes) for cut in _cuts(tensor))
+    return sum(_aligned(cut.nbytes) for cut in dense_parts(tensor))
 
 
 def pinned_sizes(nbytes: int, most_bytes: int | None = None) -> list[int]:
@@ -630,9 +616,8 @@ class InParts:
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
         box, first = piece.held.box, piece.held.local_start
         limit = max(1, self._most_bytes // itemsize(piece.live.stored.dtype))
-        for start, sizes, _ in runs_of(box.start, box.sizes, limit):
-            part = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-            local = tuple(at + a - b for at, a, b in zip(first, start, box.start, strict=True))
+        for part in contiguous_parts(box, limit):
+            local = tuple(at + a - b for at, a, b in zip(first, part.start, box.start, strict=True))
             yield part, self._tensor_of(Piece(piece.live, LocalBox(part, local)))
 
     def late_sums(self) -> tuple[()]:
@@ -648,14 +633,13 @@ def _joined(nbytes: int, views: Iterator[torch.Tensor]) -> torch.Tensor:
 
 def boxes_from(take: Callable[[], torch.Tensor], box: Box, dtype: str) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of a tensor from a buffer, as consecutive boxes. ``take``: its next bytes, valid until the next call."""
-    numel, done = math.prod(box.sizes), 0
+    numel, done = box.numel, 0
     while done < numel:
         values = take().view(torch_dtype(dtype))
-        for start, sizes in boxes_of_run(box.start, box.sizes, done, done + values.numel()):
-            count = math.prod(sizes)
-            part, values = values[:count], values[count:]
-            yield Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))), part.view(sizes)
-            done += count
+        for part in boxes_of_range(done, done + values.numel(), box.sizes):
+            held, values = values[: part.numel], values[part.numel :]
+            yield part.moved(box.start), held.view(part.sizes)
+            done += part.numel
 
 
 class StagedContents:

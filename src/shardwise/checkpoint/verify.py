@@ -49,6 +49,7 @@ from ..operations.operation import Operation, announced, this_operation
 from ..operations.printed import Printed
 from ..storage import absolute, files_below, looking_once, stat_of_expected
 from ..storage.records import Stat, is_url, join
+from ..tensors.boxes import boxes_of_range
 
 # ----------------------------------------------------------------------------------------------------
 # ``quick_check``: compares a published step with its manifest, without reading payload.
@@ -476,55 +477,8 @@ def _sums_in(slices: Sequence[Slice], begin: int, view: memoryview) -> Iterator[
         size, at = itemsize(s.tensor.dtype), low - begin
         total = 0
         run = (low - s.offset_bytes) // size, (high - s.offset_bytes) // size
-        for start, sizes in boxes_of_run(s.held.box.start, s.held.box.sizes, *run):
-            nbytes = math.prod(sizes) * size
-            total += partial_sum_bytes(view[at : at + nbytes], s.tensor.dtype, sizes, start)
+        for part in boxes_of_range(*run, s.held.box.sizes):
+            nbytes, start = part.numel * size, part.moved(s.held.box.start).start
+            total += partial_sum_bytes(view[at : at + nbytes], s.tensor.dtype, part.sizes, start)
             at += nbytes
         yield s.tensor.name, total
-
-
-def boxes_of_run(
-    start: tuple[int, ...], sizes: tuple[int, ...], first: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``first`` … ``stop`` - 1, counted row-major, of a box, as boxes in that order: (start, sizes)."""
-    if first >= stop:
-        return
-    if stop - first == math.prod(sizes):
-        yield start, sizes
-        return
-    inner = math.prod(sizes[1:])
-
-    def part_of(row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        for within, held in boxes_of_run(start[1:], sizes[1:], low, high):
-            yield (start[0] + row, *within), (1, *held)
-
-    (top, left), (bottom, right) = divmod(first, inner), divmod(stop, inner)
-    if top == bottom:
-        yield from part_of(top, left, right)
-        return
-    if left:
-        yield from part_of(top, left, inner)
-        top += 1
-    if top < bottom:
-        yield (start[0] + top, *start[1:]), (bottom - top, *sizes[1:])
-    yield from part_of(bottom, 0, right)
-
-
-def runs_of(
-    start: tuple[int, ...], sizes: tuple[int, ...], limit: int, first: int = 0
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut a row-major box into contiguous pieces of at most ``limit`` elements: (start, sizes, first element)."""
-    numel = math.prod(sizes)
-    if numel == 0:
-        return
-    if numel <= limit:
-        yield start, sizes, first
-        return
-    dim = next(d for d, n in enumerate(sizes) if n > 1)
-    inner = numel // sizes[dim]
-    rows = max(1, limit // inner)
-    for begin in range(0, sizes[dim], rows):
-        count = min(rows, sizes[dim] - begin)
-        moved = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
-        cut = (*sizes[:dim], count, *sizes[dim + 1 :])
-        yield from runs_of(moved, cut, limit, first + begin * inner)

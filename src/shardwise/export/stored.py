@@ -14,7 +14,6 @@ from ..catalog.open import open_catalog
 from ..catalog.quantized import method_of_config
 from ..catalog.records import Catalog, StoredTensor
 from ..catalog.weights import stem_of
-from ..checkpoint.verify import runs_of
 from ..digests import finish, partial_sum
 from ..dtypes import itemsize
 from ..engine.engine import Destination, Filler, Staging, read_recipe, wanted_box, write_back
@@ -36,7 +35,7 @@ from ..ranks.ranks import Ranks
 from ..runs.run import StoredModel, as_config_says, as_stored, has_module_names
 from ..storage import is_directory, is_file, looking_once
 from ..storage.records import is_url
-from ..tensors.boxes import Box, TensorSpec, Wanted, whole
+from ..tensors.boxes import Box, TensorSpec, Wanted, contiguous_parts, whole
 from ..tensors.tiles import Tile, bounds, cut, is_dense
 from .write import HubFiles, HubTensors, Job, Share, Window, as_named, by_hub, inverted, reverted, windows_of
 
@@ -51,10 +50,10 @@ def share_of(specs: Mapping[str, TensorSpec], limit_bytes: int, ranks: Ranks) ->
     done = 0
     for name, (dtype, shape) in specs.items():
         size = itemsize(dtype)
-        for start, sizes, _ in runs_of((0,) * len(shape), shape, limit_bytes // size):
+        for box in contiguous_parts(whole(shape), limit_bytes // size):
             if done * ranks.world_size // total == ranks.rank:
-                found.append((name, Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))))
-            done += math.prod(sizes) * size
+                found.append((name, box))
+            done += box.numel * size
     return found
 
 
@@ -261,8 +260,7 @@ class StoredJob(Job):
             if box is None:
                 continue
             most = self.piece_bytes // itemsize(wanted.dtype)
-            for start, sizes, _ in runs_of(box.start, box.sizes, most):
-                piece = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+            for piece in contiguous_parts(box, most):
                 held = wanted_box(wanted.name, wanted.dtype, wanted.shape, piece)
                 yield held, self._read(held, wanted.name in self._summed_in_parts), (tile,)
 

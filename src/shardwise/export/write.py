@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ..catalog.records import Chunk, StoredTensor
 from ..catalog.safetensors import catalog_of_weights
 from ..catalog.weights import Choice, Weights, WrittenNames
-from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
 from ..engine.engine import Destination, FileFiller, Filler, Staging, write_back
 from ..errors import CheckpointError, FormatError, SourceError
@@ -57,7 +56,7 @@ from ..publish.write import (
 from ..ranks.ranks import Ranks, device_where_ranks_sum, patiently
 from ..storage import exists, stat_of
 from ..storage.records import join
-from ..tensors.boxes import Box, TensorSpec, Wanted, whole
+from ..tensors.boxes import Box, TensorSpec, Wanted, contiguous_parts, whole
 from ..tensors.live import LiveModel
 from ..tensors.tiles import Tile, cut, identity, invert
 
@@ -432,9 +431,8 @@ def _parts_of(output: HubFiles, file: str) -> Iterator[tuple[str, Box, int]]:
     for _, key in sorted(inside):
         t = output.tensors[key]
         size = itemsize(t.dtype)
-        for start, sizes, _ in runs_of((0,) * len(t.shape), t.shape, WINDOW_BYTES // size):
-            stop = tuple(a + n for a, n in zip(start, sizes, strict=True))
-            yield key, Box(start, stop), math.prod(sizes) * size
+        for box in contiguous_parts(whole(t.shape), WINDOW_BYTES // size):
+            yield key, box, box.numel * size
 
 
 # ----------------------------------------------------------------------------------------------------

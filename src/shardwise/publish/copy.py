@@ -9,7 +9,7 @@ import secrets
 import stat as stat_mode
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -160,6 +160,13 @@ def _files_of(origin: str) -> dict[str, _File]:
     return found
 
 
+def _digest_of(pieces: Iterable[memoryview]) -> str:
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def _version(stat: Stat | None) -> str | None:
     return None if stat is None else stat.version
 
@@ -234,7 +241,7 @@ class _Copy:
         with self._lock:
             self.files_sent += 1
             self.bytes_sent += nbytes
-        found = self._digest(target, nbytes) if self._size_there(name, anew=True) == nbytes else None
+        found = self._digest(name) if self._size_there(name, anew=True) == nbytes else None
         if found != expected:
             raise CheckpointError(
                 f"{target}: was written, and then read back with other content; does another program write there?"
@@ -245,10 +252,7 @@ class _Copy:
         nbytes = self._files[name].nbytes
         if self._size_there(name) != nbytes:
             return False
-        digest = xxhash.xxh3_128()
-        for piece in self._pieces(name):
-            digest.update(piece)
-        if self._digest(inside(self.place, name), nbytes) == digest.hexdigest():
+        if _digest_of(self._pieces(name)) == self._digest(name):
             return True
         self._count(-2 * nbytes)  # it is sent and compared now
         return False
@@ -289,11 +293,9 @@ class _Copy:
                 file.write(piece)
         return digest.hexdigest()
 
-    def _digest(self, path: str, nbytes: int) -> str:
-        digest = xxhash.xxh3_128()
-        for piece in self._read(path, _File(nbytes)):
-            digest.update(piece)
-        return digest.hexdigest()
+    def _digest(self, name: str) -> str:
+        """Of a file of the target."""
+        return _digest_of(self._read(inside(self.place, name), _File(self._files[name].nbytes)))
 
     def _pieces(self, name: str) -> Iterator[memoryview]:
         """A file of the source, which is compared with its checksums, if the manifest has any."""

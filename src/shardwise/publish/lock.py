@@ -231,41 +231,12 @@ _PATIENCE_OF_DISK_S = 2.0
 _PAUSE_S = 0.05
 
 
-class SeenByFirst:
-    """Rank 0's view of a checkpoint. Made by :func:`manifest_seen_by_first` on every rank."""
+def manifest_seen_by_first(path: str, ranks: Ranks) -> Callable[[], Manifest]:
+    """Rank 0 reads a checkpoint and tells the other ranks its view. Collective. Returns what reads the manifest on this rank.
 
-    def __init__(self, path: str, ranks: Ranks, view: list[Any] | None, manifest: Manifest | None) -> None:
-        self._path = path
-        self._ranks = ranks
-        self._view = view
-        self._manifest = manifest
-
-    def manifest(self) -> Manifest:
-        """The manifest, read by this rank once it sees the directory as rank 0 does. Rank-local.
-
-        Does not wait if rank 0 could not read it. Raises as ``read_manifest``; :class:`SourceError` if this rank's view
-        still differs from rank 0's after a minute or the time limit.
-        """
-        if self._manifest is not None:
-            return self._manifest
-        if self._view is None:
-            return read_manifest(self._path)
-        checksum, lost = self._view
-        _wait(self._ranks, lambda: self._is_manifest(checksum), self._path, MANIFEST_NAME)
-        manifest = read_manifest(self._path)
-        names = set(manifest.files) - set(lost)
-        _wait(self._ranks, lambda: not _unseen(self._path, names), self._path, "files of its manifest")
-        return manifest
-
-    def _is_manifest(self, checksum: str) -> bool:
-        try:
-            return _checksum(self._path) == checksum
-        except SourceError:
-            return False
-
-
-def manifest_seen_by_first(path: str, ranks: Ranks) -> SeenByFirst:
-    """Rank 0 reads a checkpoint and tells the other ranks its view. Collective."""
+    That reads it once this rank sees the directory as rank 0 does, and does not wait if rank 0 could not read it. It raises as
+    ``read_manifest``; :class:`SourceError` if this rank's view still differs from rank 0's after a minute or the time limit.
+    """
     manifest: Manifest | None = None
 
     def look() -> list[Any] | None:
@@ -278,7 +249,26 @@ def manifest_seen_by_first(path: str, ranks: Ranks) -> SeenByFirst:
             return None
 
     view = None if ranks.world_size == 1 else ranks.on_first("look at manifest", look)
-    return SeenByFirst(path, ranks, view, manifest)
+    expected, lost = view or ("", [])
+
+    def is_manifest() -> bool:
+        try:
+            return bool(_checksum(path) == expected)
+        except SourceError:
+            return False
+
+    def read() -> Manifest:
+        if manifest is not None:
+            return manifest
+        if view is None:
+            return read_manifest(path)
+        _wait(ranks, is_manifest, path, MANIFEST_NAME)
+        found = read_manifest(path)
+        names = set(found.files).difference(lost)
+        _wait(ranks, lambda: not _unseen(path, names), path, "files of its manifest")
+        return found
+
+    return read
 
 
 def open_for_all(root: str, open_first: Callable[[], str], ranks: Ranks) -> str:

@@ -212,7 +212,7 @@ Copy = tuple[torch.Tensor, torch.Tensor, int]
 def copy_tensors(copies: Sequence[Copy]) -> int:
     """Copy elements of CPU tensors in row-major order into memory. Returns their bytes.
 
-    The C library copies: it writes past the caches, which ``Tensor.copy_`` does not. Memory: at most 16 MiB for a tensor that is not
+    The C library copies: it writes past the caches, which ``Tensor.copy_`` does not. Memory: at most 4 MiB for a tensor that is not
     contiguous; for one whose conjugate or negative is only marked (``is_conj``, ``is_neg``) that of the tensor.
     """
     moves, others = [], []
@@ -225,7 +225,7 @@ def copy_tensors(copies: Sequence[Copy]) -> int:
     for move in moves:  # nothing else between two of them: Python would find the caches full of the tensors
         ctypes.memmove(*move)
     for tensor, target, at in others:
-        for view in tensor_bytes(tensor.resolve_conj().resolve_neg()):
+        for view in tensor_bytes(tensor):
             target[at : at + view.nbytes] = torch.frombuffer(view, dtype=torch.uint8)
             at += view.nbytes
     return sum(tensor.nbytes for tensor, _, _ in copies)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, LockedError, SourceError
 from ..format.manifest import MANIFEST_NAME, Checksums, FileEntry, Manifest, parse_manifest
 from ..format.slices import Slice, header_bytes
+from ..host import dense_parts, flat_bytes
 from ..limits import MAX_HEADER_BYTES, brief, read_json
 from ..ranks.ranks import PIECE_BYTES, current_watch, patiently, watched, write_behind
 from ..storage import exists, files_below, is_file
@@ -480,7 +481,6 @@ def _switch(fd: int, *, on: bool) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # Writes one slice file: straight from the tensors, checksummed on the way, synced to disk.
 
-_SLICE_PIECE_BYTES = 16 * 1024**2
 #: Files of this size or more get a thread of their own.
 LARGE_BYTES = 16 * 1024**2
 
@@ -525,7 +525,7 @@ def write_slices(
     """Write one slice file, or object of a store, in safetensors format, and sync it. Returns its manifest entry.
 
     ``contents``: for each slice, in order, tensors on the CPU (any strides) that hold its box, one part after another. They
-    are taken when they are written. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
+    are taken when they are written. Memory: 16 MiB for a large file, and 4 MiB for tensors that are not contiguous.
     """
     header = header_bytes(slices)
     checksums = Checksums(len(header))
@@ -542,19 +542,7 @@ def write_slices(
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's elements in row-major order as raw bytes: a view if it is contiguous, else copies of ≤ 16 MiB."""
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous():
-        flat = tensor.as_strided((tensor.numel(),), (1,))  # one element counts as contiguous with any stride
-        yield flat.view(torch.uint8).numpy().data
-        return
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes <= _SLICE_PIECE_BYTES or tensor.dim() == 0:
-        yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return
-    rows = max(1, _SLICE_PIECE_BYTES * tensor.shape[0] // nbytes)
-    for begin in range(0, tensor.shape[0], rows):
-        piece = tensor[begin : begin + rows]
-        yield from tensor_bytes(piece[0] if piece.shape[0] == 1 else piece.contiguous())
+    """A tensor's elements in row-major order as raw bytes: a view if it is contiguous, else copies of ≤ 4 MiB."""
+    for part in dense_parts(tensor.detach()):
+        if part.numel():
+            yield flat_bytes(part).numpy().data

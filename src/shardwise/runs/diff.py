@@ -12,7 +12,7 @@ import torch
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredFile, StoredTensor
-from ..checkpoint.verify import model_of, runs_of
+from ..checkpoint.verify import model_of
 from ..digests import finish, partial_sum
 from ..dtypes import itemsize
 from ..engine.engine import Staging, read_box, wanted_box
@@ -25,7 +25,7 @@ from ..operations.printed import Printed
 from ..planning.plan import IOOptions
 from ..storage import absolute, is_file
 from ..storage.records import is_url
-from ..tensors.boxes import Box
+from ..tensors.boxes import Box, contiguous_parts, whole
 from ..tensors.tiles import identity
 from .third_party import StoredOptimizer, as_text, find_run
 
@@ -255,9 +255,8 @@ def _digest_of(tensor: StoredTensor, recorded: int | None, reader: SourceReader)
     if recorded is not None:
         return recorded
     total = 0
-    limit = _PIECE_BYTES // itemsize(tensor.dtype)
-    for start, sizes, _ in runs_of((0,) * len(tensor.shape), tensor.shape, limit):
-        total += partial_sum(_piece(tensor, start, sizes, reader).reshape(sizes), start)
+    for box in contiguous_parts(whole(tensor.shape), _PIECE_BYTES // itemsize(tensor.dtype)):
+        total += partial_sum(_piece(tensor, box, reader).reshape(box.sizes), box.start)
     return finish(total % 2**64, tensor.dtype, tensor.shape)
 
 
@@ -276,8 +275,8 @@ def _compare(name: str, x: StoredTensor, y: StoredTensor, reader: SourceReader) 
         return Change(name, f"dtype: {x.dtype} and {y.dtype}", 0, float("nan"), float("nan"))
     elements, largest, square, norm = 0, 0.0, 0.0, 0.0
     limit = _PIECE_BYTES // max(itemsize(x.dtype), itemsize(y.dtype))
-    for start, sizes, _ in runs_of((0,) * len(x.shape), x.shape, limit):
-        left, right = _read(x, start, sizes, reader), _read(y, start, sizes, reader)
+    for box in contiguous_parts(whole(x.shape), limit):
+        left, right = _read(x, box, reader), _read(y, box, reader)
         if x.dtype == y.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
             norm += float(left.double().nan_to_num().square().sum())
             continue
@@ -306,15 +305,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _read(tensor: StoredTensor, start: tuple[int, ...], sizes: tuple[int, ...], reader: SourceReader) -> Any:
-    piece = _piece(tensor, start, sizes, reader)
+def _read(tensor: StoredTensor, box: Box, reader: SourceReader) -> Any:
+    piece = _piece(tensor, box, reader)
     return (torch.view_as_real(piece) if piece.is_complex() else piece).reshape(-1)
 
 
-def _piece(
-    tensor: StoredTensor, start: tuple[int, ...], sizes: tuple[int, ...], reader: SourceReader
-) -> torch.Tensor:
-    box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+def _piece(tensor: StoredTensor, box: Box, reader: SourceReader) -> torch.Tensor:
     wanted = wanted_box("piece", tensor.dtype, tensor.shape, box)
     here = identity(tensor.name, tensor.shape)
     return read_box(wanted, (here,), {tensor.name: tensor}, reader, Staging(IOOptions()))

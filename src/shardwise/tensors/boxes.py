@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..dtypes import code_of, itemsize
@@ -50,6 +51,10 @@ class Box:
             if a >= b:
                 return None
         return Box(start, stop)
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """The box of the same sizes that is so far away."""
+        return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def contains(self, other: Box) -> bool:
         """Whether every element of ``other`` lies in this box."""
@@ -286,6 +291,23 @@ def _along_dims(size: int, stride: int, first: Sequence[int], shape: Sequence[in
         while dim > 0 and shape[dim] == 1:
             dim -= 1
     yield from reversed(found)
+
+
+def contiguous_parts(box: Box, most: int) -> Iterator[Box]:
+    """A box as boxes of at most ``most`` elements that follow each other in its row-major order; none of an empty one."""
+    numel, sizes = box.numel, box.sizes
+    if numel <= most:
+        if numel:
+            yield box
+        return
+    dim = next(d for d, n in enumerate(sizes) if n > 1)
+    rows = max(1, most // (numel // sizes[dim]))
+    for start in range(box.start[dim], box.stop[dim], rows):
+        stop = min(start + rows, box.stop[dim])
+        part = Box(
+            (*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :])
+        )
+        yield from contiguous_parts(part, most)
 
 
 def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
