@@ -134,7 +134,7 @@ REASONS = {
     "publish/places.py::appear os.rename": "the temporary directory of a save; the final name was not there, and rename replaces no directory with content",
     "publish/places.py::discard os.rename": "a directory, no link, that delete_all has found to be a checkpoint of ours",
     "publish/places.py::discard remove_ours": "the same, under its name of trash",
-    "publish/places.py::make_temporary remove_ours": "the directory that this call made",
+    "publish/places.py::make_marked remove_ours": "the directory that this call made",
     "publish/places.py::set_aside os.rename": "a step-N of the run that holds the directory; it keeps its content under a name with a nonce",
     "publish/places.py::sweep_leftovers remove_ours": "names with a nonce whose directory has our note or manifest, or whose file is of our making (is_ours)",
     "publish/places.py::write_hint os.replace": "the hint latest, if it is none of another program's",

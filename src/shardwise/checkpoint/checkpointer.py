@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -50,8 +50,6 @@ from .verify import quick_check
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
-#: ``restore_into``, which is imported by a resume only.
-Restore = Callable[[TrainState, str, Ranks, IOOptions], ResumeReport]
 
 
 def save(
@@ -399,36 +397,41 @@ class Checkpointer:
         return None if report is None else replace(report, requests=asked.total)
 
     def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
-        from .restore import restore_into  # and with it what loads, for which no first save waits
-
         self._check_open()
         self.wait()
         damaged: dict[int, dict[int, str]] = {}
         for one in self._candidates(step, ranks):
-            if found := self._from_memory(state, step, one.step, ranks, restore_into):
-                return found
             try:
-                report = self._restore(restore_into, state, one, ranks)
+                report = self._restore(state, one, ranks)
             except ShardwiseError as error:
-                if is_unreadable(error):
-                    self._sites.on_each("check the steps again", self._steps.raise_if_taken, ranks)
-                if not is_corruption(error):
-                    raise
-                damaged.setdefault(one.place, {})[one.step] = str(error)
+                if one.held is not None and self._memory is not None:
+                    if not is_corruption(error) and not _is_of_memory(error):
+                        raise
+                    self._memory.failed.append(one.held)
+                else:
+                    if is_unreadable(error):
+                        self._sites.on_each("check the steps again", self._steps.raise_if_taken, ranks)
+                    if not is_corruption(error):
+                        raise
+                    damaged.setdefault(one.place, {})[one.step] = str(error)
                 if ranks.rank == 0:
-                    _log.warning("skipping damaged %s: %s", one.path, error)
+                    what = f"damaged {one.path}" if one.held is None else f"step {one.step} in memory"
+                    _log.warning("skipping %s: %s", what, error)
                 continue
             newer = self._go_on_from(one.step, damaged, ranks)
-            self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
+            self._lineage = Lineage(report.run_id, one.step)
+            if one.held is not None and self._memory is not None:
+                self._memory.took(one.held)
+            else:
+                self._on_disk = one.step
             bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
             return report.with_history(bad, tuple(s for s in newer if s not in bad))
-        if found := self._from_memory(state, step, 0, ranks, restore_into):
-            return found
         self._sites.on_each("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged), ranks)
         return None
 
     def _candidates(self, step: int | None, ranks: Ranks) -> list[Candidate]:
-        """The steps to try, newest first. Of hosts with directories of their own, each may lack some."""
+        """The steps to try, newest first; one in memory before the same one on disk. Of hosts with directories of their own, each may lack
+        some."""
         asked = None if self._sites.places else step
         lists = self._sites.on_each("scan checkpoint directory", lambda: self._steps.candidates(asked), ranks)
         every = {(s, place): name for found in lists for s, place, name in found}
@@ -436,22 +439,29 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self._steps.root_of(0)}: no step {step} on any host; there are {sorted({s for s, _ in every})}"
             )
-        names = sorted(every.items(), key=lambda one: (-one[0][0], one[0][1]))
-        return [
-            Candidate(s, place, self._steps.path_of(place, n)) for (s, place), n in names if step in (None, s)
-        ]
+        found = [Candidate(s, place, self._steps.path_of(place, n)) for (s, place), n in every.items()]
+        if (memory := self._memory) is not None:
+            held = [one for one in memory.candidates(ranks) if one not in memory.failed]
+            found += [Candidate(one.step, -1, memory.path_of(one), one) for one in held]
+        return sorted((c for c in found if step in (None, c.step)), key=lambda c: (-c.step, c.place))
 
-    def _restore(self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks) -> ResumeReport:
+    def _restore(self, state: TrainState, one: Candidate, ranks: Ranks) -> ResumeReport:
         """Check a step, and restore it. Raises damage as :func:`.is_corruption` says."""
+        from .restore import restore_into  # and with it what loads, for which no first save waits
+
+        if one.held is not None and self._memory is not None:
+            with self._memory.opened(one.held, ranks) as (view, brought):
+                report = restore_into(state, view, ranks, self._io)
+            return replace(report, path=f"memory: {one.path}", from_memory=True, fetched=dict(brought))
         if not self._sites.places:
             with ranks.agree(f"check step {one.step}"):
                 if ranks.rank == 0:
                     patiently(quick_check, one.path, one.step, ranks.tick)
             this_operation().begin_again(one.path)
-            return restore(state, one.path, ranks, self._io)
+            return restore_into(state, one.path, ranks, self._io)
         with opened(one.path, one.step, self._sites, ranks, self._io) as there:
             this_operation().begin_again(one.path)
-            return replace(restore(state, there.path, ranks, there.io), path=one.path)
+            return replace(restore_into(state, there.path, ranks, there.io), path=one.path)
 
     def _go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
         """Rename the steps newer than a resumed one. Returns them, newest first. Collective."""
@@ -487,34 +497,6 @@ class Checkpointer:
     def wait_for_memory(self) -> int | None:
         """Block until the step that :meth:`remember` copied is complete on all hosts. Returns the newest step in memory."""
         return None if self._memory is None else self._memory.wait()
-
-    def _from_memory(
-        self, state: TrainState, asked: int | None, newest: int, ranks: Ranks, restore: Restore
-    ) -> ResumeReport | None:
-        """The newest step in memory that is not older than ``newest``, the next one on disk. Collective."""
-        memory = self._memory
-        if memory is None:
-            return None
-        for held in memory.candidates(ranks):
-            if held.step < newest or asked not in (None, held.step) or held in memory.failed:
-                continue
-            try:
-                with memory.opened(held, ranks) as (view, brought):
-                    report = restore(state, view, ranks, self._io)
-            except ShardwiseError as error:
-                if not is_corruption(error) and not _is_of_memory(error):
-                    raise
-                memory.failed.append(held)
-                if ranks.rank == 0:
-                    _log.warning("skipping step %d in memory: %s", held.step, error)
-                continue
-            newer = self._go_on_from(held.step, {}, ranks)
-            memory.took(held)
-            self._lineage = Lineage(report.run_id, held.step)
-            path = f"memory: {memory.path_of(held)}"
-            report = replace(report, path=path, from_memory=True, fetched=dict(brought))
-            return report.with_history({}, tuple(newer))
-        return None
 
     def _close_memory(self) -> None:
         """Give the memory back, unless it holds a step that disk does not, or the run was told to stop."""

@@ -36,6 +36,7 @@ from .verify import check_files, check_parts
 
 if TYPE_CHECKING:
     from ..publish.copy import Mirror
+    from .held import HeldStep
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -95,12 +96,14 @@ class Stored:
 
 @frozen
 class Candidate:
-    """A published step that a resume may take."""
+    """A step that a resume may take."""
 
     step: int
     place: int
-    """0: the run's own directory or store; then the mirror and the fall-back, where there are any."""
+    """0: the run's own directory or store; then the mirror and the fall-back, where there are any; -1: memory."""
     path: str
+    held: HeldStep | None = None
+    """In memory."""
 
 
 class RunSteps:

@@ -119,6 +119,12 @@ def refuse_published(final: str) -> None:
 def make_temporary(final: str, folders: Iterable[str]) -> str:
     """Make a fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
     path = temporary_beside(final)
+    make_marked(path, folders)
+    return path
+
+
+def make_marked(path: str, folders: Iterable[str]) -> None:
+    """Make a directory that says that it is unfinished and ours, with these folders in it. Leaves nothing if that fails."""
     try:
         make_directories(os.path.dirname(path))
         patiently(os.mkdir, path)
@@ -132,7 +138,6 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
         remove_ours(path)
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: can't be created: {reason}") from error
-    return path
 
 
 def temporary_beside(final: str, prefix: str = _TEMPORARY) -> str:
@@ -146,17 +151,6 @@ def shortened(name: str, most_bytes: int = MOST_NAME_BYTES) -> str:
     while len(os.fsencode(name)) > most_bytes:
         name = name[:-1]
     return name
-
-
-def commit(temporary: str, final: str, manifest: Manifest) -> None:
-    """Turn a complete temporary directory into a published one. For rank 0, after every rank synced its files.
-
-    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, if :func:`read_manifest`
-    would refuse its text, or if ``final`` exists already (a published directory is never written again);
-    :class:`LockedError` if this process held the lock of the directory above and has lost it.
-    """
-    seal(temporary, readable_text(manifest, final), manifest.files)
-    appear(temporary, final)
 
 
 def seal(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> None:
@@ -176,7 +170,11 @@ def seal(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> None:
 
 
 def appear(temporary: str, final: str) -> None:
-    """Give a sealed directory its name. Raises as :func:`commit`."""
+    """Give a sealed directory its name.
+
+    Raises :class:`CheckpointError` if ``final`` exists already (a published directory is never written again); :class:`LockedError` if this
+    process held the lock of the directory above and has lost it.
+    """
     if os.path.lexists(final):
         raise CheckpointError(f"{final}: is published already and can't be written again")
     check_held(os.path.dirname(final))
@@ -453,7 +451,8 @@ class DirectoryTarget(Target):
 
     def _commit(self, manifest: Manifest) -> None:
         assert self._temporary is not None
-        commit(self._temporary, self.final, manifest)
+        seal(self._temporary, readable_text(manifest, self.final), manifest.files)
+        appear(self._temporary, self.final)
 
     def _discard(self) -> None:
         if self._temporary is not None:

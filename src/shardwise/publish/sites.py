@@ -15,13 +15,13 @@ from ..errors import CheckpointError, LockedError
 from ..format.manifest import Manifest, Place, files_by_place, parse_manifest
 from ..limits import read_small
 from ..ranks.ranks import Ranks, patiently
-from .lock import mark
 from .places import (
     DirectoryTarget,
     SealedPart,
     appear,
     delete_part,
     digest_of,
+    make_marked,
     refuse_published,
     seal,
     sealed_parts,
@@ -234,20 +234,10 @@ class PartTarget(DirectoryTarget):
         path = os.path.join(os.path.dirname(self.final), os.path.basename(first))
         with ranks.agree("make temporary directories"):
             if self._sites.leads(ranks.rank) and self._temporary is None:
-                self._follow(path, folders)
+                refuse_published(self.final)
+                self._temporary = path  # which rank 0 has named
+                make_marked(path, folders)
         return self.final, path
-
-    def _follow(self, path: str, folders: Sequence[str]) -> None:
-        """Make the directory that rank 0 has named."""
-        refuse_published(self.final)
-        self._temporary = path
-        try:
-            patiently(os.makedirs, path, exist_ok=True)
-            mark(path)
-            for folder in folders:
-                patiently(os.makedirs, os.path.join(path, folder), exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
 
     def commit(self, manifest: Callable[[], Manifest], ranks: Ranks) -> None:
         text = ranks.on_first("make the manifest", lambda: readable_text(manifest(), self.final))
