@@ -22,7 +22,7 @@ import xxhash
 
 import shardwise.storage.records as tries
 from shardwise.errors import CheckpointError
-from shardwise.format.manifest import FileEntry
+from shardwise.format.manifest import FileEntry, Unit
 from shardwise.publish.hosts import (
     _HASH_BYTES,
     _NONCE_BYTES,
@@ -31,7 +31,6 @@ from shardwise.publish.hosts import (
     Reader,
     RemoteFiles,
     Server,
-    Unit,
     _keyed,
     _seals,
     copy_units,

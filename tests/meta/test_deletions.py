@@ -86,7 +86,7 @@ REASONS = {
     "integrations/_folders.py::CheckpointFolders.remove delete_all": "checkpoints of ours by their manifest, or such as the program's own limit deletes",
     "integrations/_trainer_files.py::_fetch open": "in the folder that mkdtemp made",
     "operations/ledger.py::LedgerFile.__init__ os.open": "a new file (O_EXCL)",
-    "publish/hosts.py::copy_units os.open": "a file of a view or a slot, no link (O_NOFOLLOW); units of ours are written into it",
+    "publish/hosts.py::_into_file os.open": "a file of a view or a slot, no link (O_NOFOLLOW); units of ours are written into it",
     "publish/ring.py::open_below os.open": "a file of a slot or of a run directory that the caller names, no link (O_NOFOLLOW)",
     "publish/ring.py::Maps.of os.open": "a file of a slot, whose directory the ring drew by lot and made for this user alone",
     "publish/ring.py::_name_of os.unlink": "a link or another odd thing in place of memory-id, in the run directory that this run holds",

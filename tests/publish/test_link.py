@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CheckpointError, IntegrityError, ShardwiseError
-from shardwise.format.manifest import FileEntry
+from shardwise.format.manifest import FileEntry, Unit
 from shardwise.publish.hosts import Reader, Server, own_address, proved_units, receive
 from shardwise.publish.ring import Ring
 
@@ -239,7 +239,13 @@ def test_what_was_altered_once_is_asked_for_again(
 ) -> None:
     with closing(Between(serve())) as between, reader_of(between.port) as reader:
         memory = memoryview(bytearray(100))
-        done = pool.submit(receive, reader, NAME, 0, memory)
+        done = pool.submit(
+            receive,
+            reader,
+            NAME,
+            Unit(0, 100, None),
+            lambda at, piece: memory.__setitem__(slice(at, at + piece.nbytes), piece),
+        )
         for turn in range(2):
             between.meet()
             between.server.sendall(received(between.reader, request_of(NAME)))

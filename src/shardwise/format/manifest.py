@@ -95,11 +95,11 @@ class Checksums:
 
 @frozen
 class Unit:
-    """Consecutive bytes of a file that prove themselves: its header, or a block, with their checksum in the manifest."""
+    """Consecutive bytes of a file that prove themselves: its header, or a block, with their checksum in the manifest. Without one, any bytes."""
 
     start: int
     nbytes: int
-    xxh3: str
+    xxh3: str | None
 
     @property
     def stop(self) -> int:

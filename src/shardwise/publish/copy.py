@@ -315,7 +315,7 @@ class _Copy:
         Each piece has memory of its own: a store may still send it while the next one is read.
         """
         stored, entry = StoredFile(path, file.nbytes, file.version), file.entry
-        units = [Unit(0, file.nbytes, "")] if entry is None else units_of(entry, path=path)
+        units = [Unit(0, file.nbytes, None)] if entry is None else units_of(entry, path=path)
         with SourceReader(files=[stored]) as reader, reader.expecting([(path, 0, file.nbytes)]):
             for unit in units:
                 total = xxhash.xxh3_64()

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Protocol
 
 import xxhash
@@ -298,14 +297,6 @@ class Reader:
         while self._unread:
             yield self._next_piece(name, memory)
 
-    def pieces_into(self, name: str, start: int, view: memoryview) -> Iterator[memoryview]:
-        """Fill ``view`` with bytes of a file. Yields each part of it that has arrived, in order."""
-        self._ask_for_all_of(name, start, view.nbytes)
-        while view.nbytes:
-            piece = self._next_piece(name, view)
-            yield piece
-            view = view[piece.nbytes :]
-
     def read_whole(self, name: str) -> bytes:
         """A file of at most 128 MiB."""
         content = bytearray(self._ask(name, 0, 0))
@@ -471,76 +462,75 @@ def _pieces(fd: int, unit: Unit, buffer: memoryview) -> Iterator[memoryview]:
 _ATTEMPTS = 3
 
 
-def copy_units(
-    reader: Reader,
-    name: str,
-    units: Iterable[Unit],
-    path: str,
-    on_progress: Callable[[], object],
-) -> int:
-    """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size. Returns their bytes.
+#: Takes bytes of a file that have come, and where they are in it.
+Put = Callable[[int, memoryview], object]
 
-    Memory: a piece of 256 KiB; bytes go to their place before the unit is whole. Raises :class:`IntegrityError` for a unit that
-    arrived damaged: the file then holds its damaged bytes. :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError`
-    if the file's pages find no room.
+
+def copy_units(
+    reader: Reader, name: str, units: Iterable[Unit], path: str, on_progress: Callable[[], object]
+) -> None:
+    """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size.
+
+    Memory: a piece of 256 KiB; bytes go to their place before the unit is whole. Raises as :func:`receive`, after which the file holds
+    damaged bytes, and :class:`LowSpaceError` if the file's pages find no room.
     """
-    done = 0
+    with _into_file(path) as put:
+        for unit in units:
+            receive(reader, name, unit, put)
+            on_progress()
+
+
+def receive(reader: Reader, name: str, unit: Unit, put: Put) -> None:
+    """Bring a unit of the file ``name`` of another ring, or a part of one without a checksum, which the other host has proved: each piece that
+    arrives has the tag that it was given there.
+
+    Raises :class:`IntegrityError` for bytes that arrived damaged, :class:`CheckpointError` if the other host does not send them.
+    """
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(IntegrityError):
+            if _bring(reader, name, unit, put):
+                return
+    raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived corrupted", path=name)
+
+
+def _bring(reader: Reader, name: str, unit: Unit, put: Put) -> bool:
+    """Whether what arrived has its checksum."""
+    at, found = unit.start, xxhash.xxh3_64()
+    for piece in reader.pieces(name, unit.start, unit.nbytes):
+        found.update(piece)
+        put(at, piece)
+        at += piece.nbytes
+    return unit.xxh3 in (None, found.hexdigest())
+
+
+@contextlib.contextmanager
+def _into_file(path: str) -> Iterator[Put]:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise unwritten(path, error) from error
+
+    def put(start: int, piece: memoryview) -> None:
+        at = 0
+        try:
+            while at < piece.nbytes:
+                at += os.pwrite(fd, piece[at:], start + at)
+        except OSError as error:
+            raise unwritten(path, error) from error
+
     try:
-        for unit in units:
-            _until_whole(partial(_bring, reader, name, unit, fd, path), name, unit.start, unit.stop)
-            done += unit.nbytes
-            on_progress()
+        yield put
     finally:
         os.close(fd)
-    return done
 
 
-def receive(reader: Reader, name: str, start: int, memory: memoryview, xxh3: str | None = None) -> None:
-    """Fill ``memory`` with bytes of the file ``name`` of another ring. ``xxh3``: the checksum of a whole unit; None for a part of one, which the
-    other host has proved: each piece that arrives has the tag that it was given there.
+def _into_memory(memory: memoryview, start: int) -> Put:
+    """Of bytes from ``start`` on."""
 
-    Raises :class:`IntegrityError` for bytes that arrived damaged, :class:`CheckpointError` if the other host does not send them.
-    """
+    def put(at: int, piece: memoryview) -> None:
+        memory[at - start : at - start + piece.nbytes] = piece
 
-    def is_whole() -> bool:
-        found = xxhash.xxh3_64()
-        for piece in reader.pieces_into(name, start, memory):
-            found.update(piece)
-        return xxh3 in (None, found.hexdigest())
-
-    _until_whole(is_whole, name, start, start + memory.nbytes)
-
-
-def _until_whole(is_whole: Callable[[], bool], name: str, start: int, stop: int) -> None:
-    """Bring bytes until they arrive as they are there; ``_ATTEMPTS`` times at most."""
-    for _ in range(_ATTEMPTS):
-        with contextlib.suppress(IntegrityError):
-            if is_whole():
-                return
-    raise IntegrityError(f"bytes {start} to {stop} arrived corrupted", path=name)
-
-
-def _bring(reader: Reader, name: str, unit: Unit, fd: int, path: str) -> bool:
-    """Write a unit to its place. Returns whether what arrived has its checksum."""
-    at, found = unit.start, xxhash.xxh3_64()
-    for piece in reader.pieces(name, unit.start, unit.nbytes):
-        found.update(piece)
-        _write(fd, piece, at, path)
-        at += piece.nbytes
-    return found.hexdigest() == unit.xxh3
-
-
-def _write(fd: int, content: memoryview, start: int, path: str) -> None:
-    at = 0
-    try:
-        while at < content.nbytes:
-            at += os.pwrite(fd, content[at:], start + at)
-    except OSError as error:
-        raise unwritten(path, error) from error
+    return put
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -590,12 +580,10 @@ class RemoteFiles:
 
     def copy(self, name: str, path: str) -> None:
         """Copy a whole file into the one at ``path``, which has its size. Raises :class:`LowSpaceError` if there is no room."""
-        for number, unit in enumerate(units_of(self._entries[name], path=name)):
-
-            def bring(reader: Reader, remote: str, unit: Unit = unit) -> None:
-                copy_units(reader, remote, [unit], path, self._on_progress)
-
-            self._from_a_holder(name, number, unit.nbytes, bring)
+        with _into_file(path) as put:
+            for number, unit in enumerate(units_of(self._entries[name], path=name)):
+                self._from_a_holder(name, number, unit, put)
+                self._on_progress()
 
     def read_into(self, name: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with bytes of a file.
@@ -615,7 +603,7 @@ class RemoteFiles:
             end = min(stop, unit.stop)
             part = view[at - offset_bytes : end - offset_bytes]
             if self._comes_alone(name, number, part):
-                self._from_a_holder(name, number, part.nbytes, partial(receive, start=at, memory=part))
+                self._from_a_holder(name, number, Unit(at, part.nbytes, None), _into_memory(part, at))
             else:
                 part[:] = self._unit(name, number, unit)[at - unit.start : end - unit.start]
             number, at = number + 1, end
@@ -637,23 +625,19 @@ class RemoteFiles:
         memory = self._memory[: unit.nbytes]
         if (name, number) != self._kept:
             self._kept = None  # until all of the unit has come
-            self._from_a_holder(
-                name, number, unit.nbytes, partial(receive, start=unit.start, memory=memory, xxh3=unit.xxh3)
-            )
+            self._from_a_holder(name, number, unit, _into_memory(memory, unit.start))
             self._kept = name, number
         return memory
 
-    def _from_a_holder(
-        self, name: str, number: int, nbytes: int, bring: Callable[[Reader, str], None]
-    ) -> None:
-        """Bring bytes of a unit from the first of its holders that sends them."""
+    def _from_a_holder(self, name: str, number: int, wanted: Unit, put: Put) -> None:
+        """Bring a unit, or a part of it, from the first of its holders that sends that."""
         problem: ShardwiseError = CheckpointError("no host has all of it")
         for rank, slot, runs in sorted(self._holdings[name], key=lambda holder: holder[0] in self._away):
             if not any(first <= number < stop for first, stop in runs):
                 continue
             try:
                 with closing(self._reader_of(rank)) as reader:
-                    bring(reader, os.path.join(slot, name))
+                    receive(reader, os.path.join(slot, name), wanted, put)
             except LowSpaceError:
                 raise
             except (CheckpointError, IntegrityError) as error:
@@ -661,7 +645,7 @@ class RemoteFiles:
                 if isinstance(error, CheckpointError):
                     self._away.add(rank)
                 continue
-            self.taken[rank] += nbytes
+            self.taken[rank] += wanted.nbytes
             return
         if isinstance(problem, IntegrityError):
             raise IntegrityError(str(problem), path=name)

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 
@@ -187,8 +188,8 @@ def _compare_digests(run: StoredRun, made: Manifest) -> None:
 
 def _snapshot(run: StoredRun, world_size: int) -> Snapshot:
     """The state to write; each tensor is on meta, and says itself what it is made of."""
-    spread = _Spread(world_size)
-    models = tuple(_model_part(name, m, spread) for name, m in run.models.items())
+    geometry_of = _spread(world_size)
+    models = tuple(_model_part(name, m, geometry_of) for name, m in run.models.items())
     by_name = {part.name: part for part in models}
     optimizers = tuple(
         _optimizer_part(name, o, by_name[o.model], world_size) for name, o in run.optimizers.items()
@@ -196,33 +197,28 @@ def _snapshot(run: StoredRun, world_size: int) -> Snapshot:
     return Snapshot(models, optimizers, run.documents, frozenset(), frozenset(), ())
 
 
-class _Spread:
-    """Assigns tensors to ranks: all ranks write equal rows; with too few rows one rank writes, in turn."""
+def _spread(world_size: int) -> Callable[[Sequence[int]], Geometry]:
+    """Gives a tensor of some shape to ranks: all of them write equal rows; with too few rows one rank writes, in turn."""
+    everyone = tuple(range(world_size))
+    even = Geometry((world_size,), ("ranks",), (Cut("shard", 0),), everyone)
+    single = cycle([Geometry((1,), ("ranks",), (Cut("replicate"),), (rank,)) for rank in everyone])
 
-    def __init__(self, world_size: int) -> None:
-        everyone = tuple(range(world_size))
-        self._even = Geometry((world_size,), ("ranks",), (Cut("shard", 0),), everyone)
-        self._single = [Geometry((1,), ("ranks",), (Cut("replicate"),), (rank,)) for rank in everyone]
-        self._given = 0
+    def geometry_of(shape: Sequence[int]) -> Geometry:
+        return even if world_size > 1 and shape and shape[0] >= world_size else next(single)
 
-    def of(self, shape: Sequence[int]) -> Geometry:
-        count = len(self._single)
-        if count > 1 and shape and shape[0] >= count:
-            return self._even
-        self._given += 1
-        return self._single[(self._given - 1) % count]
+    return geometry_of
 
 
 def _meta(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
 
 
-def _model_part(name: str, model: StoredModel, spread: _Spread) -> ModelPart:
+def _model_part(name: str, model: StoredModel, geometry_of: Callable[[Sequence[int]], Geometry]) -> ModelPart:
     named, live = [], []
     for tensor, (dtype, shape) in model.specs.items():
         stand_in = _meta(dtype, shape)
         made_of = MadeOf(model.recipes[tensor], model.catalog.tensors)
-        aliases, geometry = model.aliases.get(tensor, ()), spread.of(shape)
+        aliases, geometry = model.aliases.get(tensor, ()), geometry_of(shape)
         named.append(
             NamedTensor(
                 name=tensor,
