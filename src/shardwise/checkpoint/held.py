@@ -113,7 +113,7 @@ class Host:
 
 
 class _Copied:
-    """The pieces of a step that was copied, which lie in its slice files in the slot. Those that other ranks write aren't there."""
+    """The copied pieces of a step, in its slice files in the slot. Pieces that other ranks write aren't there."""
 
     def __init__(self, own: Sequence[OwnPart]) -> None:
         self._referred = [piece for part in own for piece in part.summed if piece.live.refers]

@@ -634,7 +634,7 @@ _LOWER_PRIORITY = 13
 
 
 class BackgroundSave(ABC):
-    """A save that a thread of its own goes on with while the program trains."""
+    """A save whose thread works while the program trains."""
 
     def __init__(self, step: int, name: str, *, is_daemon: bool) -> None:
         self.step = step

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..catalog.checkpoint import directory, packed_name
-from ..catalog.records import StoredTensor
 from ..digests import partial_sums, refuse_other_tensors
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
@@ -30,7 +29,6 @@ from ..internals.transformers import is_transformers_model
 from ..limits import brief
 from ..names import NamedTensor, canonical_name
 from ..objects import frozen
-from ..planning.match import Recipe
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng
 from ..state.arguments import data_settings_of, settings_of
@@ -161,22 +159,12 @@ def low_bit_document(drained: Drained) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------
 
 
-@frozen
-class MadeOf:
-    """A recipe, and the stored tensors that it names."""
-
-    recipe: Recipe
-    stored: Mapping[str, StoredTensor]
-
-
 class Live(NamedTuple):  # as a slice
     """A stored tensor and its live tensor. ``counted=False`` for a second copy under a tied name."""
 
     stored: SliceTensor
     tensor: torch.Tensor
     counted: bool = True
-    made_of: MadeOf | None = None
-    """What the tensor is read from when it is written, where it is on meta and nothing live holds it; see ``runs.convert``."""
     refers: bool = False
     """Whether the checkpoint holds only its digest."""
 

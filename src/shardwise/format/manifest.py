@@ -95,7 +95,7 @@ class Checksums:
 
 @frozen
 class Unit:
-    """Consecutive bytes of a file that prove themselves: its header, or a block, with their checksum in the manifest. Without one, any bytes."""
+    """Consecutive bytes of a file that prove themselves: its header, or a block, with their checksum in the manifest. Without a checksum: any bytes."""
 
     start: int
     nbytes: int

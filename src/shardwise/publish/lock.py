@@ -232,9 +232,9 @@ _PAUSE_S = 0.05
 
 
 def manifest_seen_by_first(path: str, ranks: Ranks) -> Callable[[], Manifest]:
-    """Rank 0 reads a checkpoint and tells the other ranks its view. Collective. Returns what reads the manifest on this rank.
+    """Rank 0 reads a checkpoint and tells the other ranks its view. Collective. Returns a function that reads the manifest on this rank.
 
-    That reads it once this rank sees the directory as rank 0 does, and does not wait if rank 0 could not read it. It raises as
+    The function waits until this rank sees the directory as rank 0 does, unless rank 0 could not read it. It raises as
     ``read_manifest``; :class:`SourceError` if this rank's view still differs from rank 0's after a minute or the time limit.
     """
     manifest: Manifest | None = None

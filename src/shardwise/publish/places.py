@@ -124,7 +124,7 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
 
 
 def make_marked(path: str, folders: Iterable[str]) -> None:
-    """Make a directory that says that it is unfinished and ours, with these folders in it. Leaves nothing if that fails."""
+    """Make a directory marked as unfinished and ours, with these folders in it. Leaves nothing if that fails."""
     try:
         make_directories(os.path.dirname(path))
         patiently(os.mkdir, path)

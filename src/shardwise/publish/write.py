@@ -486,7 +486,7 @@ LARGE_BYTES = 16 * 1024**2
 
 
 class InPlace:
-    """Stands for the writer of a file whose bytes are there already, in memory."""
+    """Takes the place of a writer where a file's bytes are already in memory."""
 
     def __init__(self, path: str, nbytes: int, on_progress: Callable[[int], object] | None) -> None:
         self._on_progress = on_progress

@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import torch
 
 from ..catalog.checkpoint import directory, packed_name
+from ..catalog.records import StoredTensor
 from ..checkpoint.save import publish_collected
 from ..checkpoint.snapshot import (
     Live,
-    MadeOf,
     ModelPart,
     OptimizerPart,
     Piece,
@@ -120,7 +120,7 @@ def convert(
         named = STEP_NAME.fullmatch(os.path.basename(final))
         step = int(named[1]) if named else 0
         run = describe_run(root, home, step=step, trust_remote_code=trust_remote_code, io=io)
-        snapshot = _snapshot(run, ranks.world_size)
+        snapshot, made_of = _snapshot(run, ranks.world_size)
         own = own_parts(snapshot, ranks.rank)
         catalogs = [m.catalog for m in run.models.values()] + [o.catalog for o in run.optimizers.values()]
         files = list(dict.fromkeys(file for catalog in catalogs for file in catalog.files))
@@ -144,7 +144,7 @@ def convert(
     )
     this_operation(final)  # counts what is written
     with SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader:
-        contents = InParts(_reading(run, reader, Staging(io)), _PIECE_BYTES)
+        contents = InParts(_reading(run, made_of, reader, Staging(io)), _PIECE_BYTES)
         written = publish_collected(
             collected, target_of(final), ranks, contents, lambda made: _compare_digests(run, made)
         )
@@ -186,15 +186,19 @@ def _compare_digests(run: StoredRun, made: Manifest) -> None:
 # Writing
 
 
-def _snapshot(run: StoredRun, world_size: int) -> Snapshot:
-    """The state to write; each tensor is on meta, and says itself what it is made of."""
-    geometry_of = _spread(world_size)
-    models = tuple(_model_part(name, m, geometry_of) for name, m in run.models.items())
+#: By id of a tensor on meta: how its content is made, and the stored tensors that the recipe names.
+_MadeOf = dict[int, tuple[Recipe, Mapping[str, StoredTensor]]]
+
+
+def _snapshot(run: StoredRun, world_size: int) -> tuple[Snapshot, _MadeOf]:
+    """The state to write, on meta, and what each of its tensors is made of."""
+    geometry_of, made_of = _spread(world_size), _MadeOf()
+    models = tuple(_model_part(name, m, geometry_of, made_of) for name, m in run.models.items())
     by_name = {part.name: part for part in models}
     optimizers = tuple(
-        _optimizer_part(name, o, by_name[o.model], world_size) for name, o in run.optimizers.items()
+        _optimizer_part(name, o, by_name[o.model], world_size, made_of) for name, o in run.optimizers.items()
     )
-    return Snapshot(models, optimizers, run.documents, frozenset(), frozenset(), ())
+    return Snapshot(models, optimizers, run.documents, frozenset(), frozenset(), ()), made_of
 
 
 def _spread(world_size: int) -> Callable[[Sequence[int]], Geometry]:
@@ -213,11 +217,13 @@ def _meta(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
 
 
-def _model_part(name: str, model: StoredModel, geometry_of: Callable[[Sequence[int]], Geometry]) -> ModelPart:
+def _model_part(
+    name: str, model: StoredModel, geometry_of: Callable[[Sequence[int]], Geometry], made_of: _MadeOf
+) -> ModelPart:
     named, live = [], []
     for tensor, (dtype, shape) in model.specs.items():
         stand_in = _meta(dtype, shape)
-        made_of = MadeOf(model.recipes[tensor], model.catalog.tensors)
+        made_of[id(stand_in)] = model.recipes[tensor], model.catalog.tensors
         aliases, geometry = model.aliases.get(tensor, ()), geometry_of(shape)
         named.append(
             NamedTensor(
@@ -229,25 +235,26 @@ def _model_part(name: str, model: StoredModel, geometry_of: Callable[[Sequence[i
                 owners=(),
             )
         )
-        live.append(Live(SliceTensor(tensor, dtype, shape, geometry), stand_in, made_of=made_of))
+        live.append(Live(SliceTensor(tensor, dtype, shape, geometry), stand_in))
         for alias in model.stored_aliases.get(tensor, ()):
             copy = SliceTensor(alias, dtype, shape, geometry)
-            live.append(Live(copy, stand_in, counted=False, made_of=made_of))
+            live.append(Live(copy, stand_in, counted=False))
     return ModelPart(name, tuple(named), tuple(live), model.stored_aliases)
 
 
 def _optimizer_part(
-    name: str, optimizer: StoredOptimizerState, model: ModelPart, world_size: int
+    name: str, optimizer: StoredOptimizerState, model: ModelPart, world_size: int, made_of: _MadeOf
 ) -> OptimizerPart:
     geometries = {v.stored.name: v.stored.geometry for v in model.live}
     drained, live = Drained(), []
     for owner, states in optimizer.spread.items():
         for key, stored in states.items():
             stand_in = _meta(stored.dtype, stored.shape)
-            made = Recipe(stored.name, (identity(stored.name, stored.shape),))
+            recipe = Recipe(stored.name, (identity(stored.name, stored.shape),))
+            made_of[id(stand_in)] = recipe, optimizer.catalog.tensors
             drained.tensors.setdefault(owner, {})[key] = stand_in
             full = SliceTensor(StateKey(owner, key).name, stored.dtype, stored.shape, geometries[owner])
-            live.append(Live(full, stand_in, made_of=MadeOf(made, optimizer.catalog.tensors)))
+            live.append(Live(full, stand_in))
     scalars: dict[str, list[torch.Tensor]] = {}
     for owner, values in optimizer.scalars.items():
         for key, value in values.items():
@@ -268,7 +275,9 @@ def _optimizer_part(
 # Reading
 
 
-def _reading(run: StoredRun, files: SourceReader, staging: Staging) -> Callable[[Piece], torch.Tensor]:
+def _reading(
+    run: StoredRun, made_of: _MadeOf, files: SourceReader, staging: Staging
+) -> Callable[[Piece], torch.Tensor]:
     """A function that reads a piece when the writer asks for it. It raises :class:`PlanError` if a second stored copy differs."""
     models = run.models.values()
     conversions = {path: host for model in models for path, host in model.conversions.items()}
@@ -279,11 +288,11 @@ def _reading(run: StoredRun, files: SourceReader, staging: Staging) -> Callable[
     room = Staging(IOOptions(staging_bytes=_PIECE_BYTES), _PIECE_BYTES)
 
     def tensor_of(piece: Piece) -> torch.Tensor:
-        made_of = piece.live.made_of
-        if made_of is None:
+        made = made_of.get(id(piece.live.tensor))
+        if made is None:
             return live_piece(piece)
         t = piece.live.stored
         wanted = wanted_box(t.name, t.dtype, t.shape, piece.held.box)
-        return read_recipe(wanted, made_of.recipe, made_of.stored, reader, staging, room)
+        return read_recipe(wanted, *made, reader, staging, room)
 
     return tensor_of

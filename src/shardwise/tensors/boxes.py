@@ -53,7 +53,7 @@ class Box:
         return Box(start, stop)
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The box of the same sizes that is so far away."""
+        """The same box, moved by so many elements in each dim."""
         return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def contains(self, other: Box) -> bool:
@@ -294,7 +294,7 @@ def _along_dims(size: int, stride: int, first: Sequence[int], shape: Sequence[in
 
 
 def contiguous_parts(box: Box, most: int) -> Iterator[Box]:
-    """A box as boxes of at most ``most`` elements that follow each other in its row-major order; none of an empty one."""
+    """Cuts a box into boxes of at most ``most`` elements, contiguous in it and in row-major order; none for an empty box."""
     numel, sizes = box.numel, box.sizes
     if numel <= most:
         if numel:
