@@ -1165,8 +1165,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/run.py",
-        "in reversed(list(enumerate(self._lines))):",
-        "in enumerate(self._lines):",
+        "in reversed(list(enumerate(self.lines))):",
+        "in enumerate(self.lines):",
         ("tests/storage/test_mirror.py::test_a_resume_that_fails_at_the_mirror_changes_nothing",),
         "a resume that fails has set steps aside",
     ),

@@ -26,7 +26,7 @@ from ..ranks.ranks import Ranks, patiently
 from ..ranks.stop import PreemptionPolicy, Stops
 from ..state.optimizer import TrainState
 from ..storage import absolute
-from ..storage.records import counting, is_url
+from ..storage.records import counting, is_url, join
 from .held import MemorySteps
 from .resume_report import ResumeReport, logged
 from .run import (
@@ -315,7 +315,7 @@ class Checkpointer:
         fallback = self._steps.fallback
         places = [first] if first or fallback is None else [first, fallback]
         ways = {
-            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks, called)
+            self._steps.lines[place].root: partial(self._save_at, place, state, step, ranks, called)
             for place in places
         }
         report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
@@ -338,11 +338,9 @@ class Checkpointer:
             name = self._name_for(step, place, ranks)
         except CheckpointError as error:
             raise RefusalError(error) from error
-        target = (
-            PartTarget(self._steps.path_of(place, name), self._sites)
-            if self._sites.places
-            else self._steps.target(name, place)
-        )
+        target = self._steps.lines[place].target(name)
+        if self._sites.places:
+            target = PartTarget(target.final, self._sites)
         if self._lineage is None:
             self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
@@ -437,9 +435,10 @@ class Checkpointer:
         every = {(s, place): name for found in lists for s, place, name in found}
         if asked != step and all(s != step for s, _ in every):
             raise CheckpointError(
-                f"{self._steps.root_of(0)}: no step {step} on any host; there are {sorted({s for s, _ in every})}"
+                f"{self.root}: no step {step} on any host; there are {sorted({s for s, _ in every})}"
             )
-        found = [Candidate(s, place, self._steps.path_of(place, n)) for (s, place), n in every.items()]
+        lines = self._steps.lines
+        found = [Candidate(s, place, join(lines[place].root, n)) for (s, place), n in every.items()]
         if (memory := self._memory) is not None:
             held = [one for one in memory.candidates(ranks) if one not in memory.failed]
             found += [Candidate(one.step, -1, memory.path_of(one), one) for one in held]

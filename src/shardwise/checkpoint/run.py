@@ -27,7 +27,7 @@ from ..errors import (
 from ..format.manifest import read_manifest
 from ..objects import frozen
 from ..publish.line import Line, line_of
-from ..publish.places import Target, dcp_directories
+from ..publish.places import dcp_directories
 from ..ranks.ranks import Ranks, patiently
 from ..storage import bytes_below, place_at, real
 from ..storage.records import is_url, join
@@ -134,45 +134,34 @@ class RunSteps:
             self.mirror = Mirror(line_of(mirror), self._line, partial(retention.apply, is_whole=_is_whole))
 
     @property
-    def _lines(self) -> list[Line]:
+    def lines(self) -> list[Line]:
+        """By place: the run's own, then those of the mirror and of the fallback, where there are any."""
         others = (None if self.mirror is None else self.mirror.line, self._fallback)
         return [self._line, *(line for line in others if line is not None)]
 
     @property
     def fallback(self) -> int | None:
         """The place of the fall-back; None without one."""
-        return None if self._fallback is None else len(self._lines) - 1
+        return None if self._fallback is None else len(self.lines) - 1
 
     def open(self) -> None:
         """Take the directories, or look at the stores. Raises :class:`LockedError`."""
-        for line in self._lines:
+        for line in self.lines:
             line.open()
 
     def close(self) -> None:
         """Wait for the mirror, and release the directories."""
         if self.mirror is not None:
             self.mirror.wait()
-        for line in self._lines:
+        for line in self.lines:
             line.close()
-
-    def target(self, name: str, place: int = 0) -> Target:
-        """Where the save under this name publishes. On every rank."""
-        return self._lines[place].target(name)
-
-    def root_of(self, place: int) -> str:
-        """The directory or URL of a place. On every rank."""
-        return self._lines[place].root
-
-    def path_of(self, place: int, name: str) -> str:
-        """The path of a step. On every rank."""
-        return join(self._lines[place].root, name)
 
     def name_of_next(self, step: int, *, has_begun: bool, place: int = 0) -> str:
         """The name of the directory for a save of ``step``. Refuses to mix runs: all published steps must be this run's own.
 
         ``has_begun``: this run has saved or resumed. Raises :class:`CheckpointError`, :class:`LockedError`.
         """
-        for line in [self._lines[place]] if has_begun else self._lines:
+        for line in [self.lines[place]] if has_begun else self.lines:
             steps = line.held_steps()
             if steps and not has_begun:
                 raise CheckpointError(
@@ -183,7 +172,7 @@ class RunSteps:
                 raise CheckpointError(
                     f"{line.root}: step {step} is not newer than the published step {max(steps)}"
                 )
-        return self._lines[place].fresh_name(step)
+        return self.lines[place].fresh_name(step)
 
     def after_save(
         self,
@@ -198,7 +187,7 @@ class RunSteps:
         def is_whole(path: str, one: int) -> bool:
             return _is_whole(path, one, on_progress) if agreed is None else one in agreed
 
-        line = self._lines[place]
+        line = self.lines[place]
         line.tidy(step)
         spared = None if place or self.mirror is None else self.mirror.copying
         self._retention.apply(line, step, is_whole, spared=spared)
@@ -248,7 +237,7 @@ class RunSteps:
         """
         if self.mirror is not None:
             self.mirror.wait()
-        by_place = [line.steps() for line in self._lines]
+        by_place = [line.steps() for line in self.lines]
         self._check_all(by_place)
         if step is not None and not any(step in steps for steps in by_place):
             raise CheckpointError(
@@ -270,7 +259,8 @@ class RunSteps:
         from ..publish.copy import is_same
 
         def is_copy(name: str, step: int) -> bool | None:
-            return patiently(is_same, self.path_of(0, name), self.path_of(1, copies[step]))
+            first, second = self.lines[:2]
+            return patiently(is_same, join(first.root, name), join(second.root, copies[step]))
 
         apart = [s for s in own.keys() & copies.keys() if is_copy(own[s], s) is False]
         left = {s: name for s, name in copies.items() if s < min(apart, default=s + 1)}
@@ -285,7 +275,7 @@ class RunSteps:
         if len(by_place) == 1:
             return
         runs: dict[str, str] = {}
-        for line, steps in zip(self._lines, by_place, strict=True):
+        for line, steps in zip(self.lines, by_place, strict=True):
             if not steps and (strange := line.strangers()):
                 raise NoCheckpointError(strange)
             for name in steps.values():
@@ -309,20 +299,20 @@ class RunSteps:
         """
         newer: set[int] = set()
         # The mirror first: if it fails, the run's own newer steps are still tried before those of the mirror.
-        for place, line in reversed(list(enumerate(self._lines))):
+        for place, line in reversed(list(enumerate(self.lines))):
             newer |= {s for s in line.steps() if s > step}
             line.take(step, dict.fromkeys(damaged.get(place, ()), "damaged"))
         return sorted(newer, reverse=True)
 
     def raise_if_taken(self) -> None:
         """Raise :class:`LockedError` if another run has taken the steps, whose retention may have deleted the one that is read."""
-        for line in self._lines:
+        for line in self.lines:
             with contextlib.suppress(SourceError):  # the store is down: the first error says so
                 line.steps()
 
     def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]]) -> None:
         """Raise :class:`NoCheckpointError` if steps were published and none is valid."""
-        for place, line in enumerate(self._lines):
+        for place, line in enumerate(self.lines):
             bad = damaged.get(place, {})
             if bad:
                 line.steps()  # raises if another run has changed the line, whose retention may have deleted these steps
