@@ -219,6 +219,19 @@ def resumed_beside(root: str, hosts: str) -> tuple[int | None, int | None, list[
         return report.step, newest, [one.step for one in memory.candidates(checkpointer._ranks())]
 
 
+def past_damage(root: str, hosts: str) -> list[Any]:
+    """Step 2 in memory, step 3 on disk, which is damaged then: the resumed step, whether it is from memory, and the damaged steps."""
+    state = state_at(1)
+    with sw.Checkpointer(root, memory=tier(hosts)) as checkpointer:
+        checkpointer.remember(state, 2)
+        checkpointer.wait_for_memory()
+        checkpointer.save(state, 3)
+        on_first(lambda: Path(root, "step-00000003", "state.json").write_text("{}") and None)
+        report = checkpointer.resume(state)
+        assert report is not None
+        return [report.step, report.from_memory, sorted(report.damaged), list(report.superseded)]
+
+
 def interrupted(root: str, hosts: str) -> list[Any]:
     """Ctrl-C on rank 0 while it waits for rank 1, which is late with step 4. What the call said, whether a save and step 6 worked after
     it, and threads that are left."""

@@ -93,6 +93,12 @@ def test_a_step_on_its_way_is_given_up_by_a_resume_of_an_older_one(ranks, tmp_pa
     assert ranks.run_ranks(2, fns.resumed_beside, str(root), str(hosts)) == [(3, None, [])] * 2
 
 
+def test_a_resume_from_memory_past_a_damaged_step(ranks, tmp_path):
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    assert ranks.run_ranks(2, fns.past_damage, str(root), str(hosts)) == [[2, True, [3], []]] * 2
+    assert [path.name[:22] for path in root.glob("step-*")] == ["step-00000003.damaged-"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [RANKS, 3])
 def test_every_subset_of_hosts_lost(ranks, tmp_path, world_size):
