@@ -288,7 +288,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/adapters.py",
-        "        _check_patterns(base, config, files[name].directory if name in files else None)\n",
+        "        _check_patterns(base, config, files[name].config_file if name in files else None)\n",
         "",
         ("tests/loading/test_hostile_adapters.py",),
         "expressions of many ways are taken",
@@ -2132,15 +2132,15 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- export
     Mutation(
         "export/write.py",
-        "        if groups[-1] and used + spec.nbytes > limit:",
-        "        if groups[-1] and used > limit:",
+        "        if used + spec.nbytes > limit:",
+        "        if used > limit:",
         ("tests/export/test_export.py::test_no_file_has_more_bytes_than_asked",),
         "files are larger than asked",
     ),
     Mutation(
         "export/hub.py",
-        '        config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")\n',
-        "",
+        '        config = with_dtype(json.loads(found["config.json"]), str(torch_dtype(dtype)).removeprefix("torch."))\n',
+        '        config = json.loads(found["config.json"])\n',
         (f"{CLI}::test_export", "tests/export/test_export.py::test_several_files_and_dtype"),
         "the config says another dtype than the files",
     ),
