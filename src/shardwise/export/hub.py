@@ -84,6 +84,9 @@ def export_hf(
 ) -> ExportReport:
     """Write a model as a Hugging Face directory: hub names, index, config, and tokenizer and custom code if known.
 
+    A diffusers model is written as its ``save_pretrained`` writes it. With adapters inside (``add_adapter``), it is written as its adapters, each in
+    a ``pytorch_lora_weights.safetensors`` that a pipeline's ``load_lora_weights`` reads.
+
     Tied tensors are written once. A live ``PeftModel`` is written as its adapters, with the names, configs and folders of
     ``PeftModel.save_pretrained``, so that ``PeftModel.from_pretrained(base, out)`` can read them: ``default`` in ``out`` itself, every other
     adapter in a folder with its name, one file each. Base embeddings are included if they are adapted or resized.
@@ -99,8 +102,8 @@ def export_hf(
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.
         variant: part of the names of the weight files, as in ``save_pretrained(variant="bf16")``. It changes no dtype.
-        adapters: one or several adapters of a live ``PeftModel``. Default: all.
-        merge: for a live ``PeftModel``, write the base with the active adapters merged into it, as PEFT does, instead of the adapters. Each
+        adapters: one or several adapters of a live ``PeftModel`` or diffusers model. Default: all.
+        merge: for a live ``PeftModel`` or diffusers model with adapters, write the base with the active adapters merged into it, as PEFT does, instead of the adapters. Each
             rank merges its own shards; only the adapters are gathered.
         quantize: ``"as-source"`` writes the model in the format of the quantized source from which it was loaded: the same codes, scales,
             names and ``quantization_config``. A tensor that still equals the source's dequantized tensor, bit for bit, is copied from

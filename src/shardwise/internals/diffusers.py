@@ -120,8 +120,8 @@ def written_config(model: Any) -> str:
     diffusers 0.35-0.42: ``ConfigMixin.to_json_string`` of ``_internal_dict``. Without it, the file would name the class that ``fully_shard``
     made, which diffusers doesn't know, or a quantization of weights that are plain.
     """
-    kind = original_class(model)
-    twin: Any = kind.__new__(kind)
+    kind: Any = original_class(model)
+    twin = kind.__new__(kind)
     config = dict(model._internal_dict)
     if getattr(model, "hf_quantizer", None) is None:  # of the source, which was decoded while it was loaded
         config.pop("quantization_config", None)
@@ -159,16 +159,12 @@ def lora_config(stored: Mapping[str, tuple[int, ...]], settings: Mapping[str, An
     diffusers 0.35-0.42: ``utils.peft_utils._create_lora_config``, called as in ``load_lora_adapter``. Without it, a file without metadata would be
     given another scale than diffusers gives it.
     """
-    from diffusers.utils.peft_utils import _create_lora_config
+    from diffusers.utils import peft_utils
 
+    create: Any = peft_utils._create_lora_config
     state = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     ranks = {f"^{name}": shape[1] for name, shape in stored.items() if "lora_B" in name and len(shape) > 1}
-    return _create_lora_config(
-        state,  # type: ignore[no-untyped-call]
-        None,
-        None if settings is None else dict(settings),
-        ranks,
-    )
+    return create(state, None, None if settings is None else dict(settings), ranks)
 
 
 def note_path(model: Any, path: str) -> None:

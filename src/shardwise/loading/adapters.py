@@ -377,7 +377,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
         if trained_on is not None:
             model.peft_config[name].base_model_name_or_path = trained_on
     if model is base:
-        model.set_adapter(next(iter(configs)))  # type: ignore[operator]  # add_adapter makes the last one the active one
+        base.set_adapter(next(iter(configs)))  # add_adapter makes the last one the active one
     return model, Adapters(files, frozenset(own))
 
 

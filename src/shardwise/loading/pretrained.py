@@ -337,7 +337,8 @@ def load_pretrained(
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the active one first. The
             result is then a ``PeftModel`` around the sharded base. Its adapters are trainable; adapters without a directory
             are initialized by PEFT's own rule. None: the adapter that ``path`` itself contains (``adapter_config.json``), as in
-            ``from_pretrained``. ``{}``: no adapter.
+            ``from_pretrained``. ``{}``: no adapter. A diffusers model gets adapters as from its ``add_adapter`` and ``set_adapter``: it isn't
+            wrapped, and only the active adapter is trainable. It also takes what a pipeline's ``save_lora_weights`` wrote.
         quantized: ``"dequantize"``: quantized weights are dequantized. ``"keep"``: the codes and scales of FP8, compressed-tensors and
             bitsandbytes 4-bit sources are kept as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4-bit): plain weights are
             quantized as they are read. Weights kept in codes are frozen; see :class:`.KeptLayer` and :class:`.ShardedLinear4bit`. Needs
