@@ -1,20 +1,22 @@
-"""Every architecture that transformers has, as a model of some thousand parameters: no hub, no network.
+"""Every architecture of transformers and every model class of diffusers, with some thousand parameters: no hub, no network.
 
-A default config is shrunk by rules on the names of its fields, in its sub-configs too, until a model of it is
-small; a short table holds what rules can't know. The model's every parameter and persistent buffer gets values
-of its own, and ``save_pretrained`` writes it as its checkpoints on the hub are: through the library's reverse
-conversions.
+A default config, or the defaults of a constructor, is shrunk by rules on the names of its fields, in its sub-configs too,
+until a model of it is small; short tables hold what rules can't know. The model's every parameter and persistent buffer
+gets values of its own, and ``save_pretrained`` writes it as its checkpoints on the hub are.
 
     python -m benchmarks.architectures mixtral        # the shrunk config and its size
+    python -m benchmarks.architectures FluxTransformer2DModel
 """
 
 from __future__ import annotations
 
 import copy
 import fnmatch
+import importlib
 import math
 import sys
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,9 @@ from torch import nn
 import shardwise as sw
 from benchmarks.sweeping.overrides import ARGUMENTS, CLASSES, COMPOSED, override
 from benchmarks.sweeping.shrink import numbers, set_number, shrunk
+from benchmarks.sweeping.signatures import ways
 
-__all__ = ["Architecture", "Tiny", "architectures", "fill_distinct", "tiny", "write_checkpoint"]
+__all__ = ["Architecture", "Tiny", "architectures", "diffusion_models", "fill_distinct", "tiny", "write_checkpoint"]
 
 #: Auto mappings, best class first: whole models before their text part, heads before the bare model.
 _TASKS = (
@@ -82,19 +85,18 @@ LIMIT = 6_500_000
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One model type, and the class of it that is built."""
+    """One model type, and the class of it that is built. A class of diffusers has the name of its module as its model type."""
 
     model_type: str
     class_name: str
     saved_as: str = ""
     """The class whose checkpoint it is, if that is another one: a bare model, from that of a model with a head."""
+    library: str = "transformers"
 
     @property
     def model_class(self) -> Any:
         """The class itself; imports its module."""
-        import transformers
-
-        return getattr(transformers, self.class_name)
+        return getattr(importlib.import_module(self.library), self.class_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +125,30 @@ def architectures(pattern: str = "*", *, bare: bool = False) -> list[Architectur
             class_name = CLASSES.get(model_type, class_name)
             if not names or (bare and not task and class_name not in names):
                 names.append(class_name)
-    patterns = pattern.split(",")
     return [
         Architecture(model_type, class_name, names[0] if k else "")
         for model_type, names in sorted(found.items())
         for k, class_name in enumerate(names)
-        if any(fnmatch.fnmatchcase(n, p) for p in patterns for n in (model_type, class_name))
+        if _is_asked(pattern, model_type, class_name)
     ]
+
+
+def diffusion_models(pattern: str = "*") -> list[Architecture]:
+    """All model classes that diffusers exports. ``pattern``: of class names or modules, several separated by commas."""
+    import diffusers
+
+    found = []
+    for name in sorted(dir(diffusers)):
+        kind = getattr(diffusers, name)
+        if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin) and kind is not diffusers.ModelMixin:
+            module = kind.__module__.rpartition(".")[2]
+            if _is_asked(pattern, module, name):
+                found.append(Architecture(module, name, library="diffusers"))
+    return found
+
+
+def _is_asked(pattern: str, *names: str) -> bool:
+    return any(fnmatch.fnmatchcase(n, p) for p in pattern.split(",") for n in names)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -142,6 +161,8 @@ def tiny(architecture: Architecture) -> Tiny:
     Raises the error of the last way that was tried for it, or ValueError if every model is too large.
     """
     model_class = architecture.model_class
+    if architecture.library == "diffusers":
+        return _smallest(ways(model_class), lambda fields: _size(model_class, fields))
     if architecture.model_type in COMPOSED:
         config = COMPOSED[architecture.model_type]()
         return Tiny(config, _size(model_class, config), "composed")
@@ -156,30 +177,41 @@ def tiny(architecture: Architecture) -> Tiny:
 
 
 def _shrink(architecture: Architecture, config_class: Any) -> Tiny:
-    model_class = architecture.model_class
     base = _default(config_class, architecture.model_type)
-    error: Exception | None = None
-    best: tuple[int, dict[str, Any], str] | None = None
-    for way in ("fixed", "scaled 16", "scaled 8", "scaled 4", "scaled 2", "scaled 1"):
-        fields = shrunk(base, way)
-        try:
+
+    def attempts() -> Iterator[tuple[str, dict[str, Any]]]:
+        for way in ("fixed", "scaled 16", "scaled 8", "scaled 4", "scaled 2", "scaled 1"):
+            fields = shrunk(base, way)
             override(fields, architecture.model_type)
-            config = config_class.from_dict(copy.deepcopy(fields))
-            size = _size(model_class, config)
+            yield way, fields
+
+    def size_of(fields: dict[str, Any]) -> int:
+        return _size(architecture.model_class, config_class.from_dict(copy.deepcopy(fields)))
+
+    found = _smallest(attempts(), size_of)
+    return Tiny(config_class.from_dict(found.config), found.parameters, found.way)
+
+
+def _smallest(
+    attempts: Iterable[tuple[str, dict[str, Any]]], size_of: Callable[[dict[str, Any]], int]
+) -> Tiny:
+    """The smallest of the attempts, or the first that is small enough; smaller still, number by number, if none is."""
+    error: Exception | None = None
+    best: Tiny | None = None
+    for way, fields in attempts:
+        try:
+            size = size_of(fields)
         except Exception as problem:  # as above
             error = problem
             continue
-        if best is None or size < best[0]:
-            best = size, fields, way
+        if best is None or size < best.parameters:
+            best = Tiny(fields, size, way)
         if size <= LIMIT // 4:
             break
     if best is None:
         assert error is not None
         raise error
-    size, fields, way = best
-    if size <= LIMIT:
-        return Tiny(config_class.from_dict(fields), size, way)
-    return _greedy(config_class, model_class, size, fields, way)
+    return best if best.parameters <= LIMIT else _greedy(best, size_of)
 
 
 def _config_classes(architecture: Architecture) -> list[Any]:
@@ -199,8 +231,11 @@ def _default(config_class: Any, model_type: str) -> dict[str, Any]:
 
 
 def _size(model_class: Any, config: Any) -> int:
-    """Parameters of the model that a config makes. Allocates buffers only."""
+    """Parameters of the model that a config makes: of diffusers, the arguments of its class. Allocates buffers only."""
     config = copy.deepcopy(config)
+    if isinstance(config, dict):
+        with torch.device("meta"):
+            return sum(p.numel() for p in model_class(**config).parameters())
     try:
         with sw.meta_init():
             model = model_class._from_config(config)
@@ -211,8 +246,9 @@ def _size(model_class: Any, config: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _greedy(config_class: Any, model_class: Any, size: int, fields: dict[str, Any], way: str) -> Tiny:
+def _greedy(start: Tiny, size_of: Callable[[dict[str, Any]], int]) -> Tiny:
     """Shrink one number after the other, as long as a model can be built and gets smaller."""
+    fields, size = start.config, start.parameters
     for divisor in (8, 4, 2):
         for path, value in list(numbers(fields)):
             if value < 32 or size <= LIMIT:
@@ -220,14 +256,14 @@ def _greedy(config_class: Any, model_class: Any, size: int, fields: dict[str, An
             attempt = copy.deepcopy(fields)
             set_number(attempt, path, value // divisor)
             try:
-                found = _size(model_class, config_class.from_dict(copy.deepcopy(attempt)))
+                found = size_of(attempt)
             except Exception:  # as above
                 continue
             if found < size:
                 size, fields = found, attempt
     if size > LIMIT:
         raise ValueError(f"the smallest model has {size:,} parameters")
-    return Tiny(config_class.from_dict(fields), size, f"{way}, then one by one")
+    return Tiny(fields, size, f"{start.way}, then one by one")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -261,15 +297,21 @@ def write_checkpoint(
         architecture = Architecture(architecture.model_type, architecture.saved_as)
     found = tiny(architecture)
     assert math.isfinite(found.parameters)
-    model = architecture.model_class._from_config(copy.deepcopy(found.config), dtype=dtype)
+    several = {}
+    if architecture.library == "diffusers":
+        model = architecture.model_class(**copy.deepcopy(found.config)).to(dtype)
+        several = {"max_shard_size": max(1, found.parameters * dtype.itemsize // 3)}
+    else:
+        model = architecture.model_class._from_config(copy.deepcopy(found.config), dtype=dtype)
     fill_distinct(model, zlib.crc32(architecture.class_name.encode()))
     model.eval()
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, **several)
     return model, found
 
 
 if __name__ == "__main__":
-    for each in architectures(sys.argv[1] if len(sys.argv) > 1 else "*"):
+    asked = sys.argv[1] if len(sys.argv) > 1 else "*"
+    for each in [*architectures(asked), *diffusion_models(asked)]:
         small = tiny(each)
         print(f"{each.model_type} {each.class_name}: {small.parameters:,} parameters ({small.way})")
         if len(sys.argv) > 1:

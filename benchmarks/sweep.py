@@ -1,13 +1,14 @@
-"""Every architecture of transformers that can be built small: sharded loads beside the ordinary one, bit for bit.
+"""Every architecture of transformers and model class of diffusers that can be built small: sharded loads and the ordinary one, bit for bit.
 
     python benchmarks/sweep.py                                     # all of them
     python benchmarks/sweep.py --only 'mixtral,qwen*' --json out.json
-    python benchmarks/sweep.py --table docs/supported-models.md
+    python benchmarks/sweep.py --library diffusers --table docs/supported-models.md
 
 For each: a tiny random model is saved by the library (so in the hub's layout), loaded by ``from_pretrained``, and
-then by ``load_pretrained`` on 2 and on 3 ranks, with shards on dim 1 where that divides, and with FSDP 2 × TP 2
-where the class has a plan for tensor parallelism. Every parameter, buffer and tie is compared. The sharded model
-is exported, the files are compared with the checkpoint, and the ordinary load of them with the first one.
+then by ``load_pretrained`` on 2 and on 3 ranks, with shards on dim 1 where that divides. Every parameter, buffer and
+tie is compared. Models of transformers are also loaded with FSDP 2 × TP 2 where the class has a plan for tensor
+parallelism, and exported: the files are compared with the checkpoint, and the ordinary load of them with the first
+one. Models of diffusers are saved in several files and also loaded in bf16, in which a class may keep modules in fp32.
 
 Modules are imported once; every architecture runs in processes forked from there, with a time limit, so that one
 that hangs or crashes costs only itself. Exit status 1 if anything is wrong, or fails although the ordinary load
@@ -17,6 +18,7 @@ works.
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -33,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.architectures import Architecture, architectures
+from benchmarks.architectures import Architecture, architectures, diffusion_models
 from benchmarks.sweeping.children import in_children
 from benchmarks.sweeping.ordinary import Reference, make_reference
 from benchmarks.sweeping.ranks import MOST_BYTES, Job, on_ranks, short
-from benchmarks.sweeping.rows import Row, in_order, read_json, show, summary, table, write_json
+from benchmarks.sweeping.rows import Row, in_order, read_json, show, summary, write_json, write_page
 
-__all__ = ["MOST_BYTES", "SUBSET", "sweep"]
+__all__ = ["DIFFUSION_SUBSET", "LIBRARIES", "MOST_BYTES", "SUBSET", "sweep"]
 
 #: Chosen for their conversions; see tests/meta/test_sweep.py.
 SUBSET = (
@@ -88,14 +90,39 @@ SUBSET = (
     "whisper",
 )
 
+#: Classes of diffusers of each kind, with and without modules that stay in fp32; see tests/diffusion/test_sweep.py.
+DIFFUSION_SUBSET = (
+    "AutoencoderKLWan",
+    "AutoencoderTiny",
+    "ControlNetModel",
+    "Kandinsky5Transformer3DModel",
+    "PriorTransformer",
+    "SD3Transformer2DModel",
+    "T2IAdapter",
+    "UNet2DConditionModel",
+    "VQModel",
+)
+
+#: What there is of each library, by a pattern of names, and the part of it that CI runs.
+LIBRARIES = {
+    "transformers": (architectures, SUBSET),
+    "diffusers": (diffusion_models, DIFFUSION_SUBSET),
+}
+
 
 def examine(architecture: Architecture, work: Path, options: argparse.Namespace) -> Row:
     """All settings for one architecture."""
     started = time.monotonic()
+
+    def unbuilt(reason: str) -> Row:
+        return Row(
+            architecture.model_type, architecture.class_name, ordinary=reason, library=architecture.library
+        )
+
     try:
         _ = architecture.model_class  # imported here once, so that no child has to
     except Exception as error:  # optional packages that are not there
-        return Row(architecture.model_type, architecture.class_name, ordinary=f"not built: {short(error)}")
+        return unbuilt(f"not built: {short(error)}")
     directory = work / "checkpoint"
 
     def build(_: int) -> tuple[Row, Reference | None]:
@@ -105,15 +132,14 @@ def examine(architecture: Architecture, work: Path, options: argparse.Namespace)
             if os.environ.get("SWEEP_TRACE"):
                 traceback.print_exc()
             stage = "not handled" if (directory / "config.json").exists() else "not built"
-            reason = f"{stage}: {type(error).__name__}: {short(error)}"
-            return Row(architecture.model_type, architecture.class_name, ordinary=reason), None
+            return unbuilt(f"{stage}: {type(error).__name__}: {short(error)}"), None
 
     (built,) = in_children(1, work / "build", options.timeout_s, build)
     if isinstance(built, str):
-        return Row(architecture.model_type, architecture.class_name, ordinary=f"not built: {built}")
+        return unbuilt(f"not built: {built}")
     row, reference = built
     if reference is not None:
-        for world_size, steps in settings(reference, options):
+        for world_size, steps in settings(architecture, reference, options):
             job = Job(architecture, directory, work, reference, world_size, steps)
             pending = list(steps)
             while pending:  # a step that failed took its processes with it: the next ones get new ones
@@ -133,12 +159,16 @@ def examine(architecture: Architecture, work: Path, options: argparse.Namespace)
     return row
 
 
-def settings(reference: Reference, options: argparse.Namespace) -> list[tuple[int, tuple[str, ...]]]:
+def settings(
+    architecture: Architecture, reference: Reference, options: argparse.Namespace
+) -> list[tuple[int, tuple[str, ...]]]:
     """Numbers of ranks and what to do on them."""
     found: list[tuple[int, tuple[str, ...]]] = []
+    always, once = ("load",), ("export", "dim 1")
+    if architecture.library == "diffusers":
+        always, once = ("load", "bf16"), ("dim 1",)
     for world_size in map(int, options.ranks.split(",")):
-        steps = ("load", "export", "dim 1") if world_size == 2 else ("load",)
-        found.append((world_size, steps))
+        found.append((world_size, always + once if world_size == 2 else always))
     if reference.has_tp_plan and not options.no_tp:
         found.append((4, ("tp",)))
     return found
@@ -167,7 +197,7 @@ def lane(
             row = examine(chosen[index], work, options)
         except Exception as error:
             traceback.print_exc()
-            row = Row(chosen[index].model_type, chosen[index].class_name)
+            row = Row(chosen[index].model_type, chosen[index].class_name, library=chosen[index].library)
             row.results["sweep"] = f"failed: {type(error).__name__}: {short(error)}"
         if not options.keep:
             shutil.rmtree(work, ignore_errors=True)
@@ -178,25 +208,27 @@ def quiet() -> None:
     """No progress bars and no advice, in every process."""
     import warnings
 
-    import transformers
-
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    for library in LIBRARIES:
+        if (imported := sys.modules.get(library)) is not None:
+            imported.logging.set_verbosity_error()
+            imported.logging.disable_progress_bar()
     torch.set_num_threads(1)
 
 
 def sweep(chosen: Sequence[Architecture], options: argparse.Namespace) -> list[Row]:
     """Rows for all of them, in ``options.jobs`` lanes; one line of output each, as they are done."""
-    import transformers.modeling_utils  # noqa: F401  (imported once, before processes are forked)
+    for library in {architecture.library for architecture in chosen}:
+        # once, before processes are forked
+        importlib.import_module("transformers.modeling_utils" if library == "transformers" else "diffusers.models.modeling_utils")
 
     context = multiprocessing.get_context("fork")
     counter, lock, queue = context.Value("i", 0), context.Lock(), context.SimpleQueue()
     root = Path(options.keep or tempfile.mkdtemp(prefix="sweep-"))
     rows: list[Row] = []
-    again = {(a.model_type, a.class_name) for a in chosen}
+    again = {(a.library, a.model_type, a.class_name) for a in chosen}
     earlier = read_json(Path(options.json)) if options.json and options.add else []
-    earlier = [row for row in earlier if (row.model_type, row.class_name) not in again]
+    earlier = [row for row in earlier if (row.library, row.model_type, row.class_name) not in again]
     lanes = [
         context.Process(target=lane, args=(chosen, counter, lock, queue, root, options))
         for _ in range(max(1, options.jobs))
@@ -228,6 +260,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--library", choices=[*LIBRARIES], help="only this one's; default: both")
     parser.add_argument("--only", default="*", help="model types or classes: patterns, separated by commas")
     parser.add_argument("--subset", action="store_true", help="those that CI runs")
     parser.add_argument("--bare", action="store_true", help="the class without a head, too")
@@ -245,15 +278,18 @@ def main() -> int:
     parser.add_argument("--keep", help="work in this directory and leave everything there")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    chosen = architectures(",".join(SUBSET) if options.subset else options.only, bare=options.bare)[
-        : options.limit
-    ]
+    libraries = [options.library] if options.library else [*LIBRARIES]
+    chosen = []
+    for library in libraries:
+        every, subset = LIBRARIES[library]
+        more = {"bare": True} if options.bare and library == "transformers" else {}
+        chosen += every(",".join(subset) if options.subset else options.only, **more)[: options.limit]
     started = time.monotonic()
     rows = sweep(chosen, options)
     if options.table:
-        swept = {row.model_type for row in rows}
-        pending = [a.model_type for a in architectures() if a.model_type not in swept]
-        Path(options.table).write_text(table(rows, pending))
+        swept = {(row.library, row.model_type) for row in rows}
+        pending = [a for n in libraries for a in LIBRARIES[n][0]() if (a.library, a.model_type) not in swept]
+        write_page(Path(options.table), rows, [(a.library, a.model_type) for a in pending])
     print(f"{len(rows)} architectures in {time.monotonic() - started:.0f} s: {summary(rows)}")
     complete = len(rows) >= len(chosen)
     return int(not complete or any(row.verdict in ("wrong", "failed") for row in rows))

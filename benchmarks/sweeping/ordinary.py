@@ -36,13 +36,17 @@ class Reference:
     stored: dict[str, torch.Tensor]
     changed: dict[str, torch.Tensor] = field(default_factory=dict)
     """What ``from_pretrained`` makes something else of, as it was saved."""
+    half: Reference | None = None
+    """The same in bf16, of diffusers."""
 
 
 def make_reference(architecture: Architecture, directory: Path, dtype: torch.dtype) -> tuple[Row, Reference]:
     """Write the checkpoint, load it the ordinary way, and compare with what was saved."""
-    row = Row(architecture.model_type, architecture.class_name)
+    row = Row(architecture.model_type, architecture.class_name, library=architecture.library)
     model, small = write_checkpoint(architecture, directory, dtype)
     row.parameters = small.parameters
+    if architecture.library == "diffusers":
+        return row, diffusers_reference(architecture, row, model, directory)
     reference = ordinary_load(architecture, directory)
     row.conversions = reference.conversions
     if architecture.saved_as:
@@ -89,6 +93,45 @@ def bare_reference(architecture: Architecture, row: Row, reference: Reference) -
     reference.kinds = kinds_of(architecture.model_class(config))
     reference.unexpected = ["*"]
     return reference
+
+
+def diffusers_reference(architecture: Architecture, row: Row, model: nn.Module, directory: Path) -> Reference:
+    """Of a model of diffusers, in fp32 and in bf16; what ``from_pretrained`` gives counts, also where it isn't what was saved."""
+    if next(model.parameters(), None) is None:
+        raise ValueError("a model without parameters")
+    reference = diffusers_load(architecture, directory, None)
+    reference.half = diffusers_load(architecture, directory, torch.bfloat16)
+    saved = model.state_dict()
+    if changed := [n for n, t in saved.items() if not same_bits(t.to(reference.tensors[n].dtype), reference.tensors[n])]:
+        row.notes.append(f"from_pretrained changes {len(changed)} tensors: {', '.join(changed[:3])}")
+    parameters = dict(model.named_parameters())
+    kept = [n for n in parameters if reference.half.tensors[n].dtype == torch.float32]
+    if kept:
+        row.notes.append(f"{len(kept)} of {len(parameters)} parameters stay in fp32")
+    return reference
+
+
+def diffusers_load(architecture: Architecture, directory: Path, dtype: torch.dtype | None) -> Reference:
+    """``from_pretrained`` of diffusers and what it reports."""
+    load = architecture.model_class.from_pretrained
+    model, report = load(directory, torch_dtype=dtype, output_loading_info=True, local_files_only=True)
+    if report["mismatched_keys"]:
+        raise ValueError(f"from_pretrained finds shapes that don't fit: {report['mismatched_keys']}")
+    tensors = tensors_of(model)
+    if unfilled := [n for n, t in tensors.items() if t.is_meta]:
+        raise ValueError(f"from_pretrained leaves {len(unfilled)} tensors on meta: {', '.join(unfilled[:3])}")
+    return Reference(
+        directory=directory,
+        tensors={n: t.detach() for n, t in tensors.items()},
+        kinds=kinds_of(model),
+        ties=ties_of(tensors),
+        missing=sorted(report["missing_keys"]),
+        unexpected=sorted(report["unexpected_keys"]),
+        conversions=(),
+        has_tp_plan=False,
+        generation=None,
+        stored=stored_tensors(directory),
+    )
 
 
 def ordinary_load(architecture: Architecture, directory: Path) -> Reference:

@@ -69,20 +69,28 @@ def short(error: BaseException) -> str:
 
 
 def _load(
-    job: Job, placement: Callable[[nn.Parameter], Shard | None] | None = None
+    job: Job,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
+    dtype: torch.dtype | str = "auto",
 ) -> tuple[Any, list[str], Ratios]:
     mesh = init_device_mesh("cpu", (job.world_size,))
+    of_diffusers = job.architecture.library == "diffusers"
     model, report = sw.load_pretrained(
         job.directory,
         mesh,
         policy=sw.ShardPolicy(placement=placement),
-        auto_class=job.architecture.model_class,
+        dtype=dtype,
+        auto_class=None if of_diffusers else job.architecture.model_class,
         allow_unused=tuple(job.reference.unexpected),
         allow_missing=tuple(job.reference.missing),
         return_report=True,
     )
-    problems = differences(model, job.reference)
-    if model.can_generate() and model.generation_config.to_dict() != job.reference.generation:
+    reference = job.reference.half if dtype == torch.bfloat16 else job.reference
+    assert reference is not None
+    problems = differences(model, reference)
+    if not isinstance(model, job.architecture.model_class):
+        problems.append(f"class {type(model).__name__}")
+    if not of_diffusers and model.can_generate() and model.generation_config.to_dict() != job.reference.generation:
         problems.append("generation config")
     return model, problems, ratios_of(report)
 
@@ -116,6 +124,12 @@ def exported(job: Job) -> tuple[list[str], Ratios]:
     sw.export_hf(model, out)
     problems = export_differences(out, job.reference, job.architecture) if dist.get_rank() == 0 else []
     return problems, (0.0, 0.0)
+
+
+def in_bf16(job: Job) -> tuple[list[str], Ratios]:
+    """One axis, dim 0 of everything, in bf16 but for what the class keeps in fp32."""
+    _, problems, ratios = _load(job, dtype=torch.bfloat16)
+    return problems, ratios
 
 
 def dim_1_shards(job: Job) -> tuple[list[str], Ratios]:
@@ -172,6 +186,7 @@ def apply_plan(model: Any, mesh: Any) -> None:
 
 STEPS: dict[str, Callable[[Job], tuple[list[str], Ratios]]] = {
     "load": default_shards,
+    "bf16": in_bf16,
     "export": exported,
     "dim 1": dim_1_shards,
     "tp": fsdp_and_tp,
