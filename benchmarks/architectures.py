@@ -29,7 +29,15 @@ from benchmarks.sweeping.overrides import ARGUMENTS, CLASSES, COMPOSED, override
 from benchmarks.sweeping.shrink import numbers, set_number, shrunk
 from benchmarks.sweeping.signatures import ways
 
-__all__ = ["Architecture", "Tiny", "architectures", "diffusion_models", "fill_distinct", "tiny", "write_checkpoint"]
+__all__ = [
+    "Architecture",
+    "Tiny",
+    "architectures",
+    "diffusion_models",
+    "fill_distinct",
+    "tiny",
+    "write_checkpoint",
+]
 
 #: Auto mappings, best class first: whole models before their text part, heads before the bare model.
 _TASKS = (
@@ -140,7 +148,11 @@ def diffusion_models(pattern: str = "*") -> list[Architecture]:
     found = []
     for name in sorted(dir(diffusers)):
         kind = getattr(diffusers, name)
-        if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin) and kind is not diffusers.ModelMixin:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, diffusers.ModelMixin)
+            and kind is not diffusers.ModelMixin
+        ):
             module = kind.__module__.rpartition(".")[2]
             if _is_asked(pattern, module, name):
                 found.append(Architecture(module, name, library="diffusers"))

@@ -220,7 +220,9 @@ def sweep(chosen: Sequence[Architecture], options: argparse.Namespace) -> list[R
     """Rows for all of them, in ``options.jobs`` lanes; one line of output each, as they are done."""
     for library in {architecture.library for architecture in chosen}:
         # once, before processes are forked
-        importlib.import_module("transformers.modeling_utils" if library == "transformers" else "diffusers.models.modeling_utils")
+        importlib.import_module(
+            "transformers.modeling_utils" if library == "transformers" else "diffusers.models.modeling_utils"
+        )
 
     context = multiprocessing.get_context("fork")
     counter, lock, queue = context.Value("i", 0), context.Lock(), context.SimpleQueue()

@@ -102,7 +102,9 @@ def diffusers_reference(architecture: Architecture, row: Row, model: nn.Module, 
     reference = diffusers_load(architecture, directory, None)
     reference.half = diffusers_load(architecture, directory, torch.bfloat16)
     saved = model.state_dict()
-    if changed := [n for n, t in saved.items() if not same_bits(t.to(reference.tensors[n].dtype), reference.tensors[n])]:
+    if changed := [
+        n for n, t in saved.items() if not same_bits(t.to(reference.tensors[n].dtype), reference.tensors[n])
+    ]:
         row.notes.append(f"from_pretrained changes {len(changed)} tensors: {', '.join(changed[:3])}")
     parameters = dict(model.named_parameters())
     kept = [n for n in parameters if reference.half.tensors[n].dtype == torch.float32]

@@ -90,7 +90,11 @@ def _load(
     problems = differences(model, reference)
     if not isinstance(model, job.architecture.model_class):
         problems.append(f"class {type(model).__name__}")
-    if not of_diffusers and model.can_generate() and model.generation_config.to_dict() != job.reference.generation:
+    if (
+        not of_diffusers
+        and model.can_generate()
+        and model.generation_config.to_dict() != job.reference.generation
+    ):
         problems.append("generation config")
     return model, problems, ratios_of(report)
 

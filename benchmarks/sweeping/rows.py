@@ -101,7 +101,11 @@ def write_page(file: Path, rows: Sequence[Row], pending: Sequence[tuple[str, str
         own = [row for row in rows if row.library == library]
         rest = [name for other, name in pending if other == library]
         sections[library] = "\n".join(["", *_section(library, own, rest), "", ""])
-    parts = [f"## {library}\n{sections[library].rstrip()}\n" for library in ("transformers", "diffusers") if library in sections]
+    parts = [
+        f"## {library}\n{sections[library].rstrip()}\n"
+        for library in ("transformers", "diffusers")
+        if library in sections
+    ]
     file.write_text("\n".join(["# Supported models\n\n" + _HEAD + "\n", *parts]))
 
 

@@ -189,3 +189,28 @@ def test_attention_of_an_old_autoencoder(tmp_path: Path) -> None:
     for ours in (by_hand, sw.load_pretrained(tmp_path)):
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_an_argument_model_type_is_no_config_of_transformers(tmp_path: Path) -> None:
+    """A class may have an argument of this name, which is then in its config. This one also has weights under ``weight_norm``."""
+    sizes = {"dec_dim": 8, "dec_c_mults": (1, 2), "dec_strides": (2, 2), "vocoder_input_dim": 16}
+    encoder = {
+        "enc_dim": 8,
+        "enc_intermediate_dim": 16,
+        "enc_num_layers": 1,
+        "enc_latent_dim": 16,
+        "enc_c_mults": (1, 2),
+        "enc_strides": (2, 2),
+    }
+    torch.manual_seed(0)
+    diffusers.Cosmos3AVAEAudioTokenizer(**sizes, **encoder).save_pretrained(tmp_path)
+    assert "model_type" in json.loads((tmp_path / "config.json").read_text())
+    theirs = diffusers.Cosmos3AVAEAudioTokenizer.from_pretrained(tmp_path)
+    ours = sw.load_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+    latents = torch.linspace(-1, 1, 16 * 4).reshape(1, 16, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.decode(latents), theirs.decode(latents))

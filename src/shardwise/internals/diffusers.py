@@ -25,11 +25,12 @@ LORA_NAME, LORA_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_met
 def is_diffusers_config(config: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a config is one that diffusers' models write: a mapping with the name of the class in it.
 
-    diffusers 0.35-0.42: ``_class_name``. Without it, such a folder would be called a broken model of transformers.
+    diffusers 0.35-0.42: ``_class_name``, and ``_diffusers_version`` where a class has an argument ``model_type`` of its own, which is
+    otherwise transformers'. Without it, such a folder would be called a broken model of transformers.
     """
     return (
         isinstance(config, Mapping)
-        and "model_type" not in config
+        and ("model_type" not in config or "_diffusers_version" in config)
         and isinstance(config.get("_class_name"), str)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ __all__ = [
     "sibling_meshes",
     "spec_key",
     "storage_key",
-    "swappable_rnns",
+    "swappable_weights",
     "tree_leaves",
     "tree_map_only",
     "version_of",
@@ -528,18 +528,29 @@ def dtensor_like(tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
 
 
 @contextmanager
-def swappable_rnns(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, ``torch.utils.swap_tensors`` takes the weights of ``nn.LSTM`` and the like among ``modules``.
+def swappable_weights(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Inside, ``torch.utils.swap_tensors`` takes the weights of ``nn.LSTM`` and the like among ``modules``, and those under ``weight_norm``.
 
-    These keep weak references to their weights, which ``swap_tensors`` refuses; they make new ones at the end.
-    Without it, models with such modules could not leave meta.
+    The former keep weak references to their weights, which ``swap_tensors`` refuses; they make new ones at the end. The old
+    ``weight_norm`` and ``spectral_norm`` keep a weight that is computed from parameters, whose graph refers to them; it has no values
+    on meta, and each forward computes it again. Without it, models with such modules could not leave meta.
     """
+    _cut_from_graph(modules)
     rnns = [m for m in modules if isinstance(m, nn.RNNBase)]
     for rnn in rnns:
         rnn._flat_weight_refs = []
     yield
     for rnn in rnns:
         rnn._init_flat_weights()
+
+
+def _cut_from_graph(modules: Iterable[nn.Module]) -> None:
+    """Detach the tensors on meta that modules have as attributes and that were computed from parameters."""
+    for module in modules:
+        attributes = vars(module)
+        for name, value in list(attributes.items()):
+            if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is not None:
+                attributes[name] = value.detach()
 
 
 # ----------------------------------------------------------------------------------------------------

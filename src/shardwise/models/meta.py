@@ -25,7 +25,7 @@ from ..internals.torch import (
     TorchDispatchMode,
     local_tensor,
     parameter_like,
-    swappable_rnns,
+    swappable_weights,
     tree_leaves,
     tree_map_only,
 )
@@ -318,7 +318,7 @@ def materialize(live: LiveModel, device: torch.device | str, memory: HostMemory 
     if sharded := [p for p in waiting if isinstance(p, DTensor)]:
         allocate_dtensors([module for _, module in live.modules], sharded, empty_like)
     plain = [p for p in waiting if p.is_meta]
-    with swappable_rnns([module for _, module in live.modules] if plain else ()):
+    with swappable_weights([module for _, module in live.modules] if plain else ()):
         for parameter in plain:
             torch.utils.swap_tensors(parameter, parameter_like(parameter, empty_like(parameter.data)))
     _materialize_buffers(live.tensors, device)
