@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["Row", "in_order", "read_json", "show", "summary", "write_json", "write_page"]
+__all__ = ["Row", "first_cell", "in_order", "read_json", "show", "summary", "write_json", "write_page"]
 
 #: Conversions that cut, join or permute dim 0, as sharding does.
 ON_DIM_0 = re.compile(r"(Chunk|Split|Concatenate|Interleave)\(0|Transpose\(0|PermuteForRope")
@@ -50,13 +51,14 @@ class Row:
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """As in the page: by library, then by what its table starts with."""
     return sorted(
-        rows,
-        key=lambda row: (
-            row.library != "transformers",
-            row.model_type.lower() if row.library == "transformers" else "",
-            row.class_name,
-        ),
+        rows, key=lambda row: (row.library != "transformers", first_cell(row).lower(), row.class_name)
     )
+
+
+def first_cell(row: Any) -> str:
+    """What a row, or an architecture, has in the first column: diffusers knows its models by their classes only."""
+    name: str = row.model_type if row.library == "transformers" else row.class_name
+    return name
 
 
 def show(row: Row, done: int, total: int) -> None:
@@ -93,7 +95,7 @@ def summary(rows: Sequence[Row]) -> str:
 def write_page(file: Path, rows: Sequence[Row], pending: Sequence[tuple[str, str]] = ()) -> None:
     """Write the page of documentation. The section of a library that has no row here stays as it is in the file.
 
-    ``pending``: libraries and model types that no run has reached.
+    ``pending``: libraries and what their tables start with, of what no run has reached.
     """
     text = file.read_text() if file.exists() else ""
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))

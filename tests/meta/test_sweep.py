@@ -68,7 +68,7 @@ def assert_right(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_kind_of_conversion(tmp_path: Path) -> None:
-    rows = sweep(tmp_path / "rows.json", "--subset")
+    rows = sweep(tmp_path / "rows.json", "--library", "transformers", "--subset")
     assert {row["model_type"] for row in rows} == set(SUBSET)
     assert_right(rows)
     used = " ".join(kind for row in rows for kind in row["conversions"])
@@ -80,6 +80,7 @@ def test_every_kind_of_conversion(tmp_path: Path) -> None:
 def test_parameters_that_stay_in_fp32(tmp_path: Path) -> None:
     """In bf16 these keep some layers, parameters beside layers, and parameters beside others of a module in fp32."""
     names = ("t5", "deepseek_v4", "olmo_hybrid")
-    rows = sweep(tmp_path / "rows.json", "--only", ",".join(names), "--dtype", "bfloat16")
+    asked = ("--only", ",".join(names), "--dtype", "bfloat16")
+    rows = sweep(tmp_path / "rows.json", "--library", "transformers", *asked)
     assert {row["model_type"] for row in rows} == set(names)
     assert_right(rows)

@@ -1,4 +1,4 @@
-"""What shardwise uses of diffusers that is private, or moves between releases. diffusers 0.35-0.42.
+"""What shardwise uses of diffusers that is private, or moves between releases. diffusers 0.37-0.42.
 
 Importing this does not import diffusers, and asking whether a module is a diffusers model doesn't either.
 """
@@ -25,7 +25,7 @@ LORA_NAME, LORA_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_met
 def is_diffusers_config(config: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a config is one that diffusers' models write: a mapping with the name of the class in it.
 
-    diffusers 0.35-0.42: ``_class_name``, and ``_diffusers_version`` where a class has an argument ``model_type`` of its own, which is
+    diffusers 0.37-0.42: ``_class_name``, and ``_diffusers_version`` where a class has an argument ``model_type`` of its own, which is
     otherwise transformers'. Without it, such a folder would be called a broken model of transformers.
     """
     return (
@@ -38,7 +38,7 @@ def is_diffusers_config(config: Any) -> TypeGuard[Mapping[str, Any]]:
 def is_diffusers_model(module: nn.Module) -> bool:
     """Whether a module is a model of diffusers; never imports diffusers itself.
 
-    diffusers 0.35-0.42: ``models.modeling_utils.ModelMixin``. Without it, names that a class changes on load would be missing.
+    diffusers 0.37-0.42: ``models.modeling_utils.ModelMixin``. Without it, names that a class changes on load would be missing.
     """
     modeling = sys.modules.get("diffusers.models.modeling_utils")
     return modeling is not None and isinstance(module, modeling.ModelMixin)
@@ -47,7 +47,7 @@ def is_diffusers_model(module: nn.Module) -> bool:
 def weights_names(variant: str | None, use_safetensors: bool | None) -> list[str]:
     """The files that ``from_pretrained`` looks for, in its order: an index, its older name in a variant, one file.
 
-    diffusers 0.35-0.42: ``ModelMixin.from_pretrained`` with ``_fetch_index_file``, ``_fetch_index_file_legacy`` and ``_add_variant``.
+    diffusers 0.37-0.42: ``ModelMixin.from_pretrained`` with ``_fetch_index_file``, ``_fetch_index_file_legacy`` and ``_add_variant``.
     An index of ``.bin`` files counts only where safetensors are not wanted. Without it, a folder with several variants, or
     with a single file left beside an index, would not be the model that diffusers opens.
     """
@@ -67,7 +67,7 @@ def weights_names(variant: str | None, use_safetensors: bool | None) -> list[str
 def class_of(config: Mapping[str, Any]) -> Any | None:
     """The model class that a config names; None if diffusers has no such model. Raises :class:`ImportError` without diffusers.
 
-    diffusers 0.35-0.42: ``models.modeling_utils.ModelMixin``. Without it, a scheduler's config would be taken for a model's.
+    diffusers 0.37-0.42: ``models.modeling_utils.ModelMixin``. Without it, a scheduler's config would be taken for a model's.
     """
     import diffusers
     from diffusers.models.modeling_utils import ModelMixin
@@ -82,7 +82,7 @@ def class_of(config: Mapping[str, Any]) -> Any | None:
 def build_from_config(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """A model of a class, built as ``from_pretrained`` builds it: with ``dtype`` as torch's default.
 
-    diffusers 0.35-0.42. Without it, buffers that no file stores would be computed in another dtype.
+    diffusers 0.37-0.42. Without it, buffers that no file stores would be computed in another dtype.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -95,7 +95,7 @@ def build_from_config(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) 
 def renamed_on_load(model: Any, names: Collection[str]) -> dict[str, str]:
     """Stored name → the model's, of the names that a class changes when it loads one file: attention of old VAEs.
 
-    ``model`` may be sharded. diffusers 0.35-0.42: ``_fix_state_dict_keys_on_load``, which is run on the names
+    ``model`` may be sharded. diffusers 0.37-0.42: ``_fix_state_dict_keys_on_load``, which is run on the names
     alone. Without it, files of older versions would lack their attention.
     """
     fix = getattr(model, "_fix_state_dict_keys_on_load", None)
@@ -109,7 +109,7 @@ def renamed_on_load(model: Any, names: Collection[str]) -> dict[str, str]:
 def unused_patterns(model: Any) -> set[str]:
     """Patterns of stored names that a class has no use for.
 
-    diffusers 0.35-0.42: ``_keys_to_ignore_on_load_unexpected``. Without it, loads that ``from_pretrained`` takes without a word are
+    diffusers 0.37-0.42: ``_keys_to_ignore_on_load_unexpected``. Without it, loads that ``from_pretrained`` takes without a word are
     refused.
     """
     return set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -171,7 +171,7 @@ def lora_config(stored: Mapping[str, tuple[int, ...]], settings: Mapping[str, An
 def note_path(model: Any, path: str) -> None:
     """Note where a model was loaded from, as ``from_pretrained`` does.
 
-    diffusers 0.35-0.42: ``_name_or_path`` in its config. Without it, pipelines and adapters would not name their base.
+    diffusers 0.37-0.42: ``_name_or_path`` in its config. Without it, pipelines and adapters would not name their base.
     """
     model.register_to_config(_name_or_path=path)
 

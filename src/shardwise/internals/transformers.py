@@ -187,7 +187,7 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 def kept_in_fp32_of_class(module: nn.Module) -> Callable[[str], bool]:
     """Whether a class's own words keep a tensor of its model in fp32, in the dtype that the model has; never imports transformers.
 
-    Of transformers' models as :func:`kept_in_fp32`; of any other class that has ``_keep_in_fp32_modules``, as diffusers 0.35-0.38
+    Of transformers' models as :func:`kept_in_fp32`; of any other class that has ``_keep_in_fp32_modules``, as diffusers 0.37-0.42
     reads it: the name of a module or parameter on the way to the tensor. Without it, a report would not say that a cast is one that
     ``from_pretrained`` does not make.
     """
@@ -221,7 +221,7 @@ def auto_class_of(kind: type) -> str | None:
 def blocks_not_to_split(module: nn.Module) -> tuple[str, ...]:
     """The classes of a model's blocks: those that must be on one device as a whole. None of a module that says none.
 
-    transformers 5.20-5.23 and diffusers 0.35-0.42: ``_no_split_modules``, which Accelerate and FSDP look at, too; diffusers also
+    transformers 5.20-5.23 and diffusers 0.37-0.42: ``_no_split_modules``, which Accelerate and FSDP look at, too; diffusers also
     ``_repeated_blocks``. Without it, models whose blocks are in no list would be one FSDP2 group.
     """
     names = (getattr(module, name, None) or () for name in ("_no_split_modules", "_repeated_blocks"))
