@@ -250,6 +250,23 @@ def test_kept_of_a_parameter() -> None:
     assert type(model.flagged) is nn.Parameter
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_materialize_takes_weights_that_are_computed_from_parameters() -> None:
+    """The old weight_norm has one as an attribute, whose graph refers to the parameters."""
+    torch.manual_seed(0)
+    ordinary = nn.utils.weight_norm(nn.Conv1d(4, 6, 3))
+    with meta_init():
+        model = nn.utils.weight_norm(nn.Conv1d(4, 6, 3))
+    parameters = list(model.parameters())
+    materialize(describe(model), "cpu")
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    model.load_state_dict(ordinary.state_dict())
+    x = torch.ones(2, 4, 5)
+    assert torch.equal(model(x), ordinary(x))
+    model(x).sum().backward()
+    assert model.weight_g.grad is not None and model.weight_v.grad is not None
+
+
 def test_materialize_keeps_class_and_attributes() -> None:
     with meta_init():
         model = nn.Module()
