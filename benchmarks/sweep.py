@@ -8,7 +8,8 @@ For each: a tiny random model is saved by the library (so in the hub's layout), 
 then by ``load_pretrained`` on 2 and on 3 ranks, with shards on dim 1 where that divides. Every parameter, buffer and
 tie is compared. Models of transformers are also loaded with FSDP 2 × TP 2 where the class has a plan for tensor
 parallelism, and exported: the files are compared with the checkpoint, and the ordinary load of them with the first
-one. Models of diffusers are saved in several files and also loaded in bf16, in which a class may keep modules in fp32.
+one. Models of diffusers are saved in several files, and also loaded in bf16, in which a class may keep modules in fp32,
+and by one process without a mesh.
 
 Modules are imported once; every architecture runs in processes forked from there, with a time limit, so that one
 that hangs or crashes costs only itself. Exit status 1 if anything is wrong, or fails although the ordinary load
@@ -178,6 +179,8 @@ def settings(
         always, once = ("load", "bf16"), ("dim 1",)
     for world_size in map(int, options.ranks.split(",")):
         found.append((world_size, always + once if world_size == 2 else always))
+    if architecture.library == "diffusers":
+        found.append((1, ("whole",)))
     if reference.has_tp_plan and not options.no_tp:
         found.append((4, ("tp",)))
     return found

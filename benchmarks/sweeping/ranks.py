@@ -72,8 +72,9 @@ def _load(
     job: Job,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
     dtype: torch.dtype | str = "auto",
+    whole: bool = False,
 ) -> tuple[Any, list[str], Ratios]:
-    mesh = init_device_mesh("cpu", (job.world_size,))
+    mesh = None if whole else init_device_mesh("cpu", (job.world_size,))
     of_diffusers = job.architecture.library == "diffusers"
     model, report = sw.load_pretrained(
         job.directory,
@@ -136,6 +137,12 @@ def in_bf16(job: Job) -> tuple[list[str], Ratios]:
     return problems, ratios
 
 
+def not_sharded(job: Job) -> tuple[list[str], Ratios]:
+    """Without a mesh."""
+    _, problems, ratios = _load(job, whole=True)
+    return problems, ratios
+
+
 def dim_1_shards(job: Job) -> tuple[list[str], Ratios]:
     """Dim 1 of every parameter that has one that divides."""
 
@@ -191,6 +198,7 @@ def apply_plan(model: Any, mesh: Any) -> None:
 STEPS: dict[str, Callable[[Job], tuple[list[str], Ratios]]] = {
     "load": default_shards,
     "bf16": in_bf16,
+    "whole": not_sharded,
     "export": exported,
     "dim 1": dim_1_shards,
     "tp": fsdp_and_tp,

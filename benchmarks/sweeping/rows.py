@@ -179,9 +179,9 @@ def _how_transformers(rows: Sequence[Row], done: Sequence[Row]) -> list[str]:
 def _how_diffusers(rows: Sequence[Row], done: Sequence[Row]) -> list[str]:
     return [
         "Each model class that diffusers exports is built small, saved with `save_pretrained` in several files, and loaded by",
-        "`sw.load_pretrained` on 2 and 3 ranks, in fp32 and with `torch_dtype=torch.bfloat16`, and with shards of dim 1. Names, their order, and the dtype, bits and",
-        "`requires_grad` of every parameter and buffer must be those of `from_pretrained`. The notes say which classes keep parameters in fp32 when they are",
-        "loaded in bf16.",
+        "`sw.load_pretrained` on 2 and 3 ranks in fp32 and bf16, with shards of dim 1, and on one process without a mesh. Names, their order,",
+        "and the dtype, bits and `requires_grad` of every parameter and buffer must be those of `from_pretrained`. The notes say which classes",
+        "keep parameters in fp32 when they are loaded in bf16.",
         "",
         f"Results: {summary(rows)}. All ranks together read at most {_widest(done):.3f} × the bytes that they hold.",
     ]

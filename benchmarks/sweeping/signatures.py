@@ -35,17 +35,13 @@ _AXES = re.compile(r"axes_dims?|^rope_(axes_dim|dim|dim_list)$|mrope_section")
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """The arguments of a class, as in its signature, and those that must be given."""
+    """The arguments of a class that have defaults, as in its signature, and those that must be given."""
     fields = {
         name: copy.deepcopy(parameter.default)
         for name, parameter in inspect.signature(kind.__init__).parameters.items()
-        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is not parameter.empty
     }
-    fields.update(copy.deepcopy(GIVEN.get(kind.__name__, {})))
-    missing = [name for name, value in fields.items() if value is inspect.Parameter.empty]
-    if missing:
-        raise ValueError(f"no value for {', '.join(missing)}")
-    return fields
+    return fields | copy.deepcopy(GIVEN.get(kind.__name__, {}))
 
 
 def ways(kind: Any) -> Iterator[tuple[str, dict[str, Any]]]:
