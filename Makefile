@@ -69,7 +69,7 @@ help:
 	@echo "make servers  object stores that others wrote (azurite by npm, Debian's Ceph), into build/, and their tests (a minute)"
 	@echo "make hosts    hosts as namespaces: shared and own disks, another clock, a slow host, one that vanishes or freezes in a save (minutes; Linux)"
 	@echo "make launchers  real launchers, as a table with versions (minutes)"
-	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
+	@echo "make sweep    sharded against ordinary load for every architecture of transformers and diffusers (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
 install: $(STAMP)
