@@ -65,6 +65,10 @@ def test_state_that_a_resume_skips_is_reported_and_not_exact(tmp_path: Path) -> 
     full = sw.restore(run(old=0), tmp_path / "c")
     assert full.exact
     assert full.skipped == ()
+    one = sw.restore(run(), tmp_path / "c")
+    assert one.skipped
+    assert (one.differences, one.caveats) == ((), ())
+    assert not one.exact
     part = sw.restore(sw.TrainState(model=net(), extra={"new": 3}), tmp_path / "c")
     assert not part.exact
     assert {line.split(":")[0] for line in part.skipped} == {"optimizer", "extra.old", "extra.new"}

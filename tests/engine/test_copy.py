@@ -461,3 +461,12 @@ def test_casts_between_halves(
     fill(memory[..., 0], source)
     assert torch.equal(memory[..., 0].contiguous().view(torch.int16), source.to(dtypes[1]).view(torch.int16))
     assert bool((memory[..., 1] == 7).all())
+
+
+def test_every_nan_between_halves() -> None:
+    """In one tensor: torch casts few elements and many in different ways, which give a NaN different bits on some CPUs."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for source, target in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        found, given = torch.empty(every.numel(), dtype=target), every.view(source)
+        fill(found, given)
+        assert torch.equal(found.view(torch.int16), given.to(target).view(torch.int16))

@@ -1332,7 +1332,7 @@ MUTATIONS = (
         "engine/engine.py",
         "target.copy_(found if wide.sum().isnan() else wide)",
         "target.copy_(wide)",
-        ("tests/engine/test_copy.py::test_casts_between_halves",),
+        ("tests/engine/test_copy.py::test_every_nan_between_halves",),
         "NaN get other bits",
     ),
     Mutation(
