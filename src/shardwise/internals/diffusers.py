@@ -18,7 +18,7 @@ from .torch import original_class
 
 #: The first part of the names of a model's files.
 STEM = "diffusion_pytorch_model"
-#: The file of a pipeline's adapters, and the field of its metadata with their configs. diffusers 0.35-0.42: ``loaders.lora_base``.
+#: The file of a pipeline's adapters, and the field of its metadata with their configs. diffusers 0.37-0.42: ``loaders.lora_base``.
 LORA_NAME, LORA_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 
 
@@ -118,7 +118,7 @@ def unused_patterns(model: Any) -> set[str]:
 def written_config(model: Any) -> str:
     """The ``config.json`` that ``save_pretrained`` writes for a model, which may be sharded. Doesn't change the model's own config.
 
-    diffusers 0.35-0.42: ``ConfigMixin.to_json_string`` of ``_internal_dict``. Without it, the file would name the class that ``fully_shard``
+    diffusers 0.37-0.42: ``ConfigMixin.to_json_string`` of ``_internal_dict``. Without it, the file would name the class that ``fully_shard``
     made, which diffusers doesn't know, or a quantization of weights that are plain.
     """
     kind: Any = original_class(model)
@@ -134,7 +134,7 @@ def written_config(model: Any) -> str:
 def lora_prefix(model: Any) -> str:
     """What a pipeline's ``save_lora_weights`` writes before the name of each tensor of a model's adapter: ``unet`` or ``transformer``.
 
-    diffusers 0.35-0.42: ``loaders.unet.UNet2DConditionLoadersMixin.unet_name``, ``loaders.lora_pipeline.TRANSFORMER_NAME``, which is also the
+    diffusers 0.37-0.42: ``loaders.unet.UNet2DConditionLoadersMixin.unet_name``, ``loaders.lora_pipeline.TRANSFORMER_NAME``, which is also the
     default of ``load_lora_adapter``. Without it, no pipeline would find the adapter.
     """
     found: str = getattr(model, "unet_name", "transformer")
@@ -144,7 +144,7 @@ def lora_prefix(model: Any) -> str:
 def lora_metadata(model: Any, config: Any) -> dict[str, str]:
     """The metadata of the file in which a pipeline's ``save_lora_weights`` stores a model's adapter with its PEFT config.
 
-    diffusers 0.35-0.42: ``LoraBaseMixin._save_lora_weights``. Without it, pipelines would load the adapter with another scale.
+    diffusers 0.37-0.42: ``LoraBaseMixin._save_lora_weights``. Without it, pipelines would load the adapter with another scale.
     """
     prefix = lora_prefix(model)
     settings = {
@@ -157,7 +157,7 @@ def lora_metadata(model: Any, config: Any) -> dict[str, str]:
 def lora_config(stored: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any] | None) -> Any:
     """The PEFT config of an adapter in PEFT's names, without a prefix: from the file's metadata, else from names and shapes.
 
-    diffusers 0.35-0.42: ``utils.peft_utils._create_lora_config``, called as in ``load_lora_adapter``. Without it, a file without metadata would be
+    diffusers 0.37-0.42: ``utils.peft_utils._create_lora_config``, called as in ``load_lora_adapter``. Without it, a file without metadata would be
     given another scale than diffusers gives it.
     """
     from diffusers.utils import peft_utils
@@ -183,7 +183,7 @@ def note_path(model: Any, path: str) -> None:
 def component_class(library: str, name: str) -> Any | None:
     """The class of a pipeline's component, of diffusers or transformers; None for one of another library or of a pipeline's own code.
 
-    diffusers 0.35-0.42: ``model_index.json`` names both. Without it, a component could be built by another class than its pipeline's.
+    diffusers 0.37-0.42: ``model_index.json`` names both. Without it, a component could be built by another class than its pipeline's.
     """
     if library not in ("diffusers", "transformers"):
         return None
@@ -193,7 +193,7 @@ def component_class(library: str, name: str) -> Any | None:
 def download_pipeline(path: str, left_out: Collection[str], options: Mapping[str, Any]) -> str:
     """The folder of a pipeline's snapshot, without the weights of some components.
 
-    diffusers 0.35-0.42: ``DiffusionPipeline.download`` leaves out the components that it is given. Without it, weights would be
+    diffusers 0.37-0.42: ``DiffusionPipeline.download`` leaves out the components that it is given. Without it, weights would be
     downloaded that nobody reads.
     """
     import diffusers
@@ -204,7 +204,7 @@ def download_pipeline(path: str, left_out: Collection[str], options: Mapping[str
 def assembled(folder: str, components: Mapping[str, Any], dtype: Any, options: Mapping[str, Any]) -> Any:
     """The pipeline in a local folder, with these components instead of its own, and its others loaded as diffusers loads them.
 
-    diffusers 0.35-0.42, of which older ones call ``dtype`` ``torch_dtype``. ``DiffusionPipeline`` itself passes by an optional component
+    diffusers 0.37-0.42, of which older ones call ``dtype`` ``torch_dtype``. ``DiffusionPipeline`` itself passes by an optional component
     that it is given (``WanPipeline``'s transformers), so the pipeline's own class is called. Its config then names the components'
     classes as they were before FSDP2 changed them: otherwise ``save_pretrained`` would write a ``model_index.json`` that can't be opened.
     """
@@ -226,7 +226,7 @@ def assembled(folder: str, components: Mapping[str, Any], dtype: Any, options: M
 def name_components(pipeline: Any) -> None:
     """Note in a pipeline's config the classes that its models had before FSDP2 changed them.
 
-    diffusers 0.35-0.42: pairs of library and class, in ``model_index.json``. Without it, nothing could open what ``save_config`` writes.
+    diffusers 0.37-0.42: pairs of library and class, in ``model_index.json``. Without it, nothing could open what ``save_config`` writes.
     """
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and (kind := original_class(component)) is not type(component):
@@ -236,7 +236,7 @@ def name_components(pipeline: Any) -> None:
 def is_pipeline(parts: Any) -> bool:
     """Whether something is a pipeline of diffusers; never imports diffusers itself.
 
-    diffusers 0.35-0.42: ``pipelines.pipeline_utils.DiffusionPipeline``. Without it, a pipeline would be taken for a path.
+    diffusers 0.37-0.42: ``pipelines.pipeline_utils.DiffusionPipeline``. Without it, a pipeline would be taken for a path.
     """
     module = sys.modules.get("diffusers.pipelines.pipeline_utils")
     return module is not None and isinstance(parts, module.DiffusionPipeline)
@@ -245,7 +245,7 @@ def is_pipeline(parts: Any) -> bool:
 def save_besides(pipeline: Any, folder: str, models: Collection[str]) -> None:
     """Save ``model_index.json``, and the components of a pipeline other than these, as ``save_pretrained`` does.
 
-    diffusers 0.35-0.42: each component that has ``save_pretrained``, in a folder of its name. Without it, an export would lack the scheduler
+    diffusers 0.37-0.42: each component that has ``save_pretrained``, in a folder of its name. Without it, an export would lack the scheduler
     and the tokenizers.
     """
     name_components(pipeline)

@@ -49,7 +49,7 @@ def base_of(model: nn.Module) -> nn.Module:
 def adapted_model(model: nn.Module) -> Any | None:
     """The module that has the adapters of a model and their configs: its ``PeftModel``, or a diffusers model with adapters inside.
 
-    diffusers 0.35-0.42: ``add_adapter`` injects PEFT's layers into the model itself. Without it, such a model's adapters could be neither
+    diffusers 0.37-0.42: ``add_adapter`` injects PEFT's layers into the model itself. Without it, such a model's adapters could be neither
     loaded nor exported.
     """
     found = peft_model(model)
@@ -61,7 +61,7 @@ def adapted_model(model: nn.Module) -> Any | None:
 def active_adapters(model: Any) -> list[str]:
     """The names of the active adapters of what :func:`adapted_model` found.
 
-    diffusers 0.35-0.42 has a method where PEFT has a property. Without it, an export would merge adapters that are off.
+    diffusers 0.37-0.42 has a method where PEFT has a property. Without it, an export would merge adapters that are off.
     """
     found = model.active_adapters
     found = found() if callable(found) else found
