@@ -171,8 +171,8 @@ def stem_of(config: Any) -> str:
 def chosen(names: Collection[str], choice: Choice, where: str) -> Weights | None:
     """The model among the file names of a directory; None if ``from_pretrained`` would find none. Pure.
 
-    ``choice`` with the config, of which ``where`` is the path: the file that it names is taken whether or not it exists
-    (:func:`named_by`, which says what is raised).
+    ``choice`` includes the config, and ``where`` is its path. The file that it names is taken whether or not it exists. Raises as
+    :func:`named_by` does.
     """
     named, extra = named_by(choice.config, where)
     present = [name for name in choice.candidates if name in names]

@@ -724,7 +724,7 @@ class LiveContents(StagedContents):
             self.buffer.reserve(min(_RING_BYTES, self.nbytes), pinned=self.is_pinned)
             self._copying = self.copying()
             next(self._copying, None)
-            _ = self._sums  # made beside the copies
+            _ = self._sums  # made with the copies
         return self.buffer.pull(self._copying)
 
 

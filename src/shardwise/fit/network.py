@@ -561,7 +561,7 @@ class Spread:
             installed[path] = module.forward
             style = self.ep_plan.get(path) or self.tp_plan[path]
             module.forward = exchange.stand_in(path, style, forward)
-        # Counted anew with each forward of the model: a run may be tried twice.
+        # Counted again with each forward of the model: a run may be tried twice.
         handle = self.model.register_forward_pre_hook(lambda *_: exchange.sent.clear())
         try:
             yield exchange

@@ -49,7 +49,7 @@ def weights_names(variant: str | None, use_safetensors: bool | None) -> list[str
 
     diffusers 0.37-0.42: ``ModelMixin.from_pretrained`` with ``_fetch_index_file``, ``_fetch_index_file_legacy`` and ``_add_variant``.
     An index of ``.bin`` files counts only where safetensors are not wanted. Without it, a folder with several variants, or
-    with a single file left beside an index, would not be the model that diffusers opens.
+    with a single file next to an index, would not be the model that diffusers opens.
     """
     part = "" if variant is None else f".{variant}"
     found = []
@@ -204,7 +204,7 @@ def download_pipeline(path: str, left_out: Collection[str], options: Mapping[str
 def assembled(folder: str, components: Mapping[str, Any], dtype: Any, options: Mapping[str, Any]) -> Any:
     """The pipeline in a local folder, with these components instead of its own, and its others loaded as diffusers loads them.
 
-    diffusers 0.37-0.42, of which older ones call ``dtype`` ``torch_dtype``. ``DiffusionPipeline`` itself passes by an optional component
+    diffusers 0.37-0.42, of which older ones call ``dtype`` ``torch_dtype``. ``DiffusionPipeline`` itself ignores an optional component
     that it is given (``WanPipeline``'s transformers), so the pipeline's own class is called. Its config then names the components'
     classes as they were before FSDP2 changed them: otherwise ``save_pretrained`` would write a ``model_index.json`` that can't be opened.
     """

@@ -313,7 +313,7 @@ def load_pretrained(
     return_report: bool = False,
     **options: Unpack[FromPretrained],
 ) -> Any:
-    """Build the transformers model at ``path`` on meta, shard it over ``mesh``, and load its weights into the shards.
+    """Build the transformers or diffusers model at ``path`` on meta, shard it over ``mesh``, and load its weights into the shards.
 
     Returns the model that ``from_pretrained`` would return (eval mode, generation config, ``name_or_path``, dtype), sharded with FSDP2.
     Call :func:`load_report` for the report. No rank ever holds more than its shards and the staging buffer. The random number
@@ -326,9 +326,10 @@ def load_pretrained(
             name the others.
         mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded; each rank gets the full model.
         policy: how to wrap the model; see :class:`ShardPolicy`.
-        dtype: ``"auto"`` (the config's dtype, otherwise the stored one), a dtype, or its name.
-        auto_class: a transformers Auto class or model class. Default: the config's ``architectures[0]``.
-        config: a config to use instead of the stored one, or the directory of one.
+        dtype: ``"auto"`` (the config's dtype, otherwise the stored one; for diffusers, float32, as in its ``from_pretrained``), a dtype,
+            or its name. Parts that the class keeps in fp32 stay so.
+        auto_class: an Auto class or model class. Default: the config's ``architectures[0]``; for diffusers, its ``_class_name``.
+        config: a config to use instead of the stored one (for diffusers, a dict), or the directory of one.
         trust_remote_code: run the Python files in the directory for the model's classes (``auto_map``). Ranks that share transformers' module
             cache import them one after another.
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
