@@ -147,10 +147,7 @@ def test_a_conversion_gives_the_trainers_numbers_their_names(
     root, model, optimizer = trained
     text, report = as_lines(root, tmp_path / "out")
     assert report["optimizer_tensors"] == 3 * len(list(model.parameters()))
-    assert (
-        "assumed optimizer.pt numbers its parameters; their names were taken from the HF Trainer's groups"
-        in text
-    )
+    assert "optimizer.pt numbers its parameters; their names were taken from the HF Trainer's groups" in text
     assert "by this rank" not in text, "there is one"
     named = {line.partition(":")[0] for line in report["skipped"]}
     stored = {file.name for file in root.iterdir()}
