@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import socket
 import struct
 import threading
 import time
@@ -478,3 +479,28 @@ def test_large_folders_are_listed_whole(server: S3Server) -> None:
         assert [asked.method for asked in proxy.log] == ["GET", "GET", "HEAD", "HEAD"]
         assert folders_in(f"s3://{BUCKET}/large") == {"a", "b", "c", "z"}
         assert bytes_below(f"s3://{BUCKET}/large") == (len(names) + 4, len(names) + 2)
+
+
+def test_a_reply_on_which_obstore_panics() -> None:
+    """An error reply with a length of 2^63: pyo3 raises no ``Exception`` for it."""
+    reply = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 9223372036854775808\r\n\r\nx"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            link, _ = server.accept()
+            with link:
+                link.recv(65_536)
+                link.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        options = {
+            "skip_signature": True,
+            "region": "r",
+            "endpoint": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+            "client_options": {"allow_http": True},
+        }
+        with pytest.raises(SourceError, match=r"obstore can't read the reply \(capacity overflow\)"):
+            by_obstore.ObstoreStore("s3://bucket", options).get("a", 1000)
+        thread.join()
