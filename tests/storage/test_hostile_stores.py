@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -483,24 +484,25 @@ def test_large_folders_are_listed_whole(server: S3Server) -> None:
 
 def test_a_reply_on_which_obstore_panics() -> None:
     """An error reply with a length of 2^63: pyo3 raises no ``Exception`` for it."""
-    reply = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 9223372036854775808\r\n\r\nx"
+    reply = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 9223372036854775808\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            link, _ = server.accept()
-            with link:
-                link.recv(65_536)
-                link.sendall(reply)
+            with contextlib.suppress(OSError):  # the server is closed at the end
+                while True:
+                    link, _ = server.accept()
+                    with link:
+                        link.recv(65_536)
+                        link.sendall(reply + 300_000 * b"x")
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        threading.Thread(target=answer, daemon=True).start()
         options = {
             "skip_signature": True,
             "region": "r",
             "endpoint": f"http://127.0.0.1:{server.getsockname()[1]}",
             "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
-            "client_options": {"allow_http": True},
+            "client_options": {"allow_http": True, "timeout": timedelta(seconds=1)},
         }
         with pytest.raises(SourceError, match=r"obstore can't read the reply \(capacity overflow\)"):
             by_obstore.ObstoreStore("s3://bucket", options).get("a", 1000)
-        thread.join()
+        server.shutdown(socket.SHUT_RDWR)
