@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -117,23 +118,10 @@ def diffusers_load(architecture: Architecture, directory: Path, dtype: torch.dty
     """``from_pretrained`` of diffusers and what it reports."""
     load = architecture.model_class.from_pretrained
     model, report = load(directory, torch_dtype=dtype, output_loading_info=True, local_files_only=True)
-    if report["mismatched_keys"]:
-        raise ValueError(f"from_pretrained finds shapes that don't fit: {report['mismatched_keys']}")
-    tensors = tensors_of(model)
-    if unfilled := [n for n, t in tensors.items() if t.is_meta]:
+    found = _reference(model, report, directory)
+    if unfilled := [n for n, t in found.tensors.items() if t.is_meta]:
         raise ValueError(f"from_pretrained leaves {len(unfilled)} tensors on meta: {', '.join(unfilled[:3])}")
-    return Reference(
-        directory=directory,
-        tensors={n: t.detach() for n, t in tensors.items()},
-        kinds=kinds_of(model),
-        ties=ties_of(tensors),
-        missing=sorted(report["missing_keys"]),
-        unexpected=sorted(report["unexpected_keys"]),
-        conversions=(),
-        has_tp_plan=False,
-        generation=None,
-        stored=stored_tensors(directory),
-    )
+    return found
 
 
 def ordinary_load(architecture: Architecture, directory: Path) -> Reference:
@@ -145,6 +133,16 @@ def ordinary_load(architecture: Architecture, directory: Path) -> Reference:
         # Classes for decisions can't report (5.23); what is missing then shows as a failure of ours.
         model = load(directory, local_files_only=True)
         report = {"mismatched_keys": (), "missing_keys": (), "unexpected_keys": ()}
+    return replace(
+        _reference(model, report, directory),
+        conversions=conversions_of(model),
+        has_tp_plan=bool(model.tp_plan),
+        generation=model.generation_config.to_dict() if model.can_generate() else None,
+    )
+
+
+def _reference(model: Any, report: Mapping[str, Any], directory: Path) -> Reference:
+    """What both libraries' loads give. Raises :class:`ValueError` for shapes that don't fit."""
     if report["mismatched_keys"]:
         raise ValueError(f"from_pretrained finds shapes that don't fit: {report['mismatched_keys']}")
     tensors = tensors_of(model)
@@ -155,9 +153,9 @@ def ordinary_load(architecture: Architecture, directory: Path) -> Reference:
         ties=ties_of(tensors),
         missing=sorted(report["missing_keys"]),
         unexpected=sorted(report["unexpected_keys"]),
-        conversions=conversions_of(model),
-        has_tp_plan=bool(model.tp_plan),
-        generation=model.generation_config.to_dict() if model.can_generate() else None,
+        conversions=(),
+        has_tp_plan=False,
+        generation=None,
         stored=stored_tensors(directory),
     )
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..errors import CheckpointError
-from ..internals.diffusers import is_pipeline, save_besides
-from ..loading.pipelines import PIPELINE_NAME, components_of
-from ..models.hub import HubOptions, find_for_all
+from ..internals.diffusers import is_pipeline, save_others
+from ..loading.pipelines import PIPELINE_NAME, find_pipeline
+from ..models.hub import HubOptions
 from ..publish.lock import remove_ours
 from ..ranks.ranks import Ranks, patiently
 from ..storage.records import is_url
@@ -39,8 +39,8 @@ def write_pipeline(
 ) -> dict[str, T]:
     """Write a pipeline into a local directory, which appears complete or not at all. Returns what ``write`` gave, by model.
 
-    ``parts``: a live pipeline, which has everything; or a dict of models, for the pipeline in ``source``, from which all else is copied. Every
-    rank must call it. Raises :class:`CheckpointError` for a place that is taken, :class:`SourceError` for a source that is no pipeline.
+    ``parts``: a live pipeline, or a dict of models of the pipeline in ``source``, from which everything else is copied. Every rank must call
+    it. Raises :class:`CheckpointError` for a place that is taken, :class:`SourceError` for a source that is no pipeline.
     """
     models = models_of(parts)
     assert models is not None
@@ -55,10 +55,7 @@ def write_pipeline(
             )
         if not models:
             raise ValueError(f"there is no model among {list(parts)}")
-    folder = "" if source is None else find_for_all(source, HubOptions(), ranks).directory
-    with ranks.agree("read the pipeline"):
-        if folder and (unknown := models.keys() - components_of(folder).keys()):
-            raise ValueError(f"{folder}: has no component {', '.join(map(repr, sorted(unknown)))}")
+    folder = "" if source is None else find_pipeline(source, HubOptions(), models, ranks)[0]
     temporary = ranks.on_first("make export directory", lambda: make_room(final, sorted(models)))
     try:
         found = {name: write(model, os.path.join(temporary, name)) for name, model in models.items()}
@@ -67,7 +64,7 @@ def write_pipeline(
             if folder:
                 _copy_others(folder, temporary, models)
             else:
-                save_besides(parts, temporary, models)
+                save_others(parts, temporary, models)
             publish_directory(temporary, final)
 
         ranks.on_first("write the other components", finish)
@@ -79,7 +76,7 @@ def write_pipeline(
 
 
 def _copy_others(folder: str, temporary: str, models: Mapping[str, nn.Module]) -> None:
-    """Copy the folders and files of a pipeline other than its ``models``."""
+    """Copy everything in a pipeline's folder except its ``models``."""
     for name in sorted(os.listdir(folder)):
         path, to = os.path.join(folder, name), os.path.join(temporary, name)
         if name in models or name.startswith("."):

@@ -52,16 +52,10 @@ def weights_names(variant: str | None, use_safetensors: bool | None) -> list[str
     with a single file next to an index, would not be the model that diffusers opens.
     """
     part = "" if variant is None else f".{variant}"
-    found = []
-    for end, is_wanted in (("safetensors", use_safetensors is not False), ("bin", use_safetensors is False)):
-        if is_wanted:
-            found.append(f"{STEM}.{end}.index{part}.json")
-            if variant is not None:
-                found.append(f"{STEM}.{end}{part}.index.json")
-            found.append(f"{STEM}{part}.{end}")
-    if use_safetensors is None:
-        found.append(f"{STEM}{part}.bin")
-    return found
+    end = "bin" if use_safetensors is False else "safetensors"
+    older = [] if variant is None else [f"{STEM}.{end}{part}.index.json"]
+    pickled = [f"{STEM}{part}.bin"] if use_safetensors is None else []
+    return [f"{STEM}.{end}.index{part}.json", *older, f"{STEM}{part}.{end}", *pickled]
 
 
 def class_of(config: Mapping[str, Any]) -> Any | None:
@@ -212,12 +206,8 @@ def assembled(folder: str, components: Mapping[str, Any], dtype: Any, options: M
     from diffusers.utils import deprecation_utils
 
     name = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
-    named = diffusers.DiffusionPipeline.load_config(folder)["_class_name"]
-    kind = (
-        getattr(diffusers, named, diffusers.DiffusionPipeline)
-        if isinstance(named, str)
-        else diffusers.DiffusionPipeline
-    )
+    kind: Any = diffusers.DiffusionPipeline
+    kind = getattr(diffusers, str(kind.load_config(folder)["_class_name"]), kind)
     pipeline = kind.from_pretrained(folder, **{name: dtype}, **options, **components)
     name_components(pipeline)
     return pipeline
@@ -242,8 +232,8 @@ def is_pipeline(parts: Any) -> bool:
     return module is not None and isinstance(parts, module.DiffusionPipeline)
 
 
-def save_besides(pipeline: Any, folder: str, models: Collection[str]) -> None:
-    """Save ``model_index.json``, and the components of a pipeline other than these, as ``save_pretrained`` does.
+def save_others(pipeline: Any, folder: str, models: Collection[str]) -> None:
+    """Save ``model_index.json`` and all components of a pipeline except these models, as ``save_pretrained`` does.
 
     diffusers 0.37-0.42: each component that has ``save_pretrained``, in a folder of its name. Without it, an export would lack the scheduler
     and the tokenizers.

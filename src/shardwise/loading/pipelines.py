@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -76,22 +76,10 @@ def load_pipeline(
         if unknown := {*(adapter or {})} - {*sharded}:
             raise ValueError(f"adapter= names {sorted(unknown)}, and only components in shard= can have one")
     hub = asked.hub
-    found = find_for_all(path, hub, ranks, download=partial(_download, os.fspath(path), tuple(given)))
-    with ranks.agree("read the pipeline"):
-        if found.lent is not None:
-            raise SourceError(
-                "is a pipeline that isn't a local directory on every rank, which diffusers needs for the components that aren't "
-                "sharded; copy it to every host",
-                path=found.lent,
-            )
-        listed = components_of(found.directory)
-        if unknown := {*sharded, *given} - listed.keys():
-            raise ValueError(
-                f"{os.fspath(path)}: has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}"
-            )
+    directory, listed = find_pipeline(path, hub, given, ranks, needed=sharded)
     for name in sharded:
         given[name] = load_pretrained(
-            found.directory,
+            directory,
             mesh,
             policy=policy,
             dtype=_dtype_of(dtype, name),
@@ -99,24 +87,50 @@ def load_pipeline(
             adapter=(adapter or {}).get(name),
             io=io,
             subfolder=name,
-            variant=_variant_of(hub.variant, found.directory, name),
+            variant=_variant_of(hub.variant, directory, name),
             use_safetensors=hub.use_safetensors,
         )
     with ranks.agree("load the other components"):
         files = {"variant": hub.variant, "use_safetensors": hub.use_safetensors}
-        pipeline = assembled(
-            found.directory, given, dict(dtype) if isinstance(dtype, Mapping) else dtype, files
-        )
+        pipeline = assembled(directory, given, dict(dtype) if isinstance(dtype, Mapping) else dtype, files)
         if lost := [name for name in sharded if getattr(pipeline, name) is not given[name]]:
             raise SourceError(
                 f"{type(pipeline).__name__} doesn't take its {lost[0]!r} from a caller; leave it out of shard=",
-                path=found.directory,
+                path=directory,
             )
     place = device or (None if mesh is None else mesh.device_type)
     for name, component in pipeline.components.items():
         if place is not None and name not in given and isinstance(component, nn.Module):
             component.to(place)
     return pipeline
+
+
+def find_pipeline(
+    path: str | os.PathLike[str],
+    options: HubOptions,
+    left_out: Collection[str],
+    ranks: Ranks,
+    *,
+    needed: Collection[str] = (),
+) -> tuple[str, dict[str, tuple[str, str]]]:
+    """The local directory of a pipeline and its :func:`components_of`. From the Hub without the weights of components ``left_out``.
+
+    Every rank must call it. Raises :class:`ValueError` for a component, left out or ``needed``, that it doesn't have, and
+    :class:`SourceError` for a directory that some ranks lack.
+    """
+    found = find_for_all(path, options, ranks, download=partial(_download, os.fspath(path), tuple(left_out)))
+    with ranks.agree("read the pipeline"):
+        if found.lent is not None:
+            raise SourceError(
+                "is a pipeline, which must be a local directory on every rank; copy it to every host",
+                path=found.lent,
+            )
+        listed = components_of(found.directory)
+        if unknown := {*left_out, *needed} - listed.keys():
+            raise ValueError(
+                f"{os.fspath(path)}: has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}"
+            )
+    return found.directory, listed
 
 
 def components_of(directory: str) -> dict[str, tuple[str, str]]:
@@ -154,15 +168,12 @@ def _download(path: str, left_out: Sequence[str], options: HubOptions) -> str:
 
 
 def _variant_of(variant: str | None, directory: str, component: str) -> str | None:
-    """The variant of a component: as in diffusers, none where the pipeline has the component without variants only."""
+    """The variant to load of a component. As in diffusers, a component that has no file of the variant is loaded without one."""
     folder = os.path.join(directory, component)
-    names = os.listdir(folder) if variant is not None and os.path.isdir(folder) else []
-    weights = [name for name in names if name.endswith((".safetensors", ".bin"))]
-    return (
-        None
-        if weights and not any(f".{variant}." in f"{name}." or f".{variant}-" in name for name in weights)
-        else variant
-    )
+    if variant is None or not os.path.isdir(folder):
+        return variant
+    is_there = any(f".{variant}." in name or f".{variant}-" in name for name in os.listdir(folder))
+    return variant if is_there else None
 
 
 def _dtype_of(dtype: torch.dtype | Mapping[str, torch.dtype] | None, name: str) -> torch.dtype:
