@@ -115,11 +115,12 @@ def test_the_newest_step_that_all_hosts_hold(ranks, tmp_path):
     _flip(case("manifest") / part / "manifest.json", 300)
     shutil.rmtree(case("away") / "host-1")
     shutil.copytree(case("merged") / part, tmp_path / "merged/host-0/run/step-00000005", dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "merged", tmp_path / "merged on one host")
     shutil.rmtree(tmp_path / "merged/host-1")
     for name in ("one unmerged", "other ranks"):
         case(name)
 
-    three = ["torn", "flipped", "file lost", "manifest", "away", "merged"]
+    three = ["torn", "flipped", "file lost", "manifest", "away", "merged", "merged on one host"]
     cases = [(str(tmp_path / n), [0, 0, 1], True) for n in three]
     found = ranks.run_ranks(3, fns.resume_each, [*cases, (str(tmp_path / "one unmerged"), [0, 0, 0], False)])
     assert found[0] == found[1] == found[2]
@@ -134,7 +135,7 @@ def test_the_newest_step_that_all_hosts_hold(ranks, tmp_path):
     assert "has the files of ranks 2" in text
     assert "rsync -a " in text
     assert (tmp_path / "away/host-0/run/step-00000005").is_dir()
-    assert by_name["merged"] == (5, digests[5], True)
+    assert by_name["merged"] == by_name["merged on one host"] == (5, digests[5], True)
     kind, text = by_name["one unmerged"]
     assert "contains part 1 of 2 of the step" in text
     assert (tmp_path / "one unmerged/host-0/run/step-00000005").is_dir()

@@ -51,7 +51,8 @@ def test_elements_in_steps_of_any_size(
     directories: list[Path], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a rank that reads for itself asks for them: rows, columns, inner boxes, transposed."""
-    monkeypatch.setattr("shardwise.engine.shared._ELEMENTS", elements)
+    monkeypatch.setattr("shardwise.engine.shared._ELEMENTS_DECODED", elements)
+    monkeypatch.setattr("shardwise.engine.shared.ROWS", 1)
     chance, cases = random.Random(elements), 0
     for directory in directories:
         stored, catalog = plain_tensors(directory), dequantized(open_catalog(directory))

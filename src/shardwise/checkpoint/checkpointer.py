@@ -407,9 +407,10 @@ class Checkpointer:
                         raise
                     self._memory.failed.append(one.held)
                 else:
-                    if is_unreadable(error):
+                    damage = is_corruption(error)
+                    if damage or is_unreadable(error):
                         self._sites.on_each("check the steps again", self._steps.raise_if_taken, ranks)
-                    if not is_corruption(error):
+                    if not damage:
                         raise
                     damaged.setdefault(one.place, {})[one.step] = str(error)
                 if ranks.rank == 0:

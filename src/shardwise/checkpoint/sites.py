@@ -194,7 +194,7 @@ class Opened:
     path: str
     """Where this rank reads it."""
     io: IOOptions
-    """How this rank reads it. From parts alone: no rank sees what another host holds."""
+    """How this rank reads it: by itself, since slices that its host lacks come from the host that has them, as it asks."""
 
 
 @contextmanager
