@@ -1698,7 +1698,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "                    if not is_corruption(error):\n                        raise\n",
+        "                    if not damage:\n                        raise\n",
         "",
         ("tests/checkpoint/test_promises.py::test_a_later_format_version_is_not_damage",),
         "every error counts as damage",
