@@ -42,14 +42,6 @@ DIRECTORIES: dict[str, list[list[str]]] = {
         ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
         ["config.json", "trainer_state.json", "global_step3/", "latest", "rng_state_0.pth"],
     ],
-    "verl, SkyRL or another RL engine": [
-        [
-            "model_world_size_2_rank_0.pt",
-            "optim_world_size_2_rank_0.pt",
-            "extra_state_world_size_2_rank_0.pt",
-            "huggingface/",
-        ]
-    ],
     "Accelerate checkpoint with one file per rank": [
         ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "scheduler.bin"],
         ["pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"],
@@ -76,7 +68,6 @@ FILES: dict[str, list[tuple[str, bytes]]] = {
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"PK\x03\x04"),
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"PK\x03\x04"),
     ],
-    "verl, SkyRL or another RL engine": [("model_world_size_8_rank_7.pt", b"PK\x03\x04")],
     "Accelerate checkpoint with one file per rank": [("pytorch_model_fsdp_rank0.bin", b"PK\x03\x04")],
     "GGUF": [("model.gguf", b"GGUF\x03" + b"\0" * 99), ("renamed.safetensors", b"GGUF\x03" + b"\0" * 99)],
     "Flax": [("flax_model.msgpack", b"\x81" + b"\0" * 99)],

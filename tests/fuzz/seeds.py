@@ -106,6 +106,7 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _spread(folder("spread"))
         _hub(folder("hub"))
         _pickles(folder("torch_file"), folder("torch_index"))
+        _rank_files(folder("rank_files"))
         _dcp(folder("dcp"))
         _full_state(folder("full_state"))
         _trainer(folder("trainer"))
@@ -114,6 +115,23 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _report(folder("report"))
         seeds |= _quantized(root / "quantized")
     return seeds
+
+
+def _rank_files(folder: Path) -> None:
+    """Two ranks' files of sharded tensors, made by ranks that never meet."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for rank in (0, 1):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        placed = ((4, Shard(0)), (2, Shard(1)), (3, Replicate()))
+        content: dict[str, object] = {
+            f"layer.{k}": DTensor.from_local(torch.ones(n, 4), mesh, (Replicate(), how), run_check=False)
+            for k, (n, how) in enumerate(placed)
+        }
+        torch.save({**content, "step": torch.tensor(1)}, folder / f"model_world_size_2_rank_{rank}.pt")
+        dist.destroy_process_group()
 
 
 def _report(folder: Path) -> None:

@@ -217,6 +217,13 @@ def _torch_archive(rng: random.Random, seeds: Seeds, place: Path) -> None:
     )
 
 
+@target(60, open_catalog)
+def _rank_files(rng: random.Random, seeds: Seeds, place: Path) -> None:
+    copied(seeds["rank_files"], place)
+    name = f"model_world_size_2_rank_{rng.randrange(2)}.pt"
+    replaced(place / name, mutate_archive(rng, _bytes(seeds["rank_files"] / name)))
+
+
 @target(10, lambda place: open_catalog(place / "model.pt"))
 def _torch_legacy(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "model.pt", mutate_bytes(rng, _bytes(seeds["torch_file"] / "legacy.pt")))

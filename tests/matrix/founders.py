@@ -85,6 +85,25 @@ def digest(model: Any, optimizer: Any) -> str:
     return found.hexdigest()
 
 
+def check_rank_files(folder: Path, source: Path, model: Any) -> None:
+    """DTensors that this torch pickled, one file for each rank, as verl saves them: their form changes between versions."""
+    folder.mkdir(exist_ok=True)
+    name = f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    torch.save(model.state_dict(), folder / name)
+    dist.barrier()
+    other = sw.load_pretrained(str(source), init_device_mesh("cpu", (dist.get_world_size(),)))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    sw.load(other, folder)
+    unlike = [
+        n
+        for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True)
+        if not torch.equal(p.to_local(), q.to_local())
+    ]
+    assert not unlike, f"not as this torch saved them: {unlike}"
+
+
 def run(folder: Path, how: str, loop: Callable[[Path], tuple[Any, Any, Any, Any]]) -> None:
     source, rank = folder / "hub", dist.get_rank()
     model, report, optimizer, backward = loop(source)
@@ -123,6 +142,8 @@ def run(folder: Path, how: str, loop: Callable[[Path], tuple[Any, Any, Any, Any]
             )
             losses = [step(1), step(2)]
             checkpoints.save(state, 2)
+            if loop is own:
+                check_rank_files(folder / "ranks", source, model)
             losses += [step(3), step(4)]
             kept.write_text(json.dumps([losses[2:], digest(model, optimizer)]))
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType, fully_shard
 from torch.optim.lr_scheduler import MultiStepLR
 
 import shardwise as sw
@@ -200,3 +204,99 @@ def accelerate_saves_per_rank(root: str, folder: str) -> None:
         optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
         torch.save(optimizer.state_dict() | {"state": {0: {"step": 1}}}, f"{folder}-numbered/optimizer.bin")
     dist.barrier()
+
+
+# --------------------------------------------------------------------------------- files of each rank
+
+
+def ranks_save(
+    folder: str, kind: str, sizes: tuple[int, ...], steps: int = 3
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """As verl's FSDPCheckpointManager.save_checkpoint (0.9.1). Gives the whole state, and the losses of the next five steps.
+
+    ``kind``: fully_shard over a mesh of these ``sizes``, or FSDP1 with or without a mesh.
+    """
+    os.makedirs(folder, exist_ok=True)
+    torch.manual_seed(0)
+    model: Any = Lines()
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    context: Any = contextlib.nullcontext()
+    if kind == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        warnings.simplefilter("ignore")
+        mesh_of_fsdp1 = mesh if kind == "fsdp1 with a mesh" else None
+        model = FSDP(model, device_mesh=mesh_of_fsdp1, device_id=torch.device("cpu"))
+        config = ShardedStateDictConfig(offload_to_cpu=False)
+        context = FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = MultiStepLR(optimizer, [2, 5, 5], gamma=0.5)
+    state: Any = SimpleNamespace(
+        models={"model": model}, optimizers={"optimizer": optimizer}, scheduler=scheduler
+    )
+    train(state, 0, steps)
+    of_rank = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    with context:
+        torch.save(model.state_dict(), f"{folder}/model_{of_rank}")
+        torch.save(optimizer.state_dict(), f"{folder}/optim_{of_rank}")
+    extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
+    torch.save(extra, f"{folder}/extra_state_{of_rank}")
+    if kind == "fsdp2":
+        return _whole_state(model, optimizer), train(state, steps, 5)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+    return found, train(state, steps, 5)
+
+
+def _whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    moments = {
+        f"{name}.{key}": _full(optimizer.state[p][key])
+        for name, p in model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return {**whole(model), **moments}
+
+
+def each_takes_over(paths: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for path in paths:
+        state = run_of(7, rate=1.0)
+        sw.restore(state, path)
+        model, optimizer = state.models["model"], state.optimizers["optimizer"]
+        found.append({"state": _whole_state(model, optimizer), **takes_over(path)})
+    return found
+
+
+def each_loads(paths: list[str]) -> list[dict[str, torch.Tensor]]:
+    return [loads_model_only(path) for path in paths]
+
+
+def _qwen(folder: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = sw.load_pretrained(f"{folder}/huggingface", init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _names_of_rank(folder: str) -> tuple[str, str]:
+    of_rank = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    return f"{folder}/model_{of_rank}", f"{folder}/optim_{of_rank}"
+
+
+def qwen_saves(folder: str) -> None:
+    model, optimizer = _qwen(folder)
+    ids = torch.arange(8).reshape(2, 4)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    for content, path in zip(
+        (model.state_dict(), optimizer.state_dict()), _names_of_rank(folder), strict=True
+    ):
+        torch.save(content, path)
+
+
+def qwen_restores(folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """As verl's load_checkpoint: torch alone, on the same ranks."""
+    model, optimizer = _qwen(folder)
+    for target, path in zip((model, optimizer), _names_of_rank(folder), strict=True):
+        target.load_state_dict(torch.load(path, weights_only=False))
+    return {name: (_full(p), _full(optimizer.state[p]["exp_avg_sq"])) for name, p in model.named_parameters()}

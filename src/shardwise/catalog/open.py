@@ -19,6 +19,7 @@ from .records import (
     Catalog,
     is_torch_file,
     kind_of,
+    rank_files_in,
     refuse_below,
     refuse_foreign,
     refuse_named,
@@ -96,6 +97,8 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         return _of_torch_file(root)
     if is_directory(root) and (found := _of_transformers(root, choice)) is not None:
         return found
+    if of_ranks := rank_files_in(root, "model"):
+        return _of_torch_file(of_ranks[0])
     if is_file(os.path.join(root, METADATA_NAME)):
         found = _of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 from ..format.header import describe_steps
-from ..limits import read_shallow_json
+from ..limits import brief, read_shallow_json
 from ..objects import frozen
 from ..storage import is_directory, is_file, names_in
 from ..storage.records import is_url, join
@@ -303,6 +303,8 @@ def _describe(box: Box) -> str:
 METADATA_NAME = ".metadata"
 #: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
 FULL_STATE_STEM = "pytorch_model_fsdp"
+#: RL engines' file name for one rank's part of a model, which has module names, too.
+RANK_FILE_STEM = "model_world_size_"
 #: Weights of a model or an adapter that is published in several forms; they are read, whatever is stored next to them.
 _WEIGHTS = (
     r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|adapter_model\.bin"
@@ -364,8 +366,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="a verl run (global_step_N)",  # verl's file has the same name as Megatron-LM's
         marks=(r"latest_checkpointed_iteration\.txt", r"global_step_\d+"),
-        instead="Merge one of its steps with verl's own tool: python -m verl.model_merger merge --backend fsdp --local_dir "
-        "{path}/global_step_N/actor --target_dir OUT; then give OUT",
+        instead="Give the folder of one of its models, such as {path}/global_step_N/actor",
     ),
     Kind(
         name="a Megatron-LM checkpoint",
@@ -393,8 +394,8 @@ KINDS: tuple[Kind, ...] = (
         name="a checkpoint from verl, SkyRL or another RL engine (one file per rank)",
         marks=(r"(model|optim)_world_size_\d+_rank_\d+\.pt",),
         file=r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",
-        instead="Merge them with the engine's own tool: python -m verl.model_merger merge --backend fsdp --local_dir {folder} "
-        "--target_dir OUT; then give OUT",
+        works=_RESTORED,
+        instead=_CONVERT,
     ),
     Kind(
         name="an Accelerate checkpoint with one file per rank (use_dcp=False or LOCAL_STATE_DICT)",
@@ -498,6 +499,10 @@ KINDS: tuple[Kind, ...] = (
         "shardwise convert {path} OUT --to checkpoint",
     ),
 )
+#: Files of torch.save, one for each rank: the names of verl and SkyRL.
+_RANK_FILE = re.compile(
+    r"(?P<stem>model|optim|extra_state)_world_size_(?P<size>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt"
+)
 #: The folders directories below a given one that are looked for.
 _MOST_FOLDERS = 64
 _FIRST_BYTES = 8
@@ -557,6 +562,38 @@ def is_torch_file(path: str) -> bool:
     return is_named or _first_bytes(path).startswith(b"PK\x03\x04")
 
 
+def rank_files_in(folder: str, stem: str) -> tuple[str, ...]:
+    """The paths of the files of all ranks, in their order; none if the folder has no such file. ``stem``: ``model``, ``optim`` or ``extra_state``.
+
+    Lists the folder. Raises :class:`SourceError` if a rank's file is missing, :class:`FormatError` if there are files of several numbers
+    of ranks.
+    """
+    found = [m for m in map(_RANK_FILE.fullmatch, _names(folder)) if m and m["stem"] == stem]
+    sizes = sorted({int(m["size"]) for m in found})
+    if len(sizes) > 1:
+        raise FormatError(
+            f"has files of runs on {' and '.join(map(str, sizes))} ranks ({stem}_world_size_*); move one run's files elsewhere",
+            path=folder,
+        )
+    by_rank = {int(m["rank"]): m[0] for m in found}
+    if not by_rank:
+        return ()
+    missing = [rank for rank in range(sizes[0]) if rank not in by_rank]
+    if missing or len(by_rank) > sizes[0]:
+        which = f"rank(s) {brief(missing)} of {sizes[0]}" if missing else f"{len(by_rank)} ranks"
+        have = "has no file" if missing else "has files"
+        raise SourceError(
+            f"{have} of {which} ({stem}_world_size_{sizes[0]}_rank_*.pt); copy the files of all hosts into one folder",
+            path=folder,
+        )
+    return tuple(join(folder, by_rank[rank]) for rank in range(sizes[0]))
+
+
+def is_rank_file(path: str) -> bool:
+    """Whether a path has the name of one rank's file. It then stands for those of all ranks in its folder."""
+    return _RANK_FILE.fullmatch(os.path.basename(path)) is not None
+
+
 def refuse_foreign(path: str) -> None:
     """Refuse a directory or file of a kind that can't be read, by its name. Rank-local; see :func:`kind_of`.
 
@@ -568,13 +605,13 @@ def refuse_foreign(path: str) -> None:
 
 
 def kind_below(path: str) -> tuple[str, Kind] | None:
-    """The first folder below a local directory that is of a kind that can't be read, and this kind. Lists at most 64 folders."""
+    """The first folder below a local directory that another program wrote, and its kind. Lists at most 64 folders."""
     if is_url(path) or not os.path.isdir(path):
         return None
     for name in sorted(_names(path))[:_MOST_FOLDERS]:
         folder = join(path, name)
         kind = kind_in(_names(folder)) if os.path.isdir(folder) else None
-        if kind is not None and not kind.works:
+        if kind is not None:
             return name, kind
     return None
 
@@ -587,13 +624,15 @@ def refuse_named(path: str) -> None:
 
 
 def refuse_below(path: str) -> None:
-    """Refuse a directory in which nothing was recognized, if one of its folders is of a kind that can't be read.
+    """Refuse a directory in which nothing was recognized, if another program wrote one of its folders.
 
     Rank-local. Raises :class:`SourceError`.
     """
     if found := kind_below(path):
         name, kind = found
-        raise SourceError(f"its folder {name} {kind.refusal(join(path, name))}", path=path)
+        folder = join(path, name)
+        what = f"is {kind.name}; give {folder}" if kind.works else kind.refusal(folder)
+        raise SourceError(f"its folder {name} {what}", path=path)
 
 
 def refuse_other(path: str, done: str) -> None:

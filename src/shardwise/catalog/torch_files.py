@@ -7,7 +7,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,10 +28,10 @@ from ..limits import (
 )
 from ..objects import frozen
 from ..storage.records import is_url
-from ..tensors.boxes import whole
+from ..tensors.boxes import Box, whole
 from .pickles import AnyNames, Name, Names, Record, check_key, unpickled
 from .quantized import OpenFile, each, open_file
-from .records import FULL_STATE_STEM, Catalog, Chunk, StoredFile, StoredTensor
+from .records import FULL_STATE_STEM, RANK_FILE_STEM, Catalog, Chunk, StoredFile, StoredTensor, is_rank_file
 from .weights import Choice, Weights, listed
 
 __all__ = [
@@ -262,6 +262,14 @@ def to_dict() -> dict[Any, Any]:
 
 
 @frozen
+class Shard:
+    """What a rank holds of a tensor of ``shape``."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@frozen
 class Saved:
     """The description of one tensor in ``data.pkl``."""
 
@@ -270,6 +278,15 @@ class Saved:
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    shard: Shard | None = None
+    """Of which tensor it is a rank's part, if it is one."""
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What it holds of its tensor, in the order of its elements."""
+        if self.shard is not None:
+            return self.shard.boxes
+        return (whole(self.sizes),) if 0 not in self.sizes else ()
 
 
 def _rebuilt(
@@ -390,6 +407,8 @@ class Archive:
         self.content = unpickled(reader, described.nbytes, names, self._path)
         reader.finish()
         self._name_chars_left = described.nbytes * MAX_VISITS_PER_BYTE
+        self.checksums: dict[int, int] = {}
+        """The CRC-32 of each storage that :meth:`payload` gave as one whole tensor, by its offset in the file."""
         order = self._zip.members.get("byteorder")
         self._is_little = order is None or MemberReader(self._zip, order)(16) == b"little"
 
@@ -426,7 +445,10 @@ class Archive:
                 f"{brief(list(saved.strides))}); save it from a contiguous tensor",
                 path=self._path,
             )
-        return self._zip.offset_of(data) + saved.offset * size
+        at = self._zip.offset_of(data) + saved.offset * size
+        if math.prod(saved.sizes) * size == data.nbytes and data.crc:  # 0: torch was told to compute none
+            self.checksums[at] = data.crc
+        return at
 
 
 def catalog_of_torch_files(root: str, weights: Weights, choice: Choice) -> Catalog:
@@ -469,17 +491,20 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     def pick(content: Any) -> Any:
         return _state_dict_in(content, ignored)
 
-    content, file = read_torch_file(path, pick, names=ANY_NAMES)
+    content, files = read_torch_file(path, pick, names=ANY_NAMES)
+    root = files[0].path
     tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
     if len(tensors) != len(content):
-        raise FormatError("two of its names differ only in type (1 and '1')", path=file.path)
-    if sum(t.nbytes for t in tensors.values()) > MAX_BYTES_PER_BYTE * file.nbytes:
+        raise FormatError("two of its names differ only in type (1 and '1')", path=root)
+    if sum(t.nbytes for t in tensors.values()) > MAX_BYTES_PER_BYTE * sum(file.nbytes for file in files):
         raise FormatError(
             f"its tensors overlap: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of the file",
-            path=file.path,
+            path=root,
         )
-    kind = "full state" if os.path.basename(file.path).startswith(FULL_STATE_STEM) else "torch"
-    return Catalog(kind, file.path, tensors, (file,), ignored_entries=tuple(ignored))
+    has_module_names = os.path.basename(root).startswith((FULL_STATE_STEM, RANK_FILE_STEM))
+    return Catalog(
+        "full state" if has_module_names else "torch", root, tensors, files, ignored_entries=tuple(ignored)
+    )
 
 
 def _state_dict_in(content: Any, ignored: list[str]) -> dict[Any, Saved]:
@@ -539,21 +564,34 @@ def read_torch_file(
     pick: Callable[[Any], Any] = lambda content: content,
     *,
     names: Names = TENSOR_NAMES,
-) -> tuple[Any, StoredFile]:
+) -> tuple[Any, tuple[StoredFile, ...]]:
     """The content of one ``torch.save``d file: its dicts and lists, with a place in the file for each tensor.
 
-    ``pick`` selects a part before tensors are located; ``names`` stand for its classes. Rank-local; reads the zip's directory, the description and 30
-    bytes per tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors
-    and plain values, elements not in row-major order, a file from before torch 1.6).
+    The path of one rank's file (:mod:`.rank_files`) stands for those of all ranks; the content is then that of all. ``pick`` selects a part before
+    tensors are located; ``names`` stand for its classes. Rank-local; reads the zip's directory, the description and 30 bytes per tensor, no
+    payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors and plain values, elements not in row-major
+    order, a file from before torch 1.6), and as :func:`.read_rank_files`.
     """
-    with open_file(os.fspath(path)) as file:
+    if is_rank_file(os.fspath(path)):
+        from .rank_files import read_rank_files
+
+        return read_rank_files(os.fspath(path), pick)
+    content, file, _ = read_one_file(os.fspath(path), pick, names)
+    return content, (file,)
+
+
+def read_one_file(
+    path: str, pick: Callable[[Any], Any], names: Names
+) -> tuple[Any, StoredFile, Mapping[int, int]]:
+    """As :func:`read_torch_file`, of one file; and the checksums of its storages by their offsets (:attr:`Archive.checksums`)."""
+    with open_file(path) as file:
         archive = Archive(file, 0, file.stored.nbytes, names)
         try:
             picked = pick(archive.content)
         except FormatError as error:
             raise error if error.path else FormatError(str(error), path=file.stored.path) from None
         archive.look_ahead(_saved_in(picked))
-        return located(archive, picked, file.stored.path), file.stored
+        return located(archive, picked, file.stored.path), file.stored, archive.checksums
 
 
 #: Optimizer states lie four levels deep (``state``, parameter, name of the state). Nothing that is read lies deeper.
@@ -576,10 +614,14 @@ def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ())
         name = archive.name_of(path)
         if value.code is None:
             raise FormatError(f"{name!r} has a dtype that can't be read", path=file)
-        chunks: tuple[Chunk, ...] = ()
-        if 0 not in value.sizes:
-            chunks = (Chunk(whole(value.sizes), file, archive.payload(value, value.code, name)),)
-        return StoredTensor(name, value.code, value.sizes, chunks)
+        chunks: list[Chunk] = []
+        at = archive.payload(value, value.code, name) if 0 not in value.sizes else 0
+        for box in value.boxes:
+            chunks.append(Chunk(box, file, at))
+            at += box.numel * itemsize(value.code)
+        return StoredTensor(
+            name, value.code, value.shard.shape if value.shard else value.sizes, tuple(chunks)
+        )
     if len(path) == _MAX_DEPTH:
         return value
     if type(value) is dict:

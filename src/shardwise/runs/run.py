@@ -171,7 +171,8 @@ def describe_run(
 
 def home_of_run(root: str, config: str | None, *, with_code: bool) -> str | None:
     """The local directory with the model's config.json: ``config``, else the source's own; of a URL, a copy of its documents."""
-    home = config or (root if is_file(os.path.join(root, "config.json")) else None)
+    homes = (root, os.path.join(root, "huggingface"))  # verl saves the config and the tokenizer there
+    home = config or next((one for one in homes if is_file(os.path.join(one, "config.json"))), None)
     return documents_of(home, with_code=with_code) if home is not None and is_url(home) else home
 
 

@@ -28,12 +28,14 @@ from ..catalog.quantized import OpenFile, open_file
 from ..catalog.records import (
     FULL_STATE_STEM,
     METADATA_NAME,
+    RANK_FILE_STEM,
     Catalog,
     Kind,
     StoredFile,
     StoredTensor,
     kind_below,
     kind_of,
+    rank_files_in,
     refuse_below,
     refuse_foreign,
 )
@@ -271,6 +273,9 @@ def _with_lists(value: Any) -> Any:
 # values.
 
 _OPTIMIZER_STEM = "optimizer"
+_STEP_FOLDER = re.compile(r"(?:global_step_|step-)(\d{1,12})")
+#: The stems of the same in the names of per-rank files.
+_RANK_FILE_STEMS = {FULL_STATE_STEM: "model", _OPTIMIZER_STEM: "optim"}
 #: What Lightning puts next to its DCP files: everything of the state that isn't sharded.
 _META_NAME, _LIGHTNING_SCHEDULERS = "meta.pt", "lr_schedulers"
 #: Entries of a state dict that hold a scheduler or a scaler.
@@ -467,6 +472,8 @@ def _sources(root: str, stem: str) -> tuple[str, ...]:
     """The paths of models or optimizers, in order: DCP directories or files of the full state."""
     if _has(root, METADATA_NAME):
         return (root,)
+    if of_ranks := rank_files_in(root, _RANK_FILE_STEMS[stem]):
+        return of_ranks[:1]
     found: list[str] = []
     names: list[tuple[str, ...]] = [
         (f"{stem}_0", f"{stem}.bin", f"{stem}.pt")
@@ -557,6 +564,8 @@ class ThirdPartyRun:
         for dcp in self._dcps:
             if found := nested(dcp, _DOCUMENT_KEYS[name]):
                 return found
+        if type(of_ranks := self._of_ranks(_DOCUMENT_KEYS[name])) is dict:
+            return of_ranks
         schedulers = self._meta.get(_LIGHTNING_SCHEDULERS) if name == "scheduler" else None
         if type(schedulers) is list and len(schedulers) == 1 and type(schedulers[0]) is dict:
             return schedulers[0]
@@ -586,15 +595,30 @@ class ThirdPartyRun:
             return count_of_steps(
                 self._meta["global_step"], "global_step", os.path.join(self.path, _META_NAME)
             )
-        named = re.fullmatch(r"step-(\d{1,12})", os.path.basename(self.path))
-        return int(named[1]) if named else None
+        folders = os.path.abspath(self.path).split(os.sep)[-2:]  # verl: global_step_20/actor
+        named = [m for m in map(_STEP_FOLDER.fullmatch, reversed(folders)) if m]
+        return int(named[0][1]) if named else None
 
     @property
     def world_size(self) -> int:
         """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
         files = {os.path.basename(f.path) for f in self.model(0).files}
+        if RANK_FILE_STEM in next(iter(files), ""):
+            return len(files)
         writers = {m[1] for f in files if (m := re.match(r"__(\d+)_", f))}
         return ranks_of(() if is_file(self.path) else _listed(self.path)) or len(writers)
+
+    def _of_ranks(self, keys: Collection[str]) -> Any:
+        """The first of these entries that all ranks saved as their ``extra_state``; None if there is none."""
+        if not (paths := rank_files_in(self.path, "extra_state")):
+            return None
+
+        def pick(content: Any) -> Any:
+            return [content[key] for key in keys if type(content) is dict and key in content][:1]
+
+        content, files = read_torch_file(paths[0], pick)
+        plain = PlainValues(self.path, sum(file.nbytes for file in files), lambda t: plain_tensor(t, files))
+        return next(iter(plain.of(content)), None)
 
     @property
     def _meta(self) -> Mapping[Any, Any]:
@@ -695,7 +719,7 @@ def _of_dcp(found: DcpCheckpoint, head: str) -> StoredOptimizer:
 
 
 def _of_file(path: str) -> StoredOptimizer:
-    content, file = read_torch_file(path)
+    content, files = read_torch_file(path)
     state, groups = (
         (content.get(k) for k in ("state", "param_groups")) if isinstance(content, dict) else (0, 0)
     )
@@ -705,7 +729,8 @@ def _of_file(path: str) -> StoredOptimizer:
         or not all(type(n) in (int, str) and isinstance(v, dict) for n, v in state.items())
     ):
         raise FormatError("not an optimizer's state dict: expected entries state and param_groups", path=path)
-    plain = PlainValues(path, file.nbytes, lambda t: plain_tensor(t, (file,)))
+    nbytes = sum(file.nbytes for file in files)
+    plain = PlainValues(path, nbytes, lambda t: plain_tensor(t, files))
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for owner, states in state.items():
@@ -718,7 +743,7 @@ def _of_file(path: str) -> StoredOptimizer:
             else:
                 values.setdefault(str(owner), {})[str(key)] = plain.of(value)
     settings = [_group(plain.of(group), path) for group in groups]
-    return StoredOptimizer(Catalog("full state", path, tensors, (file,)), values, settings, {})
+    return StoredOptimizer(Catalog("full state", path, tensors, files), values, settings, {})
 
 
 def _has_tensor(value: Any) -> bool:
