@@ -7,6 +7,7 @@ from .checkpoint.resume_report import ResumeReport
 from .checkpoint.save import SaveReport
 from .checkpoint.verify import VerifyReport
 from .export.hub import ExportReport
+from .fit.pipelines import PipelinePlan
 from .fit.plan import PlanReport
 from .loading.load import LoadReport
 from .operations.ledger import memory_ledger
@@ -21,6 +22,7 @@ __all__ = [
     "DiffReport",
     "ExportReport",
     "LoadReport",
+    "PipelinePlan",
     "PlanReport",
     "Progress",
     "ResumeReport",

@@ -355,6 +355,16 @@ _MEGATRON = (
     "Megatron-LM's tools/checkpoint/convert.py; then give OUT"
 )
 
+#: The file that lists a pipeline's components.
+PIPELINE_NAME = "model_index.json"
+PIPELINE = Kind(
+    name=f"a diffusers pipeline ({PIPELINE_NAME})",
+    marks=(re.escape(PIPELINE_NAME),),
+    unless=_NAMED_WEIGHTS,  # a pipeline often has its weights for other programs, too: flux1-dev.safetensors
+    instead="Load it with sw.load_pipeline('{path}', mesh, shard=('transformer',)); or give the directory of one of its models, "
+    "such as {path}/transformer, {path}/unet or {path}/vae",
+)
+
 #: In this order: the first whose marks are all there.
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -404,13 +414,7 @@ KINDS: tuple[Kind, ...] = (
         instead="The place of each part in its tensor isn't stored. Resume it once with Accelerate at the same number of ranks, and save "
         "there with SHARDED_STATE_DICT (use_dcp=True) or FULL_STATE_DICT",
     ),
-    Kind(
-        name="a diffusers pipeline (model_index.json)",
-        marks=(r"model_index\.json",),
-        unless=_NAMED_WEIGHTS,  # a pipeline often has its weights for other programs, too: flux1-dev.safetensors
-        instead="Load it with sw.load_pipeline('{path}', mesh, shard=('transformer',)); or give the directory of one of its models, "
-        "such as {path}/transformer, {path}/unet or {path}/vae",
-    ),
+    PIPELINE,
     Kind(
         name="a sharded Lightning checkpoint",
         marks=(r"\.metadata", r"meta\.pt"),

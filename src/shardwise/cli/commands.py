@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
@@ -73,10 +74,10 @@ def main() -> None:
 @source_path
 @common
 def inspect(path: str, as_json: bool) -> int:
-    """Show the contents of a model, a checkpoint, or a directory of checkpoints.
+    """Show the contents of a model, a diffusers pipeline, a checkpoint, or a directory of checkpoints.
 
     Only headers and manifests are read. PATH can be the ID of a model on the hub if it's in the local cache; nothing is downloaded.
-    The exit code is 1 if a published step is damaged. One host's part of a step doesn't count as damaged.
+    The exit code is 1 if a published step or a pipeline's component is damaged. One host's part of a step doesn't count as damaged.
     """
     from .render import contents_of, show_contents, to_json
 
@@ -90,11 +91,11 @@ def inspect(path: str, as_json: bool) -> int:
 
 def _is_sound(contents: Inspection) -> bool:
     from ..runs.history import RootContents
-    from .render import CheckpointContents
+    from .render import SourceContents
 
     if isinstance(contents, RootContents):
         return bool(contents.steps) and all(step.ok is not False for step in contents.steps)
-    return not (isinstance(contents, CheckpointContents) and contents.problems)
+    return isinstance(contents, SourceContents) or not contents.problems
 
 
 @main.command(short_help="Show how many GPUs a model needs, or whether it fits.")
@@ -143,10 +144,15 @@ def plan(
 
     With any of the training options (--batch-size through --explain), you also see each phase of the run: load, steps, saves, resume,
     export. For these, a config.json without weights is enough. The exit code is 1 if the run doesn't fit into --fit or --host.
+
+    If PATH is a diffusers pipeline, you see each of its models, whole and sharded. With --fit, you also see which ones to shard. To plan a
+    training run, give one of the models: --subfolder transformer.
     """
     from ..fit.plan import plan as plan_model
     from .render import nodes_like_this, show_plan, this_host
 
+    if not options["subfolder"] and _is_pipeline(path, options):
+        return _plan_pipeline(path, ranks, as_json, options)
     on_this_host, is_own_dtype = options["device"] == "cpu", options["dtype"] == "auto"
     asked, is_explained = asked_training(options)
     if ranks is None:
@@ -179,6 +185,50 @@ def plan(
     return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
+def _is_pipeline(path: str, options: dict[str, Any]) -> bool:
+    from ..fit.pipelines import find_components
+    from ..models.hub import HubOptions
+
+    hub = HubOptions(revision=options["revision"], cache_dir=options["cache_dir"])
+    return find_components(path, hub) is not None
+
+
+#: The options of ``plan`` that apply to a pipeline.
+_OF_PIPELINES = {"path", "ranks", "replicas", "dtype", "fit", "revision", "variant", "cache_dir", "as_json"}
+
+
+def _plan_pipeline(path: str, ranks: int | None, as_json: bool, options: dict[str, Any]) -> int:
+    from ..dtypes import named_dtype
+    from ..fit.pipelines import plan_pipeline
+    from .render import show_pipeline_plan
+
+    context = click.get_current_context()
+    for name in context.params.keys() - _OF_PIPELINES:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            given = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{given} doesn't apply to a pipeline; with --subfolder, one of its models is planned"
+            )
+    if ranks is None and options["fit"] is None:
+        raise click.UsageError("pass --ranks N, or --fit SIZE to find out how many ranks the pipeline needs")
+    if ranks is not None:
+        check_axes(ranks=ranks, nodes=1, replicas=options["replicas"], tp=1, ep=1)
+    dtype = None if options["dtype"] == "auto" else options["dtype"]
+    report = plan_pipeline(
+        path,
+        ranks=ranks,
+        device_limit_bytes=options["fit"],
+        dtype=dtype and named_dtype(dtype),
+        **{name: options[name] for name in ("replicas", "revision", "variant", "cache_dir")},
+    )
+    given = f", dtype=torch.{dtype}" * (dtype is not None)
+    given += "".join(
+        f", {name}={options[name]!r}" for name in ("variant", "revision", "cache_dir") if options[name]
+    )
+    answer(report, as_json, partial(show_pipeline_plan, given=given))
+    return WRONG_DATA if report.device_limit_bytes is not None and report.shard is None else FINE
+
+
 @main.command(short_help="Check every byte of a checkpoint, or of a whole run.")
 @source_path
 @option("--threads", type=click.IntRange(1, 256), metavar="N", help="Default: number of cores, at most 8.")
@@ -186,13 +236,23 @@ def plan(
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step in a directory of checkpoints.
 
+    If PATH is a diffusers pipeline, its indexes and headers are checked, and that each model's files contain exactly the tensors that its
+    class wants. Published weights have no checksums to compare their values with.
+
     If PATH is one host's part of a step (Checkpointer(local=True)), only that host's files are checked. If they're intact, the exit code
     is 3, because the rest of the step wasn't checked.
     """
+    from ..catalog.pipelines import pipeline_at
     from ..checkpoint.verify import verify as verify_one
     from ..runs.history import is_root
-    from .render import show_verify
+    from .render import show_pipeline_proof, show_verify
 
+    if pipeline_at(path) is not None:
+        from ..fit.pipelines import verify_pipeline
+
+        proof = verify_pipeline(path)
+        answer(proof, as_json, show_pipeline_proof)
+        return WRONG_DATA if proof.problems else FINE
     if not is_root(path):
         report = verify_one(path, threads=threads)
         answer(report, as_json, show_verify)
@@ -306,6 +366,12 @@ def copy(path: str, out: str, as_json: bool) -> None:
     help="Write the quantized format of --source. Default: plain weights.",
 )
 @option("--source", metavar="PATH", help="The quantized model from which this one was loaded.")
+@option("--variant", help="Part of the file names, such as bf16. Changes no dtype.")
+@option(
+    "--pipeline",
+    metavar="DIR",
+    help="Diffusers pipeline, a directory or Hub ID: write a copy of it with the checkpoint's models.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export at OUT, atomically.")
 @one_model
 @config
@@ -324,7 +390,8 @@ def export(
 
     PATH is a shardwise or DCP checkpoint, or safetensors files. If it's a run's directory, its newest valid step is exported; the run can keep
     saving and deleting steps in the meantime. PATH and OUT can be URLs in object stores. Run the command in one process, or with torchrun
-    to share the work among ranks. With --quantize as-source, unchanged tensors are copied from the quantized source, byte for byte.
+    to share the work among ranks. With --pipeline, each model of the checkpoint replaces the component of its name; if the checkpoint has only
+    one model, give the component with --model. With --quantize as-source, unchanged tensors are copied from the quantized source, byte for byte.
     """
     if (quantize is None) != (source is None):
         raise click.UsageError(

@@ -432,7 +432,9 @@ config = option(
     metavar="DIR",
     help="Directory with config.json, tokenizer and custom code, if PATH has none.",
 )
-one_model = option("--model-name", metavar="NAME", help="Model to use, if the checkpoint has several.")
+one_model = option(
+    "--model-name", "--model", metavar="NAME", help="Model to use, if the checkpoint has several."
+)
 trust_remote_code = click.option(
     "--trust-remote-code", is_flag=True, help="Run the Python files that come with the model."
 )

@@ -18,10 +18,13 @@ from rich.tree import Tree
 
 from ..catalog.checkpoint import catalog_of_manifest
 from ..catalog.open import open_catalog
+from ..catalog.pipelines import Component, Pipeline, pipeline_at
 from ..catalog.records import Catalog
+from ..catalog.weights import Choice
 from ..dtypes import itemsize
 from ..engine.files import shares_memory
-from ..errors import PlanError, SourceError, UnsupportedConversionError
+from ..errors import PlanError, ShardwiseError, SourceError, UnsupportedConversionError
+from ..fit.pipelines import GATHERED_GROUPS, PipelinePlan, PipelineProof
 from ..fit.plan import PlanReport, format_text
 from ..format.manifest import (
     MANIFEST_NAME,
@@ -131,7 +134,40 @@ class CheckpointContents:
     """Frozen tensors of which it holds only digests."""
 
 
-Inspection = SourceContents | CheckpointContents | RootContents
+@frozen(kw_only=True)
+class ComponentContents:
+    """A component of a pipeline, in one variant of its weights."""
+
+    name: str
+    library: str
+    class_name: str
+    variant: str | None
+    files: int
+    """Files of weights; 0 for a component without weights, such as a tokenizer."""
+    tensors: int
+    tensor_bytes: int
+    dtypes: Mapping[str, int]
+    """Bytes by stored dtype, largest first."""
+    problem: str
+    """Why it can't be read; empty if it can."""
+
+
+@frozen(kw_only=True)
+class PipelineContents:
+    """The contents of a diffusers pipeline."""
+
+    kind: str = "diffusers pipeline"
+    path: str
+    class_name: str
+    components: tuple[ComponentContents, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What can't be read, by component."""
+        return tuple(f"{one.name}: {one.problem}" for one in self.components if one.problem)
+
+
+Inspection = SourceContents | CheckpointContents | RootContents | PipelineContents
 
 
 def contents_of(path: str) -> Inspection:
@@ -144,6 +180,8 @@ def contents_of(path: str) -> Inspection:
             return steps_below(path)
         if is_file(os.path.join(path, MANIFEST_NAME)):
             return _checkpoint(path)
+        if (pipeline := pipeline_at(path)) is not None:
+            return _pipeline(path, pipeline)
         try:
             catalog = open_catalog(path)
         except SourceError as error:
@@ -170,10 +208,12 @@ def _local(path: str) -> str:
         return absolute(path)
     if os.path.lexists(path):
         return path
-    from ..models.hub import HubOptions, find_model
+    from ..models.hub import HubOptions, find_model, pipeline_on_hub
     from ..ranks.ranks import Ranks
 
-    return find_model(path, HubOptions(local_files_only=True), Ranks())
+    options = HubOptions(local_files_only=True)
+    pipeline = pipeline_on_hub(path, options)
+    return find_model(path, options, Ranks()) if pipeline is None else pipeline[0]
 
 
 def to_json(contents: Inspection) -> dict[str, Any]:
@@ -190,9 +230,6 @@ def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceC
         problems = error.problems or (str(error),)
     except UnsupportedConversionError as error:
         problems = (str(error),)
-    dtypes: dict[str, int] = {}
-    for tensor in catalog.tensors.values():
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.nbytes
     return SourceContents(
         kind=catalog.kind,
         path=path,
@@ -202,10 +239,47 @@ def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceC
         ignored_entries=catalog.ignored_entries,
         tensors=len(catalog.tensors),
         tensor_bytes=catalog.nbytes,
-        dtypes=dict(sorted(dtypes.items(), key=lambda pair: -pair[1])),
+        dtypes=_dtypes(catalog),
         quantized=formats,
         quantized_problems=problems,
         tree=tree_of(catalog.tensors.values()),
+    )
+
+
+def _dtypes(catalog: Catalog) -> dict[str, int]:
+    """Bytes by stored dtype, largest first."""
+    found: dict[str, int] = {}
+    for tensor in catalog.tensors.values():
+        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def _pipeline(path: str, pipeline: Pipeline) -> PipelineContents:
+    components = [
+        _component(one, variant)
+        for one in pipeline.components.values()
+        for variant in one.variants or (None,)
+    ]
+    return PipelineContents(path=path, class_name=pipeline.class_name, components=tuple(components))
+
+
+def _component(one: Component, variant: str | None) -> ComponentContents:
+    catalog, problem = None, "" if one.is_here else "lost: there is no such folder"
+    if one.variants:
+        try:
+            catalog = open_catalog(one.folder, choice=Choice(variant=variant))
+        except ShardwiseError as error:
+            problem = str(error)
+    return ComponentContents(
+        name=one.name,
+        library=one.library,
+        class_name=one.class_name,
+        variant=variant,
+        files=0 if catalog is None else len(catalog.files),
+        tensors=0 if catalog is None else len(catalog.tensors),
+        tensor_bytes=0 if catalog is None else catalog.nbytes,
+        dtypes={} if catalog is None else _dtypes(catalog),
+        problem=problem,
     )
 
 
@@ -328,6 +402,9 @@ def show_contents(out: Console, contents: Inspection) -> None:
     if isinstance(contents, RootContents):
         _show_root(out, contents)
         return
+    if isinstance(contents, PipelineContents):
+        _show_pipeline(out, contents)
+        return
     source = contents.source if isinstance(contents, CheckpointContents) else contents
     facts = {
         "path": source.path,
@@ -433,6 +510,19 @@ def _show_root(out: Console, root: RootContents) -> None:
         out.print(Text(plain(root.missing)), soft_wrap=True)
     if not root.steps:
         out.print(Text("no published step", _RED))
+
+
+def _show_pipeline(out: Console, pipeline: PipelineContents) -> None:
+    facts = {"path": pipeline.path, "kind": pipeline.kind, "class": pipeline.class_name}
+    _facts(out, facts, {"tensors": size(sum(one.tensor_bytes for one in pipeline.components))})
+    table = _table("component", "library", "class", "variant", ">tensors", ">size", "dtypes")
+    for one in pipeline.components:
+        dtypes = ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in one.dtypes.items())
+        counts = (str(one.tensors), size(one.tensor_bytes)) if one.files else ("-", "-")
+        names = (one.name, one.library, one.class_name, one.variant or "-")
+        table.add_row(*map(plain, names), *counts, dtypes or "-")
+    out.print(table)
+    show_problems(out, pipeline.problems)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -553,8 +643,56 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None, *, is_own
         out.print(Text(warning, _YELLOW), soft_wrap=True)
 
 
+def show_pipeline_plan(out: Console, report: PipelinePlan, *, given: str) -> None:
+    """Print the result of ``plan`` of a pipeline. ``given``: further arguments of ``load_pipeline``, as Python."""
+    limit, shard = report.device_limit_bytes, report.shard
+    if limit is not None and shard is None:
+        text = f"Does not fit: on {report.ranks} rank{'s' * (report.ranks > 1)}, each needs at least {size(report.least_bytes)} of {size(limit)}."
+        out.print(Text(text, _RED), soft_wrap=True)
+    elif shard is not None:
+        out.print(
+            Text(
+                f"Fits: {size(report.held_bytes(shard))} on each of {report.ranks} rank{'s' * (report.ranks > 1)}.",
+                _GREEN,
+            )
+        )
+    _facts(out, report.rows(), apart=("shard",))
+    table = _table(
+        "model", "class", "dtypes", ">whole", ">sharded", ">largest group", *["load"] * (limit is not None)
+    )
+    for one in report.components:
+        numbers = map(size, (one.whole_bytes, one.shard_bytes, one.gathered_bytes))
+        load = "-" if shard is None else "sharded" if one.name in shard else "whole"
+        table.add_row(
+            one.name, one.class_name, ", ".join(one.dtypes), *numbers, *[load] * (limit is not None)
+        )
+    out.print(table)
+    if shard is not None:
+        line = f"sw.load_pipeline({report.path!r}, mesh, shard={shard!r}{given})"
+        out.print(Text(f"To load it: {line}", _GREEN), soft_wrap=True)
+    elif limit is None:
+        out.print(Text("To see which models to shard, add --fit with the memory of one device."))
+    out.print(
+        Text(
+            f"Only weights are counted, and {GATHERED_GROUPS} times the largest FSDP2 group of a sharded model while it runs. "
+            f"Activations aren't: leave memory for them."
+        ),
+        soft_wrap=True,
+    )
+
+
 # ----------------------------------------------------------------------------------------------------
 # verify, export
+
+
+def show_pipeline_proof(out: Console, report: PipelineProof) -> None:
+    """Print the result of ``verify`` of a pipeline."""
+    checked = (
+        "indexes, headers, sizes, and the tensors that each class wants; published weights have no checksums"
+    )
+    _facts(out, report.rows(), {"checked": checked}, apart=("problems",))
+    show_problems(out, report.problems)
+    out.print(_verdict(not report.problems))
 
 
 def show_verify(out: Console, report: Any) -> None:

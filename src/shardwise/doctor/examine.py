@@ -18,8 +18,9 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ..catalog.records import kind_of
-from ..errors import SourceError
+from ..catalog.pipelines import Pipeline, pipeline_at
+from ..catalog.records import PIPELINE, kind_of
+from ..errors import ShardwiseError, SourceError
 from ..format.header import OTHERS_NAME, TRAINER_FILE
 from ..format.manifest import MANIFEST_NAME
 from ..limits import brief
@@ -55,6 +56,7 @@ from .files import (
     look_at_bucket,
     look_at_checkpoint,
     look_at_model,
+    look_at_pipeline,
     look_at_place,
     look_at_stored_model,
     look_for_lost,
@@ -187,6 +189,10 @@ def _look_in(path: str, found: _Found) -> str:
         names = os.listdir(path)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    if (pipeline := _pipeline_in(path)) is not None:
+        models = look_at_pipeline(pipeline, path)
+        found["models"] += models
+        return f"{PIPELINE.name}, with {', '.join(os.path.basename(one.path) for one in models if one.path != path)}"
     foreign = _note_foreign(path, found)
     if holds_checkpoint(path, names):
         checkpoint = look_for_lost(look_at_checkpoint(path, names), names, _beside(path))
@@ -205,6 +211,13 @@ def _look_in(path: str, found: _Found) -> str:
     if not foreign:
         found["places"].append(look_at_place(path))
     return foreign or "a directory to write to; wrote test files to it and deleted them"
+
+
+def _pipeline_in(path: str) -> Pipeline | None:
+    try:
+        return pipeline_at(path)
+    except ShardwiseError:  # of no use: noted as foreign
+        return None
 
 
 def _and_its_run(path: str, found: _Found) -> str:

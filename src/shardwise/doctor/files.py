@@ -17,14 +17,16 @@ from dataclasses import replace
 from typing import Any
 
 from ..catalog.pickles import Record
+from ..catalog.pipelines import Pipeline
 from ..catalog.records import METADATA_NAME
-from ..catalog.safetensors import catalog_of_safetensors
+from ..catalog.safetensors import catalog_of_safetensors, catalog_of_weights
 from ..catalog.torch_files import ANY_NAMES, catalog_of_torch_file, read_torch_file
 from ..catalog.weights import INDEX_NAME, Choice, weights_in
 from ..checkpoint.verify import check_part
 from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.header import HEAD_NAME, OTHERS_NAME, read_header
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..internals.diffusers import STEM
 from ..limits import (
     MAX_CONFIG_DEPTH,
     MAX_COUNT,
@@ -48,6 +50,7 @@ from .facts import Bucket, Checkpoint, Model, Place, Settings, Speeds, classes_o
 # Looks at a directory of weights: its index, sizes and headers of its files. Opens no pickle.
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_STEMS = ("pytorch_model", "model", STEM)
 _ADAPTER = "adapter_config.json"
 #: Names that torch.compile, DDP, FSDP1 and PEFT put before a model's own.
 _WRAPPED = re.compile(r"_orig_mod\.|module\.|_fsdp_wrapped_module\.|base_model\.model\.")
@@ -61,14 +64,28 @@ _POINTER = b"version https://git-lfs"
 def holds_weights(names: Iterable[str]) -> bool:
     """Whether a directory with these names holds a model as the hub has it."""
     return any(n == "config.json" or n.endswith(".safetensors") or n == INDEX_NAME for n in names) or any(
-        n.startswith(("pytorch_model", "model")) and n.endswith(PICKLES) for n in names
+        n.startswith(_STEMS) and n.endswith(PICKLES) for n in names
     )
 
 
-def look_at_model(path: str) -> Model:
-    """Facts of the local directory ``path``. Rank-local; reads headers only."""
+def look_at_pipeline(pipeline: Pipeline, path: str) -> list[Model]:
+    """Facts of each model of a local pipeline, and of the folders that it lacks. Rank-local; reads headers only."""
+    components = pipeline.components.values()
+    lost = tuple(one.name for one in components if not one.is_here)
+    found = [Model(path=path, config={}, nbytes=0, lost=lost)] if lost else []
+    for one in components:
+        if one.is_here and (one.variants or holds_weights(os.listdir(one.folder))):
+            plain_first = (None, *one.variants) if None in one.variants else one.variants or (None,)
+            model = look_at_model(one.folder, plain_first[0])
+            found.append(model if one.variants else replace(model, problem="no weights, only a config.json"))
+    return found
+
+
+def look_at_model(path: str, variant: str | None = None) -> Model:
+    """Facts of the local directory ``path``, or of a variant of its weights. Rank-local; reads headers only."""
     names = sorted(os.listdir(path))
-    problem, outside, listed = _index(path) if _takes_index(path) else (None, (), ())
+    index = _index_taken(path, variant)
+    problem, outside, listed = (None, (), ()) if index is None else _index(path, index)
     files = [n for n in names if n.endswith(".safetensors")]
     damaged: dict[str, str] = {}
     pointers, shapes = [], dict[str, tuple[int, ...]]()
@@ -82,10 +99,10 @@ def look_at_model(path: str) -> Model:
         except ShardwiseError as error:
             damaged[name] = _without(str(error), file)
     lost = tuple(n for n in listed if n not in names)
-    pickles = [n for n in names if n.endswith(PICKLES) and n.startswith(("pytorch_model", "model"))]
+    pickles = [n for n in names if n.endswith(PICKLES) and n.startswith(_STEMS)]
     read = [n for n in pickles if _READ_PICKLE.fullmatch(n)]
     if files and not (problem or outside or lost or damaged or pointers):
-        problem = _problem(path)
+        problem = _problem(path, variant)
     config = _config(os.path.join(path, "config.json")) if "config.json" in names else {}
     return Model(
         path=path,
@@ -169,40 +186,43 @@ def look_at_stored_model(url: str, names: Iterable[str]) -> Model:
     return Model(path=url, config=config, nbytes=nbytes, pickles=() if files else pickles, problem=problem)
 
 
-def _takes_index(path: str) -> bool:
-    """Whether a load goes by the index: a whole file goes before it."""
+def _index_taken(path: str, variant: str | None) -> str | None:
+    """The index by which a load goes, if it goes by one."""
     try:
-        weights = weights_in(path, Choice(use_safetensors=True))
+        weights = weights_in(path, Choice(variant=variant, use_safetensors=True))
     except ShardwiseError:
-        return False
-    return weights is not None and weights.name == INDEX_NAME
+        return None
+    return weights.name if weights is not None and weights.is_index else None
 
 
-def _index(path: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
+def _index(path: str, name: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
     """Why the index can't be read, its names that lead outside, and the files that it names."""
     try:
-        document = read_json(os.path.join(path, INDEX_NAME), "index")
+        document = read_json(os.path.join(path, name), "index")
     except ShardwiseError as error:
         return _without(str(error), path), (), ()
     found = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found:
-        return f"{INDEX_NAME}: its weight_map is missing, empty, or not an object", (), ()
+        return f"{name}: its weight_map is missing, empty, or not an object", (), ()
     files = list(dict.fromkeys(brief(f) if not isinstance(f, str) else f for f in found.values()))
     outside = tuple(f for f in files if not is_inside(f) or "/" in f)
     return None, outside, tuple(f for f in files if f not in outside)
 
 
-def _problem(path: str) -> str | None:
+def _problem(path: str, variant: str | None) -> str | None:
     """What else may stop a load: tensors that an index lists and no file holds, or that are stored twice."""
     try:
-        unheld = catalog_of_safetensors(path).unheld
+        choice = Choice(variant=variant, use_safetensors=True)
+        weights = weights_in(path, choice)
+        catalog = catalog_of_weights(path, weights, choice) if weights else catalog_of_safetensors(path)
+        unheld = catalog.unheld
     except ShardwiseError as error:
         return _without(str(error), path)
     if not unheld:
         return None
     more = f" and {len(unheld) - 5} more" if len(unheld) > 5 else ""
     lost = ", ".join(f"{name} (in {file})" for name, file in list(unheld.items())[:5])
-    return f"{INDEX_NAME}: lists tensors that their files don't contain: {lost}{more}"
+    return f"{_index_taken(path, variant)}: lists tensors that their files don't contain: {lost}{more}"
 
 
 def _config(path: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ..tensors.live import LiveModel, describe
 from ..tensors.tiles import Tile
 from .again import AsSource, AsSourceJob, QuantizedSource, place_of_source
 from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered, planned
-from .pipelines import models_of, write_pipeline
+from .pipelines import models_of, stored_models, write_pipeline
 from .stored import StoredJob
 from .write import HubFiles, HubTensors, Job, ToDirectory, ToStore, adapter_in_file, as_named
 
@@ -96,8 +96,10 @@ def export_hf(
             pipeline, or a dict of models of one: each model is written into the folder of its name.
         out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
-        model_name: the model to export from a checkpoint with several.
-        pipeline: for a dict of models, the pipeline to which they belong, a directory or Hub ID. Everything else is copied from there.
+        model_name: the model to export from a checkpoint with several. With ``pipeline``, None exports all of them, and the only model of a
+            checkpoint needs the name of its component here.
+        pipeline: for stored models, or a dict of models: the pipeline whose components they are, a directory or Hub ID. Everything else is copied
+            from there.
         config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.
@@ -128,31 +130,41 @@ def export_hf(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     final = absolute(out)
-    if models_of(model_or_path) is not None:
+    models: Mapping[str, Any] | None = models_of(model_or_path)
+    is_stored = models is None and pipeline is not None and not isinstance(model_or_path, nn.Module)
+    if models is not None or is_stored:
         options: dict[str, Any] = {
             "dtype": dtype,
             "variant": variant,
             "max_shard_bytes": max_shard_bytes,
-            "merge": merge,
+            "trust_remote_code": trust_remote_code,
             "io": io,
         }
         given = {
             "overwrite": overwrite,
-            "model_name": model_name,
             "config": config,
             "adapters": adapters,
             "quantize": quantize,
+            "source": source,
+            **({"merge": merge} if is_stored else {"model_name": model_name}),
         }
-        if refused := [name for name, value in {**given, "source": source}.items() if value]:
+        if refused := [name for name, value in given.items() if value]:
             raise ValueError(f"{refused[0]}= doesn't apply to a pipeline; export its models one by one")
-        found = write_pipeline(
-            model_or_path, final, pipeline, lambda model, folder: export_hf(model, folder, **options), ranks
-        )
+        if is_stored:
+            with ranks.agree("list the models"):
+                models = stored_models(model_or_path, model_name)
+
+        def write(model: Any, folder: str) -> ExportReport:
+            if is_stored:
+                return export_hf(model_or_path, folder, model_name=model, **options)
+            return export_hf(model, folder, merge=merge, **options)
+
+        found = write_pipeline(model_or_path, models or {}, final, pipeline, write, ranks)
         return _joined(found, final, time.perf_counter() - started)
     counted = this_operation(final)
     with ranks.agree("open source"):
         if pipeline is not None:
-            raise ValueError("pipeline= applies to a dict of models, by component")
+            raise ValueError("pipeline= applies to stored models, or to a dict of models by component")
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         if overwrite and is_url(final):

@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..catalog.records import PIPELINE_NAME
 from ..errors import CheckpointError
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.diffusers import is_pipeline, save_others
-from ..loading.pipelines import PIPELINE_NAME, find_pipeline
+from ..loading.pipelines import find_pipeline
 from ..models.hub import HubOptions
 from ..publish.lock import remove_ours
 from ..ranks.ranks import Ranks, patiently
-from ..storage.records import is_url
+from ..storage import is_file
+from ..storage.records import is_url, join
 from .write import make_room, publish_directory
 
 T = TypeVar("T")
@@ -30,20 +33,39 @@ def models_of(parts: Any) -> dict[str, nn.Module] | None:
     return {str(name): part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
+def stored_models(path: str | os.PathLike[str], component: str | None) -> dict[str, str | None]:
+    """The models of a checkpoint by the components of a pipeline that they are, or ``component`` alone. Rank-local.
+
+    ``component`` names the model of a checkpoint that has only one, or of another source, where it is None. Raises :class:`ValueError` if that is
+    missing.
+    """
+    root = os.fspath(path)
+    names: list[str | None] = [None]
+    if is_file(join(root, MANIFEST_NAME)):
+        names = [*read_manifest(root).models]
+    if component is not None and (component in names or len(names) == 1):
+        return {component: component if component in names else names[0]}
+    if component is not None:
+        raise ValueError(f"{root}: has no model {component!r}; it has {', '.join(map(str, names))}")
+    if names in ([None], ["model"]):
+        raise ValueError(f"{root}: has one model; say which component it is: model_name='transformer'")
+    return {str(name): name for name in names}
+
+
 def write_pipeline(
     parts: Any,
+    models: Mapping[str, Any],
     final: str,
     source: str | os.PathLike[str] | None,
-    write: Callable[[nn.Module, str], T],
+    write: Callable[[Any, str], T],
     ranks: Ranks,
 ) -> dict[str, T]:
     """Write a pipeline into a local directory, which appears complete or not at all. Returns what ``write`` gave, by model.
 
-    ``parts``: a live pipeline, or a dict of models of the pipeline in ``source``, from which everything else is copied. Every rank must call
-    it. Raises :class:`CheckpointError` for a place that is taken, :class:`SourceError` for a source that is no pipeline.
+    ``models``: those of ``parts``, by component. ``parts``: a live pipeline, or models of the pipeline in ``source``, from which everything else is
+    copied. Every rank must call it. Raises :class:`CheckpointError` for a place that is taken, :class:`SourceError` for a source that is no
+    pipeline.
     """
-    models = models_of(parts)
-    assert models is not None
     with ranks.agree("check arguments"):
         if is_url(final):
             raise ValueError(

@@ -177,11 +177,17 @@ def note_path(model: Any, path: str) -> None:
 def component_class(library: str, name: str) -> Any | None:
     """The class of a pipeline's component, of diffusers or transformers; None for one of another library or of a pipeline's own code.
 
-    diffusers 0.37-0.42: ``model_index.json`` names both. Without it, a component could be built by another class than its pipeline's.
+    diffusers 0.37-0.42: ``model_index.json`` names both; a library may be a folder of ``diffusers.pipelines``, such as ``stable_diffusion``.
+    Without it, a component could be built by another class than its pipeline's.
     """
-    if library not in ("diffusers", "transformers"):
+    try:
+        if library not in ("diffusers", "transformers"):
+            from diffusers import pipelines
+
+            return getattr(getattr(pipelines, library, None), name, None)
+        return getattr(importlib.import_module(library), name, None)
+    except Exception:  # the attribute imports the class's module, which may fail in any way
         return None
-    return getattr(importlib.import_module(library), name, None)
 
 
 def download_pipeline(path: str, left_out: Collection[str], options: Mapping[str, Any]) -> str:

@@ -11,17 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import FormatError, SourceError
+from ..catalog.pipelines import Component, pipeline_in
+from ..catalog.records import PIPELINE_NAME
+from ..errors import SourceError
 from ..internals.diffusers import assembled, component_class, download_pipeline
-from ..limits import brief, read_shallow_json
 from ..models.hub import FromPretrained, HubOptions, find_for_all, understand
 from ..planning.plan import IOOptions
 from ..ranks.ranks import Ranks
 from ..sharding.fsdp import ShardPolicy
 from .pretrained import load_pretrained
-
-#: The file that lists a pipeline's components.
-PIPELINE_NAME = "model_index.json"
 
 
 def load_pipeline(
@@ -77,17 +75,19 @@ def load_pipeline(
             raise ValueError(f"adapter= names {sorted(unknown)}, and only components in shard= can have one")
     hub = asked.hub
     directory, listed = find_pipeline(path, hub, given, ranks, needed=sharded)
+    with ranks.agree("choose the variants"):
+        variants = {name: listed[name].variant(hub.variant) for name in sharded}
     for name in sharded:
         given[name] = load_pretrained(
             directory,
             mesh,
             policy=policy,
-            dtype=_dtype_of(dtype, name),
-            auto_class=component_class(*listed[name]),
+            dtype=dtype_of(dtype, name),
+            auto_class=component_class(listed[name].library, listed[name].class_name),
             adapter=(adapter or {}).get(name),
             io=io,
             subfolder=name,
-            variant=_variant_of(hub.variant, directory, name),
+            variant=variants[name],
             use_safetensors=hub.use_safetensors,
         )
     with ranks.agree("load the other components"):
@@ -112,8 +112,8 @@ def find_pipeline(
     ranks: Ranks,
     *,
     needed: Collection[str] = (),
-) -> tuple[str, dict[str, tuple[str, str]]]:
-    """The local directory of a pipeline and its :func:`components_of`. From the Hub without the weights of components ``left_out``.
+) -> tuple[str, Mapping[str, Component]]:
+    """The local directory of a pipeline and its components. From the Hub without the weights of components ``left_out``.
 
     Every rank must call it. Raises :class:`ValueError` for a component, left out or ``needed``, that it doesn't have, and
     :class:`SourceError` for a directory that some ranks lack.
@@ -125,33 +125,17 @@ def find_pipeline(
                 "is a pipeline, which must be a local directory on every rank; copy it to every host",
                 path=found.lent,
             )
-        listed = components_of(found.directory)
+        if not os.path.isfile(os.path.join(found.directory, PIPELINE_NAME)):
+            raise SourceError(
+                f"no {PIPELINE_NAME}, which a diffusers pipeline has; one model is loaded by load_pretrained",
+                path=found.directory,
+            )
+        listed = pipeline_in(found.directory).components
         if unknown := {*left_out, *needed} - listed.keys():
             raise ValueError(
                 f"{os.fspath(path)}: has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}"
             )
     return found.directory, listed
-
-
-def components_of(directory: str) -> dict[str, tuple[str, str]]:
-    """The components of a pipeline, with the library and the class of each, from ``model_index.json``. Rank-local.
-
-    Raises :class:`SourceError` without that file, :class:`FormatError` for one that can't be read.
-    """
-    file = os.path.join(directory, PIPELINE_NAME)
-    if not os.path.isfile(file):
-        raise SourceError(
-            f"no {PIPELINE_NAME}, which a diffusers pipeline has; one model is loaded by load_pretrained",
-            path=directory,
-        )
-    document = read_shallow_json(file, "list of components")
-    if not isinstance(document, dict):
-        raise FormatError(f"not a list of components: {brief(document)}", path=file)
-    return {
-        name: (value[0], value[1])
-        for name, value in document.items()
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-    }
 
 
 def _download(path: str, left_out: Sequence[str], options: HubOptions) -> str:
@@ -167,16 +151,8 @@ def _download(path: str, left_out: Sequence[str], options: HubOptions) -> str:
     return download_pipeline(path, left_out, {name: getattr(options, name) for name in names})
 
 
-def _variant_of(variant: str | None, directory: str, component: str) -> str | None:
-    """The variant to load of a component. As in diffusers, a component that has no file of the variant is loaded without one."""
-    folder = os.path.join(directory, component)
-    if variant is None or not os.path.isdir(folder):
-        return variant
-    is_there = any(f".{variant}." in name or f".{variant}-" in name for name in os.listdir(folder))
-    return variant if is_there else None
-
-
-def _dtype_of(dtype: torch.dtype | Mapping[str, torch.dtype] | None, name: str) -> torch.dtype:
+def dtype_of(dtype: torch.dtype | Mapping[str, torch.dtype] | None, name: str) -> torch.dtype:
+    """The dtype of a component, by the ``dtype`` of :func:`load_pipeline`."""
     if isinstance(dtype, Mapping):
         return dtype.get(name, dtype.get("default", torch.float32))
     return dtype or torch.float32

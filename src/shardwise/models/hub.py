@@ -20,7 +20,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from ..catalog.records import kind_in
+from ..catalog.records import PIPELINE_NAME, kind_in
 from ..catalog.weights import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -552,6 +552,39 @@ def _explained(error: Exception, model: str, options: HubOptions) -> SourceError
             f"no such directory here, and the download from {endpoint} failed: {type(error).__name__}: {said}"
         )
     return SourceError(text, path=model)
+
+
+def pipeline_on_hub(model: str, options: HubOptions) -> tuple[str, dict[str, list[str]]] | None:
+    """The local folder of a hub pipeline's ``model_index.json``, and the names in each folder of the repository, offline in that of the cache.
+
+    None for anything else, also for what can't be had: whoever looks for a model there says why. Downloads that one file. Rank-local.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download
+
+    if not is_hub_id(model):
+        return None
+    common: dict[str, Any] = {"token": options.token, "library_name": "shardwise"}
+    try:
+        if options.local_files_only or constants.HF_HUB_OFFLINE:
+            at = _snapshot(model, options.revision, options)
+            files = [os.path.relpath(os.path.join(here, n), at) for here, _, ns in os.walk(at) for n in ns]
+            if PIPELINE_NAME not in files:
+                return None
+        else:
+            info = HfApi(**common).model_info(model, revision=options.revision)
+            files = [s.rfilename for s in info.siblings or ()]
+            if PIPELINE_NAME not in files:
+                return None
+            common["cache_dir"] = _cache_dir(options)
+            at = os.path.dirname(hf_hub_download(model, PIPELINE_NAME, revision=info.sha, **common))
+    except MemoryError:
+        raise
+    except Exception:  # from huggingface_hub, its HTTP library or the disk
+        return None
+    folders: dict[str, list[str]] = {}
+    for folder, _, name in (file.rpartition("/") for file in files):
+        folders.setdefault(folder, []).append(name)
+    return at, folders
 
 
 # ----------------------------------------------------------------------------------------------------
