@@ -352,7 +352,12 @@ _AT_ONCE = 8
 def documents_of_outline(names: Iterable[str]) -> list[str]:
     """Of the files that a load needs, those other than weights that a plan reads. Pure."""
     known = (CONFIG_NAME, ADAPTER_CONFIG, MODULES_NAME)
-    return [n for n in names if os.path.basename(n) in known or n.endswith((".py", ".index.json"))]
+    return [n for n in names if os.path.basename(n) in known or n.endswith(".py") or _is_index(n)]
+
+
+def _is_index(name: str) -> bool:
+    """Whether a file lists the files of a model. diffusers puts a variant behind ``index``."""
+    return ".index." in name and name.endswith(".json")
 
 
 def outline(
@@ -399,7 +404,7 @@ def outline_of_cache(folder: str, model: str, snapshot: str, subfolder: str) -> 
     here = _directory(folder, model, os.path.basename(snapshot))
     files = [os.path.relpath(os.path.join(at, n), snapshot) for at, _, ns in os.walk(snapshot) for n in ns]
     for name in documents_of_outline(files):
-        if not name.endswith(".index.json"):
+        if not _is_index(name):
             _put(here, name, os.path.join(snapshot, name))
     return here
 

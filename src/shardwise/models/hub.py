@@ -268,7 +268,11 @@ def find_for_all(
         nonlocal folder
         if ranks.rank in downloaders:
             folder = _while_ticking(
-                lambda: _fetch(path, options, with_code) if download is None else download(options),
+                lambda: (
+                    _fetch(path, options, with_code)
+                    if download is None
+                    else _fetched_by(download, path, options)
+                ),
                 ranks.tick,
             )
         return os.path.basename(folder)
@@ -276,7 +280,8 @@ def find_for_all(
     commit = ranks.combine(f"get {path} from the Hub", fetch, lambda found: _one_commit(path, found))
     with ranks.agree(f"find {path} in the cache"):
         if not folder and download is not None:
-            folder = download(replace(options, revision=commit, local_files_only=True, force_download=False))
+            known = replace(options, revision=commit, local_files_only=True, force_download=False)
+            folder = _fetched_by(download, path, known)
         folder = folder or _cached(path, commit, options)
     return Found(inside(folder, *filter(None, [options.subfolder.strip("/")])))
 
@@ -383,6 +388,21 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
         raise refusal from None
     _log.warning("%s; using the cached files: %s", refusal, found)
     return found
+
+
+def _fetched_by(download: Callable[[HubOptions], str], model: str, options: HubOptions) -> str:
+    """The snapshot folder that another library's ``download`` gives. Its errors become those of :func:`_fetch`."""
+    from huggingface_hub import constants
+
+    if options.local_files_only or constants.HF_HUB_OFFLINE:
+        _snapshot(model, options.revision, options)  # says that there is none
+    try:
+        return download(options)
+    except (SourceError, MemoryError):
+        raise
+    except Exception as error:  # as in _fetch, not chained
+        refusal = _explained(error, model, options)
+    raise refusal
 
 
 def _downloaded(model: str, commit: str, files: Collection[str], options: HubOptions, with_code: bool) -> str:
@@ -527,10 +547,12 @@ def _whole_series(names: Iterable[str]) -> Iterator[str]:
             yield from (f"{stem}-{k:05}-of-{count}{end}" for k in range(1, int(count) + 1))
 
 
-def _explained(error: Exception, model: str, options: HubOptions) -> SourceError:
+def _explained(error: BaseException, model: str, options: HubOptions) -> SourceError:
     """An error of the hub, the network or the disk, explained without the token."""
     from huggingface_hub import constants, errors
 
+    while error.__cause__ is not None and not isinstance(error, errors.HfHubHTTPError):
+        error = error.__cause__  # of a library that says it in its own words
     endpoint = constants.ENDPOINT
     at = f" at revision {options.revision!r}" if options.revision else ""
     if isinstance(error, errors.GatedRepoError):
