@@ -164,6 +164,14 @@ def test_which_models_to_shard(pipelines: Path) -> None:
     assert run_json("plan", flux, "--fit", "100KiB", status=1)["shard"] is None
 
 
+def test_plan_of_configs_alone(wan: Path) -> None:
+    """As of a download that has only them."""
+    expected = sw.plan_pipeline(wan, ranks=4)
+    for file in [*wan.glob("*/*.safetensors"), *wan.glob("*/*.index.*json")]:
+        file.unlink()
+    assert sw.plan_pipeline(wan, ranks=4) == expected
+
+
 def test_plan_of_a_variant_and_of_wrong_options(pipelines: Path) -> None:
     found = run_json("plan", pipelines / "wan", "--ranks", 2, "--variant", "fp16")
     assert {one["name"]: one["variant"] for one in found["components"]} == {

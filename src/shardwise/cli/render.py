@@ -652,7 +652,7 @@ def show_pipeline_plan(out: Console, report: PipelinePlan, *, given: str) -> Non
     elif shard is not None:
         out.print(
             Text(
-                f"Fits: {size(report.held_bytes(shard))} on each of {report.ranks} rank{'s' * (report.ranks > 1)}.",
+                f"Fits with {len(shard)} of {len(report.components)} models sharded: {size(report.held_bytes(shard))} on each of {report.ranks} rank{'s' * (report.ranks > 1)}.",
                 _GREEN,
             )
         )

@@ -275,7 +275,7 @@ def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: s
     config, model_class = config_and_class(directory, *given, trust_remote_code=trusted)
     dtype = _dtype_of(config) if dtype == "auto" else dtype
     forget_quantization(config)
-    for field, value in asked.implementations.items():
+    for field, value in asked.implementations.items() if not isinstance(config, dict) else ():
         setattr(config, field, value)
     refusal = FormatError(
         f"describes a model with more than {_MOST_PARTS} modules, parameters, and buffers; check the number of layers",
@@ -286,8 +286,8 @@ def _from_config(request: Pretrained, asked: Arguments, directory: str, shown: s
 
 
 def _dtype_of(config: Any) -> Any:
-    """The dtype that a config declares, or its text part; codes are dequantized to bfloat16; else transformers' default."""
-    for part in (config, config.get_text_config()):
+    """The dtype that a config declares, or its text part; codes are dequantized to bfloat16; else its library's default."""
+    for part in () if isinstance(config, dict) else (config, config.get_text_config()):
         if getattr(part, "dtype", None) is not None:
             return part.dtype
     return torch.bfloat16 if method_of_config(config) else torch.float32
