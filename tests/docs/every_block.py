@@ -110,6 +110,7 @@ VALUES = {
 #: Outputs that aren't those of the console block before them, by page and words, and what prints them: a command, or a test's own way.
 OUTPUTS = {
     ("docs/howto/does-it-fit.md", "for a small model"): "shardwise plan small --ranks 2 --device cpu",
+    ("docs/howto/diffusers.md", "--fit 40GiB"): "test_listings.py::test_plan_of_a_pipeline",
     ("docs/howto/doctor.md", "accelerate.device-mesh"): "shardwise doctor examples/accelerate_fsdp.yaml",
     ("docs/howto/logging.md", "INFO:shardwise.progress"): "test_listings.py::test_log_lines",
     ("docs/howto/runs-in-a-store.md", "head.json"): "test_console.py::test_objects_of_a_run",
@@ -146,6 +147,10 @@ NOT_RUN = {
     ("docs/howto/object-stores.md", "pip install"): "installs from PyPI",
     ("docs/howto/runs-in-a-store.md", "pip install"): "installs from PyPI",
     ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
+    (
+        "docs/howto/diffusers.md",
+        "--model transformer_2",
+    ): "needs a run of a large pipeline; tests/diffusion/test_commands.py runs both on a small one",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
     (
         "docs/figures.md",

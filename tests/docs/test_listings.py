@@ -1,8 +1,9 @@
-"""What pages show that no command prints: log lines, the files of a checkpoint, the objects of a run, the tree of errors."""
+"""What pages show that no command prints here: log lines, the files of a checkpoint, the tree of errors, the plan of a large pipeline."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import errors
+from shardwise.cli import main
 from tests.docs.blocks import DOCS, blocks
 from tests.docs.shown import check
+from tests.harness.command import runner
 
 
 def text_of(page: str, words: str) -> str:
@@ -65,3 +68,40 @@ def test_tree_of_errors() -> None:
         shown[found[2]] = above[depth - 1] if depth else "Exception"
     classes = [getattr(errors, name) for name in errors.__all__]
     assert shown == {c.__name__: c.__base__.__name__ for c in classes if inspect.isclass(c)}
+
+
+@pytest.mark.slow
+def test_plan_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the configs of Wan 2.2: those of its diffusers classes are their defaults."""
+    pytest.importorskip("diffusers")
+    command, *shown = text_of("howto/diffusers.md", "--fit 40GiB").splitlines()
+    words = command.removeprefix("$ shardwise ").split()
+    text_encoder = {
+        "architectures": ["UMT5EncoderModel"],
+        "model_type": "umt5",
+        "vocab_size": 256384,
+        "d_model": 4096,
+        "d_kv": 64,
+        "d_ff": 10240,
+        "num_layers": 24,
+        "num_heads": 64,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    configs = {
+        "text_encoder": text_encoder,
+        **{name: {"_class_name": "WanTransformer3DModel"} for name in ("transformer", "transformer_2")},
+        "vae": {"_class_name": "AutoencoderKLWan"},
+    }
+    index: dict[str, object] = {"_class_name": "WanPipeline"}
+    for name, config in configs.items():
+        (tmp_path / words[1] / name).mkdir(parents=True)
+        (tmp_path / words[1] / name / "config.json").write_text(json.dumps(config))
+        kind = config.get("_class_name")
+        index[name] = ["diffusers", kind] if kind else ["transformers", "UMT5EncoderModel"]
+    (tmp_path / words[1] / "model_index.json").write_text(json.dumps(index))
+    monkeypatch.chdir(tmp_path)
+    result = runner().invoke(main, words, prog_name="shardwise")
+    assert result.exit_code == 0, result.output
+    assert [line.rstrip() for line in result.stdout.splitlines()] == shown
