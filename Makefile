@@ -169,13 +169,12 @@ hosts: install
 launchers: install
 	$(BIN)/python -m tests.launchers.table
 
-# Pages about packages that the development environment lacks: W&B, TensorBoard, MLflow, diffusers' EMAModel, DeepSpeed's script. They
+# Pages about packages that the development environment lacks: W&B, TensorBoard, MLflow, DeepSpeed's script. They
 # bring forty packages, so they have a place of their own; the last ones come alone, because the rest of what they need is installed.
 loggers: install
 	$(PIP) --target build/loggers wandb mlflow-skinny tensorboard
-	$(PIP) --target build/loggers --no-deps diffusers importlib_metadata zipp
 	$(PIP) --target build/loggers --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
-	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_ema.py tests/docs/test_deepspeed.py
+	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

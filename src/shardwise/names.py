@@ -194,6 +194,15 @@ def exchange_parameter(module: nn.Module, attribute: str, parameter: nn.Paramete
     module._parameters[attribute] = parameter
 
 
+def put_buffer(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a buffer into a module, under any name: ``register_buffer`` refuses those of attributes. Makes the modules on the way."""
+    *parents, attribute = name.split(".")
+    module = root
+    for parent in parents:
+        module = module._modules.setdefault(parent, nn.Module()) or module
+    module._buffers[attribute] = tensor
+
+
 def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules(remove_duplicate=False)`` without its generator for each level of depth."""
     stack = [("", model)]

@@ -123,25 +123,30 @@ def errors(path: str) -> dict[str, str]:
 
 
 def ema_as_a_model(path: str) -> dict[str, Any]:
-    """A sharded copy of the weights: refused among the extras, with what to do; stored as a model."""
+    """A sharded copy of the weights: stored as a model and as an extra; refused outside a state dict."""
     state = build(0)
     average = Mixed()
     fully_shard(
         average, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params={average.gate}
     )
-    found: dict[str, Any] = {}
+    actor = state.models["actor"]
+    found: dict[str, Any] = {"equal": {}}
     try:
-        sw.save(sw.TrainState(model=state.models["actor"], extra={"ema": average}), f"{path}-refused")
+        weights = [p.detach() for p in average.parameters()]
+        sw.save(sw.TrainState(model=actor, extra={"ema": {"weights": weights}}), f"{path}-refused")
     except ShardwiseError as error:
         found["refused"] = str(error)
-    models = {"actor": state.models["actor"], "ema": average}
-    sw.save(sw.TrainState(model=models), path)
     expected = sw.digest(average)
-    with torch.no_grad():
-        for parameter in average.parameters():
-            parameter.zero_()
-    sw.restore(sw.TrainState(model=models), path)
-    found["equal"] = sw.digest(average) == expected
+    for name, averaged in {
+        "model": sw.TrainState(model={"actor": actor, "ema": average}),
+        "extra": sw.TrainState(model=actor, extra={"ema": average}),
+    }.items():
+        sw.save(averaged, f"{path}-{name}")
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.zero_()
+        report = sw.restore(averaged, f"{path}-{name}")
+        found["equal"][name] = sw.digest(average) == expected and report.exact
     return found
 
 

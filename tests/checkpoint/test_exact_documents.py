@@ -227,9 +227,10 @@ def test_what_each_rank_saved_by_itself_is_named_at_another_world_size(tmp_path:
     sw.save(state, tmp_path / "c")
     manifest = replace(read_manifest(tmp_path / "c"), local_documents=("own",))
     own = OwnState({}, manifest, Places())
-    own.give_to_models({name: describe(model) for name, model in state.models.items()}, Ranks())
+    lives = {name: describe(model) for name, model in state.models.items()}
+    own.give_to_models(lives, Ranks())
     assert not own.differences, "it is not said that the checkpoint lacks it"
-    _, left = restore_documents([], state, {}, manifest)
+    _, left = restore_documents([], state, lives, {}, manifest)
     assert left == ("own: stored per rank, but this run has a different number of ranks",)
 
 

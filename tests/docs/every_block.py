@@ -49,7 +49,7 @@ def _pages(test: str, folder: str, *names: str) -> dict[str, str]:
 #: By page, the test of its Python blocks and diffs.
 RUN_BY = {
     "README.md": ALONE,
-    **_pages(ALONE, "docs/", "index", "install", "state", "troubleshooting", "reference/api/index"),
+    **_pages(ALONE, "docs/", "index", "install", "troubleshooting", "reference/api/index"),
     **_pages(ALONE, "docs/concepts/", "digests", "exactness", "proof"),
     **_pages(ALONE, "docs/cases/", "3-rl-engines", "4-unified-memory"),
     **_pages(
@@ -88,7 +88,6 @@ ELSEWHERE = {
     ("CONTRIBUTING.md", "ranks.run_ranks"): "test_contributing.py::test_these_are_tests",
     ("CONTRIBUTING.md", "with Launch("): "test_contributing.py::test_killing_ranks",
     ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "test_deepspeed.py::test_weights_are_merged_and_loaded",
-    ("docs/state.md", "EMAModel"): "test_ema.py::test_tensors_and_counters_are_restored",
     ("docs/concepts/strategies.md", "can't see the files"): UNSEEN,
     ("docs/concepts/strategies.md", "print(report.reads)"): UNREAD,
     ("docs/howto/tensor-parallel.md", "titan_loop.py"): "test_on_ranks.py::test_tensor_parallel_loop",

@@ -21,6 +21,7 @@ from ..state.beyond import (
     Path,
     StoredOwn,
     differences,
+    extras_in,
     give_back,
     path_text,
     same,
@@ -72,7 +73,12 @@ class OwnState:
         """
 
         def given() -> list[str]:
-            return [n for n in lives if self._give_to_model(n, lives)]
+            extras = extras_in(lives)
+            before = {n: tensor_sums(live) for n, live in lives.items() if extras and n not in extras}
+            changed = [n for n in lives if self._give_to_model(n, lives)]
+            return changed + [
+                n for n in before if tensor_sums(lives[n]) != before[n]
+            ]  # an extra may change a model
 
         def anywhere(found: list[list[str]]) -> list[str]:
             return [n for n in lives if any(n in names for names in found)]

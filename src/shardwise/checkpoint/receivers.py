@@ -18,6 +18,7 @@ from ..errors import FormatError, StateError
 from ..format.manifest import CONVERTED, Manifest, document_named, document_of
 from ..limits import brief, cause
 from ..rng import RngPlan, devices_of, plan_rng
+from ..state.beyond import extras_in
 from ..state.data import make_iterator
 from ..state.documents import (
     check_classes,
@@ -313,8 +314,8 @@ def receivers_of(
     ):
         if target is not None:
             found.append(_Stateful(name, target, stored))
-    found += [_Extra(state.extra, key, stored) for key in state.extra]
-    for name in state.models:
+    found += [_Extra(state.extra, key, stored) for key in state.extra if key not in extras_in(lives)]
+    for name in lives:
         found += [_Modules(name, lives, stored), Buffers(name, lives, stored)]
     for name, optimizer in state.optimizers.items():
         found += [
@@ -390,12 +391,16 @@ _LISTED = ("scheduler", "scaler", "dataloader", "extra", "modules", "buffers")
 
 
 def restore_documents(
-    receivers: Iterable[Receiver], state: TrainState, documents: Mapping[str, Any], manifest: Manifest
+    receivers: Iterable[Receiver],
+    state: TrainState,
+    lives: Mapping[str, LiveModel],
+    documents: Mapping[str, Any],
+    manifest: Manifest,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Give every document to its receiver. Returns the names restored, and lines for state that is skipped."""
     by_name = {receiver.name: receiver for receiver in receivers}
     restored: list[str] = []
-    skipped = list(_without_document(state, documents, manifest))
+    skipped = list(_without_document(state, lives, documents, manifest))
     for name, value in documents.items():
         meaning = document_named(name, manifest)
         assert meaning is not None, "unknown names are refused where they are read"
@@ -410,10 +415,12 @@ def restore_documents(
     return tuple(restored), tuple(skipped)
 
 
-def _without_document(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
+def _without_document(
+    state: TrainState, lives: Mapping[str, LiveModel], documents: Mapping[str, Any], manifest: Manifest
+) -> Iterator[str]:
     """Lines for state that this run asks for or the checkpoint holds, but that has no document."""
     for key in state.extra:
-        if f"extra.{key}" not in documents:
+        if f"extra.{key}" not in documents and key not in extras_in(lives):
             yield f"extra.{key}: not in the checkpoint"
     for name in manifest.local_documents:
         meaning = document_named(name, manifest)
@@ -424,5 +431,5 @@ def _without_document(state: TrainState, documents: Mapping[str, Any], manifest:
         elif meaning.kind in (*_LISTED, "own"):
             yield f"{name}: stored per rank, but this run has a different number of ranks"
     for name in manifest.models:
-        if name not in state.models:
+        if name not in lives:
             yield f"model {name}: not given to this run"

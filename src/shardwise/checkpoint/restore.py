@@ -33,7 +33,7 @@ from ..state.arguments import (
     replaced_settings,
     settings_of,
 )
-from ..state.beyond import make_room, refuse_fsdp1
+from ..state.beyond import add_extra, describe_all, make_room, refuse_fsdp1
 from ..state.data import data_caveats
 from ..state.documents import functions_left_out
 from ..state.optimizer import (
@@ -193,7 +193,7 @@ def restore_run(
     started = time.perf_counter()
     with ranks.agree(label) as claim:
         state.watch()
-        lives = {name: describe(model) for name, model in state.models.items()}
+        lives = describe_all(state.models, state.extra)
         for live in lives.values():
             refuse_fsdp1(live.fsdp1_problem)
             for optimizer in state.optimizers.values():
@@ -264,12 +264,21 @@ class _Checkpoint(Run):
         lives: dict[str, LiveModel],
     ) -> None:
         manifest = read()
-        if lost := [name for name in state.models if name not in manifest.models]:  # it may hold more
+        stored = self._stored = read_checkpoint(path, manifest, ranks)
+        for name, extra in state.extra.items():  # sharded when saved, and not now
+            if name in manifest.models and f"extra.{name}" not in stored.documents and name not in lives:
+                add_extra(lives, name, extra)
+        lost = [name for name in lives if name not in manifest.models]  # it may hold more
+        if whole := [name for name in lost if f"extra.{name}" in stored.documents]:
+            raise StateError(
+                f"{path}: extra.{whole[0]} was saved unsharded, but its tensors are sharded in this run. Restore it unsharded, "
+                f"or leave it out of the state"
+            )
+        if lost:
             raise StateError(
                 f"{path}: holds models {sorted(manifest.models)}, but this run also has {', '.join(lost)}"
             )
         self.catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in lives}
-        stored = self._stored = read_checkpoint(path, manifest, ranks)
         self.path, self.step, self.run_id = path, manifest.step, manifest.run_id
         self.world_size, self.mesh = manifest.world_size, mesh_text(manifest.geometries)
         self._state, self._generators = state, Generators(state, stored, ranks.rank)
@@ -285,7 +294,7 @@ class _Checkpoint(Run):
     def digest(self) -> str:
         """Digest of the manifest's digests, which were compared with the live tensors."""
         lines, optimizers, manifest = [], sorted(self._state.optimizers), self._stored.manifest
-        for model in sorted(self._state.models):
+        for model in sorted(self.catalogs):
             for name, entry in sorted(manifest.models[model].items()):
                 lines.append(f"{model} {name} {entry.digest:016x}")
                 for optimizer in optimizers:
@@ -324,7 +333,7 @@ class _Checkpoint(Run):
             self._restore_buffers()
             reach = any(one.reaches_others() for one in receivers if one.name in documents)
             watched = Watched(state, lives) if reach else None
-            taken, skipped = restore_documents(receivers, state, documents, self._stored.manifest)
+            taken, skipped = restore_documents(receivers, state, lives, documents, self._stored.manifest)
             ruined = watched.put_back(lives) if watched is not None else ()
         restored.fill_models(changed_anywhere(watched, lives, ranks))
         with ranks.agree("compare the taken state"):

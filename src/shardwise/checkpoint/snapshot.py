@@ -32,7 +32,16 @@ from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng
 from ..state.arguments import data_settings_of, settings_of
-from ..state.beyond import Beyond, OwnOfModel, OwnOfOptimizer, beyond, refuse_fsdp1
+from ..state.beyond import (
+    Beyond,
+    OwnOfModel,
+    OwnOfOptimizer,
+    SpreadExtra,
+    beyond,
+    describe_all,
+    extras_in,
+    refuse_fsdp1,
+)
 from ..state.documents import class_text, functions_left_out, unwrapped
 from ..state.low_bit import Form, books_of, form_of, part_name, parts_by_rank, parts_of
 from ..state.optimizer import (
@@ -48,7 +57,7 @@ from ..state.optimizer import (
 from ..state.parts import is_several, refuse_unfinished_step, why_unstorable
 from ..state.typed_json import Encoded, encode
 from ..tensors.boxes import LocalBox
-from ..tensors.live import LiveModel, describe, world_size
+from ..tensors.live import LiveModel, world_size
 from ..tensors.placements import Geometry, cut_boxes, replicated
 
 # ----------------------------------------------------------------------------------------------------
@@ -177,6 +186,8 @@ class ModelPart:
     named: tuple[NamedTensor, ...]
     live: tuple[Live, ...]
     stored_aliases: Mapping[str, tuple[str, ...]]
+    like: str = ""
+    """The model whose config describes it: itself, or the one that an extra averages. May be empty."""
 
     @property
     def kind(self) -> str:
@@ -236,7 +247,7 @@ def take_snapshot(
     """
     step = checked_step(step)
     state.watch()
-    lives = {name: describe(model) for name, model in state.models.items()}
+    lives = describe_all(state.models, state.extra)
     models = tuple(_model_part(name, live, referred(state, live)) for name, live in lives.items())
     optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
     own = {("model", name): beyond(name, OwnOfModel(live)) for name, live in lives.items()}
@@ -322,7 +333,8 @@ def _model_part(name: str, described: LiveModel, refers: frozenset[str] = frozen
         for alias in aliases.get(t.name, ()):
             copy = SliceTensor(alias, stored.dtype, stored.shape, stored.geometry, stored.owner)
             live.append(Live(copy, t.tensor, counted=False))
-    return ModelPart(name, described.tensors, tuple(live), aliases)
+    like = described.root.like if isinstance(described.root, SpreadExtra) else name
+    return ModelPart(name, described.tensors, tuple(live), aliases, like)
 
 
 def _optimizer_part(
@@ -391,8 +403,9 @@ def _documents(
     if classes := classes_of(state):
         documents["classes"] = classes
     for name, value in state.extra.items():
-        has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
-        documents[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
+        if name not in extras_in(lives):
+            has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
+            documents[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
     for name, described in lives.items():
         modules = {path: m.get_extra_state() for path, m in modules_with_state(described.modules)}
         if modules:

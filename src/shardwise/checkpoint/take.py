@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from ..catalog.checkpoint import directory
 from ..digests import PendingSums
@@ -128,10 +129,10 @@ def take(
     for live in (live for part in snapshot.parts for live in part.live):
         refuse_meta(live.stored.name, live.tensor)
     _check_names(snapshot)
-    assets = _assets(state) if rank == 0 else {}
+    assets = _assets(state, snapshot) if rank == 0 else {}
     seed, own = torch.initial_seed() % 2**63, own_parts(snapshot, rank)
     # Of each loaded model the names and shapes of its source tensors; none if they are its own.
-    origins = {name: recall(model) for name, model in state.models.items()}
+    origins = {name: recall(model) for name, model in _configured(state, snapshot)}
     sources = {name: {} if o.is_plain else dict(o.shapes) for name, o in origins.items() if o is not None}
     return Taken(snapshot, assets, step, lineage, seed, software_versions(state), sources, own)
 
@@ -220,15 +221,18 @@ def _split_documents(
     return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
 
 
-def _assets(state: TrainState) -> dict[str, bytes]:
+def _configured(state: TrainState, snapshot: Snapshot) -> Iterator[tuple[str, nn.Module]]:
+    """By name in the checkpoint, the models that the small files are about."""
+    return ((part.name, state.models[part.like]) for part in snapshot.models if part.like)
+
+
+def _assets(state: TrainState, snapshot: Snapshot) -> dict[str, bytes]:
     found = {
         f"{directory('model', name)}/{file}": content
-        for name, model in state.models.items()
+        for name, model in _configured(state, snapshot)
         for file, content in asset_files(model).items()
     }
-    folders = {directory("model", n) for n in state.models} | {
-        directory("optimizer", n) for n in state.optimizers
-    }
+    folders = {directory(part.kind, part.name) for part in snapshot.parts}
     own = [*_OWN_NAMES, "rank", *folders]
     for name in state.files:
         first, *rest = name.split("/")

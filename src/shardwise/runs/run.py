@@ -46,6 +46,7 @@ from ..planning.match import HostConversion, Origin, Recipe, Rules, match_rules,
 from ..planning.plan import IOOptions, build_plan
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
+from ..state.beyond import extras_in
 from ..state.documents import attribute_of_class, check_state, refuse_other_kind
 from ..state.optimizer import TrainedBy, TrainState, check_groups
 from ..state.typed_json import Encoded, encode
@@ -546,7 +547,7 @@ def restore_unlogged(
 class _OfAnotherProgram(Run):
     """A run that another program stored. It has neither digests nor, in a form that can be read, random states and a data position."""
 
-    def __init__(self, state: TrainState, path: str, lives: Mapping[str, LiveModel]) -> None:
+    def __init__(self, state: TrainState, path: str, lives: dict[str, LiveModel]) -> None:
         with looking_once(path):
             run = find_run(path)
             if run.kind is not None and "restore" not in run.kind.works:
@@ -564,6 +565,8 @@ class _OfAnotherProgram(Run):
                 )
             self.path, self.step, self.world_size = path, run.step or 0, run.world_size
             self.catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
+            for name in extras_in(lives):
+                del lives[name]
             self._optimizers = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
             self._receivers = _receivers_of(state, run)
             self._documents = {receiver.name: receiver.found() for receiver in self._receivers}

@@ -550,7 +550,8 @@ _FLAGS = {
 def settings_of(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[str, str]:
     """The settings of everything but the data, as lines of text by path. Draws nothing. Rank-local."""
     found = dict(_of_torch(lives))
-    for name, live in lives.items():
+    for name in state.models:
+        live = lives[name]
         found |= _of_model("model" if name == "model" else f"model.{name}", live)
     described = Described(_known(state))
     for name, optimizer in state.given_optimizers.items():

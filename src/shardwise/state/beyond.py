@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..digests import partial_sums
 from ..errors import ShardwiseError, StateError
 from ..internals.torch import keep_metadata, local_tensor
-from ..names import canonical_name, unwrap
+from ..limits import is_word
+from ..names import canonical_name, put_buffer, unwrap
 from ..objects import frozen
-from ..tensors.live import LiveModel
+from ..tensors.live import Copies, LiveModel, describe
 from .low_bit import contents_of
-from .typed_json import Places, encode, quantized_parts
+from .typed_json import MAX_DEPTH, Places, encode, quantized_parts
 
 # ----------------------------------------------------------------------------------------------------
 # Finds state beyond parameters, buffers, ``state`` and ``param_groups`` in an object's own state dict.
@@ -520,6 +522,98 @@ class KeptOptimizer:
             for (number, key), total in self._sums.items()
             if now[number, key] != total
         ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Extras that contain sharded tensors (diffusers' EMAModel) are stored as models: their tensors shard by shard, and the rest
+# of their state as a model's own state.
+
+
+class SpreadExtra(Copies):
+    """An extra as a model: its tensors are buffers, and the rest of its state is the model's own state.
+
+    A list of tensors with the shapes of a model's parameters (or of the trainable ones), in their order, gets their names.
+    Other tensors are named by their path in the extra's state dict.
+    """
+
+    def __init__(self, name: str, extra: Any, lives: Mapping[str, LiveModel]) -> None:
+        super().__init__()
+        self.like = ""
+        """The model whose parameters these are copies of, all of them; or none."""
+        self._extra = (extra,)  # in a tuple, a module doesn't become a submodule
+        found = dict(_tensors_in(extra.state_dict()))
+        self._names = self._named(found, lives)
+        if len({canonical_name(n) for n in self._names.values()}) < len(found):
+            raise StateError(f"extra.{name}: two tensors of its state have the same name; rename one")
+        self._hold(found)
+
+    def _named(self, found: Mapping[Path, torch.Tensor], lives: Mapping[str, LiveModel]) -> dict[Path, str]:
+        names = {path: ".".join(map(str, path)) for path in found}
+        lists: dict[Path, list[Path]] = {}
+        for path in found:
+            if isinstance(path[-1], int):
+                lists.setdefault(path[:-1], []).append(path)
+        for paths in lists.values():
+            shapes = [found[path].shape for path in paths]
+            for model, live in lives.items():
+                for chosen in (live.parameters, [t for t in live.parameters if t.tensor.requires_grad]):
+                    if [t.tensor.shape for t in chosen] == shapes:
+                        self.like = model if len(chosen) == len(live.parameters) else ""
+                        return names | {path: t.name for path, t in zip(paths, chosen, strict=True)}
+        return names
+
+    def _hold(self, found: Mapping[Path, torch.Tensor]) -> None:
+        for path, tensor in found.items():
+            put_buffer(self, self._names[path], tensor)
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        own = self._extra[0].state_dict()
+        found = dict(_tensors_in(own))
+        rest = with_leaves(own, [(path, None) for path in found], ())
+        return {"": rest, **{self._names[path]: tensor for path, tensor in found.items()}}
+
+    def load_state_dict(self, given: Mapping[str, Any], *_: Any, **__: Any) -> None:  # type: ignore[override]
+        tensors = [(path, given[name]) for path, name in self._names.items()]
+        self._extra[0].load_state_dict(with_leaves(given[""], tensors, ()))
+        self._hold(dict(_tensors_in(self._extra[0].state_dict())))
+
+
+def _tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors in dicts and lists, by path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value.detach() if isinstance(value, nn.Parameter) else value
+    elif isinstance(value, dict | list) and len(path) < MAX_DEPTH:
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(one, (*path, key))
+
+
+def has_state(extra: Any) -> bool:
+    """Whether an extra is an object that gives and takes its own state, not a plain value."""
+    return hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")
+
+
+def describe_all(models: Mapping[str, nn.Module], extras: Mapping[str, Any]) -> dict[str, LiveModel]:
+    """Describe the models of a training state, and its extras with sharded tensors. Rank-local."""
+    lives = {name: describe(model) for name, model in models.items()}
+    for name, extra in extras.items():
+        if has_state(extra) and any(isinstance(t, DTensor) for _, t in _tensors_in(extra.state_dict())):
+            add_extra(lives, name, extra)
+    return lives
+
+
+def add_extra(lives: dict[str, LiveModel], name: str, extra: Any) -> None:
+    """Describe an extra as a model. Raises :class:`StateError` for a name that it can't have."""
+    if name in lives or not is_word(name):
+        why = "a model has this name, too" if name in lives else "expected letters, digits, '_' and '-'"
+        raise StateError(
+            f"extra.{name} has sharded tensors, which are stored like a model: {why}. Rename the extra"
+        )
+    lives[name] = describe(SpreadExtra(name, extra, lives))
+
+
+def extras_in(lives: Mapping[str, LiveModel]) -> set[str]:
+    """The names in ``lives`` that are extras."""
+    return {name for name, live in lives.items() if isinstance(live.root, SpreadExtra)}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -595,7 +595,8 @@ class TrainState:
     scaler: Any = None
     """A ``torch.amp.GradScaler``."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Additional state by name: objects with ``state_dict`` and ``load_state_dict``, or plain values, which a restore writes back into this dict."""
+    """Additional state by name: objects with ``state_dict`` and ``load_state_dict``, or plain values, which a restore writes back into this dict.
+    If the ``state_dict`` of an object contains sharded tensors (diffusers' ``EMAModel``), its tensors are stored like those of a model."""
     frozen: Literal["hold", "refer"] = "hold"
     """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
     digests instead of content. Such a checkpoint needs the same base: load it first, and the restore compares each digest with the live tensor

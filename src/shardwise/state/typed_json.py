@@ -30,7 +30,7 @@ from ..objects import frozen
 
 TAG = "$type"
 #: Far above any real state, and far below the limits of Python's JSON reader and recursion.
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -72,8 +72,8 @@ class _Encoder:
                 f"{where}: this {type(value).__name__} contains itself, but a cycle can't be stored; "
                 "drop the reference back"
             )
-        if len(self._open) >= _MAX_DEPTH:
-            raise StateError(f"{where}: nested deeper than {_MAX_DEPTH} levels; flatten it")
+        if len(self._open) >= MAX_DEPTH:
+            raise StateError(f"{where}: nested deeper than {MAX_DEPTH} levels; flatten it")
         self._open.append(id(value))
         yield
         self._open.pop()
@@ -122,10 +122,7 @@ class _Encoder:
         if type(value) is not torch.Tensor:
             hint = "is not a plain torch.Tensor (try .detach())"
             if type(value).__name__ == "DTensor":
-                hint = (
-                    "is sharded; give a copy of the model (an EMA) to TrainState(model={…}) under its own name, which "
-                    "stores it shard by shard"
-                )
+                hint = "is sharded; sharded tensors are stored in models, and in dicts and lists of an extra's state_dict"
             raise _refusal(where, value, hint)
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             raise _refusal(where, value, "is a sparse, nested or meta tensor")
@@ -439,7 +436,7 @@ class _Decoder:
     def decode(self, node: Any) -> Any:
         if node is None or isinstance(node, (bool, int, float, str)):
             return node
-        if self._depth > _MAX_DEPTH + 10:  # parts of a complex number and similar count as levels here
+        if self._depth > MAX_DEPTH + 10:  # parts of a complex number and similar count as levels here
             raise FormatError("typed JSON is nested too deeply")
         self._depth += 1
         try:

@@ -32,6 +32,7 @@ from .boxes import Layout, LocalBox, TensorKind, Wanted, contiguous_strides
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 
 __all__ = [
+    "Copies",
     "HUGE_PAGE_BYTES",
     "HostMemory",
     "LEAST_BYTES",
@@ -87,8 +88,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTensor]) -> dict[str, Geometry]:
-    """The geometry of each tensor, by name. ``fsdp_modules``: the model's modules that FSDP2 shards."""
+class Copies(nn.Module):
+    """Copies of parameters, held as buffers. They're sharded as ``fully_shard`` sharded the parameters."""
+
+
+def geometries_of(
+    fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTensor], *, are_copies: bool = False
+) -> dict[str, Geometry]:
+    """The geometry of each tensor, by name. ``fsdp_modules``: the model's modules that FSDP2 shards. ``are_copies``: as in :class:`Copies`."""
     fsdp = fsdp_parameter_ids(fsdp_modules)
     world = world_size()
     # Reading a mesh dominates the cost. Most tensors share mesh and placements; many share their spec.
@@ -96,7 +103,7 @@ def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTen
     by_spec: dict[tuple[int, bool], Geometry] = {}
     found = {}
     for t in tensors:
-        managed = id(t.tensor) in fsdp
+        managed = are_copies or id(t.tensor) in fsdp
         spec = (spec_key(t.tensor), managed)
         geometry = by_spec.get(spec)
         if geometry is None:
@@ -262,7 +269,8 @@ class LiveModel:
         Raises :class:`LayoutError` for placements that are not supported.
         """
         if self.tensors and not self._geometries:
-            self._geometries.update(geometries_of(self.fsdp_modules, self.stored))
+            copies = isinstance(self.root, Copies)
+            self._geometries.update(geometries_of(self.fsdp_modules, self.stored, are_copies=copies))
         return self._geometries
 
     def layout(self, *, rank: int | None = None) -> Layout:
