@@ -54,11 +54,10 @@ def _fp8(state: State, name: str) -> None:
     state[f"{name}_scale_inv"] = torch.rand(rows // 32, columns // 32)
 
 
-def _quanto(state: State, name: str) -> None:
-    """As optimum-quanto stores it."""
-    stem, tensor = name.removesuffix("weight"), state.pop(name)
-    state[f"{stem}weight._data"] = tensor.to(torch.int8)
-    state[f"{stem}weight._scale"] = torch.rand(tensor.shape[0], 1)
+def _int8(state: State, name: str) -> None:
+    """As no library that shardwise knows stores it."""
+    state[name] = state[name].to(torch.int8)
+    state[f"{name}_scale"] = torch.rand(state[name].shape[0], 1)
 
 
 _FP8 = {"activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3"}
@@ -67,7 +66,7 @@ _FP8 = {"activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e
 FORMATS: dict[str, tuple[Callable[[State, str], None], dict[str, Any]]] = {
     "mxfp4": (_mxfp4, {"quant_method": "mxfp4"}),
     "fp8": (_fp8, {"quant_method": "fp8", **_FP8}),
-    "quanto": (_quanto, {"quant_method": "quanto", "weights": "int8"}),
+    "int8": (_int8, {"quant_method": "int8"}),
 }
 
 
@@ -105,7 +104,7 @@ def _refusal(work: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("says", [True, False], ids=["config says it", "tensors alone"])
 def test_a_method_that_is_not_known_is_refused_in_one_line(tmp_path: Path, says: bool) -> None:
     """By load_pretrained, also with the declarations that would let random weights in; by load, plan, convert."""
-    root = str(_write(tmp_path / "quanto", "quanto", says=says))
+    root = str(_write(tmp_path / "int8", "int8", says=says))
     declared: Any = {"allow_missing": ("*",), "allow_unused": ("*",)}
     model = nn.Linear(2, 2)
     texts = {
@@ -119,7 +118,7 @@ def test_a_method_that_is_not_known_is_refused_in_one_line(tmp_path: Path, says:
         assert "\n" not in text, (case, text)
         assert "allow_missing=" not in text, (case, text)
         assert "allow_unused=" not in text, (case, text)
-        for word in (root, "quantized (quanto", "from which it was quantized"):
+        for word in (root, "quantized (int8", "from which it was quantized"):
             assert word in text, (case, text)
     assert not (tmp_path / "out").exists()
 

@@ -58,13 +58,14 @@ def _plain(catalog: Catalog) -> Catalog:
             "with FSDP1, and save there with SHARDED_STATE_DICT or FULL_STATE_DICT",
             path=catalog.root,
         )
-    codes = next((name for name in catalog.tensors if name.endswith(("_weight_qdata", ":qdata"))), None)
-    if codes is not None:
-        raise SourceError(
-            f"is quantized by torchao ({brief(codes)}), which can't be read. Load the model from which it was quantized, or let "
-            f"transformers open it and save plain weights",
-            path=catalog.root,
-        )
+    for name in catalog.tensors:
+        scale = name.removesuffix("qdata") + "scale"
+        if name.endswith(":qdata") or (name.endswith("_weight_qdata") and scale not in catalog.tensors):
+            raise SourceError(
+                f"is quantized by torchao ({brief(name)}) in a way that can't be read; of torchao's, INT8 and FP8 weights can be. Load "
+                f"the model from which it was quantized, or let transformers or diffusers open it and save plain weights",
+                path=catalog.root,
+            )
     return catalog
 
 

@@ -44,7 +44,9 @@ _BESIDE: Sequence[tuple[str, Sequence[str], str]] = (
     (".quant_map", ("",), "bitsandbytes"),
     (".absmax", ("",), "bitsandbytes"),
     (".SCB", (".weight",), "bitsandbytes"),
-    ("._scale", ("._data",), "quanto"),
+    ("._weight_scale", ("._weight_qdata",), "torchao"),
+    ("._weight_zero_point", ("._weight_qdata",), "torchao"),
+    ("._scale", ("._data", "._data._data"), "quanto"),
     ("_scale", ("",), "fp8"),
     (".scale", (".weight",), "fp8"),
 )
@@ -332,6 +334,8 @@ _SHAPE = ".weight_shape"
 #: All suffixes of tensors whose content is read.
 DESCRIBING = (*_DESCRIBE, _SHAPE)
 _MOST_BYTES = 1024**2
+#: In what torchao writes about a tensor into a file's metadata, under the tensor's name.
+_OF_TORCHAO = '"_tensor_data_names"'
 
 
 def with_quantization(catalog: Catalog) -> Catalog:
@@ -345,7 +349,9 @@ def with_quantization(catalog: Catalog) -> Catalog:
     file = join(catalog.root, "config.json")
     config = read_shallow_json(file) if is_file(file) else {}
     settings = settings_of_config(config) if method_of_config(config) else {}
-    return replace(catalog, quantization=Quantization(settings, _content(catalog, _describing(settings))))
+    content = _content(catalog, _describing(settings))
+    content |= {name: text.encode() for name, text in catalog.metadata.items() if _OF_TORCHAO in text}
+    return replace(catalog, quantization=Quantization(settings, content))
 
 
 def _describing(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -383,7 +389,7 @@ class Source:
     settings: Mapping[str, Any]
     """``quantization_config`` of the model's config; empty if there is none."""
     content: Callable[[str], bytes]
-    """Reads a small tensor that describes others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``."""
+    """Reads what describes others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``, torchao's metadata."""
 
 
 @dataclass(slots=True)

@@ -219,7 +219,7 @@ class Quantization:
     settings: Mapping[str, Any]
     """``quantization_config`` of its config.json; empty if there is none."""
     content: Mapping[str, bytes]
-    """The small tensors that describe others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``."""
+    """What describes others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``, torchao's metadata."""
 
 
 @frozen
@@ -459,7 +459,9 @@ KINDS: tuple[Kind, ...] = (
         file=r".*\.gguf",
         first=b"GGUF",
         instead="Use the model's safetensors. If there are none, convert it with transformers: "
-        "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT); then give OUT",
+        "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT), or with diffusers: model = "
+        "CLASS.from_single_file(FILE, config=DIR, quantization_config=GGUFQuantizationConfig(compute_dtype=torch.bfloat16)); "
+        "model.dequantize(); model.save_pretrained(OUT); then give OUT",
     ),
     Kind(
         name="a Flax model (msgpack)",

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from ..catalog.quantized import Found, Source
 from ..catalog.records import Coded, StoredTensor
+from ..dtypes import code_of
 from ..errors import FormatError
-from ..limits import brief
+from ..limits import brief, parse_json
 from ..objects import frozen
 from ..tensors.boxes import whole
 from .rules import AwqWords, FieldWords, Fp4Columns, OneEach, Scaled, check, coded, require, reshaped
@@ -233,6 +236,103 @@ def _wrong_scales(scales: StoredTensor, blocks: StoredTensor) -> list[str]:
 
 def _wrong_dtype(part: StoredTensor) -> list[str]:
     return [] if part.dtype == "U8" else [f"{part.name} has dtype {part.dtype}; expected U8"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# torchao's ``Int8Tensor`` and ``Float8Tensor`` in safetensors: ``X._weight_qdata``, ``X._weight_scale`` and perhaps
+# ``X._weight_zero_point`` for ``X.weight``. The file's metadata has the class, the block and the dtype.
+#
+# Sources: ``flatten_tensor_state_dict`` and the classes' ``dequantize``, in torchao 0.16-0.18.
+
+_TORCHAO = {"Int8Tensor": {"I8": "INT8"}, "Float8Tensor": _FP8}
+
+
+def find_torchao(source: Source) -> Found:
+    """Find the tensors that torchao stored as INT8 or FP8. Implements :class:`.Family`."""
+    found = Found()
+    for name in source.tensors:
+        if name.endswith("_qdata"):
+            found.take(partial(_of_torchao, source, name.removesuffix("_qdata")))
+    return found
+
+
+def _of_torchao(source: Source, stem: str) -> Coded:
+    module, _, last = stem.rpartition("_")
+    name = module + last
+    said = parse_json(source.content(name), name)
+    codes, scales = (require(source.tensors, f"{stem}_{part}", name) for part in ("qdata", "scale"))
+    try:
+        kind, data = said["_type"], said["_data"]
+        block, dtype = tuple(map(int, data["block_size"])), code_of(getattr(torch, data["dtype"]["_data"]))
+        words = _TORCHAO[kind][codes.dtype]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            f"{codes.dtype}, and {brief(said)} in the file's metadata; expected torchao's Int8Tensor or Float8Tensor. Load the model "
+            f"from which it was quantized, or save plain weights: {{n: t.dequantize() for n, t in state_dict.items()}}",
+            path=name,
+        ) from error
+    parts = {"codes": codes, "scales": scales}
+    if f"{stem}_zero_point" in source.tensors:
+        parts["zeros"] = source.tensors[f"{stem}_zero_point"]
+    grid = _grid_of(codes.shape, block)
+    for part in (one for key, one in parts.items() if key != "codes"):
+        if part.shape != grid:
+            raise FormatError(
+                f"has shape {list(part.shape)}; expected {list(grid)}, one for each block of {list(block)}",
+                path=part.name,
+            )
+    zeros = OneEach() if "zeros" in parts else None
+    rule = Scaled(
+        "torchao",
+        f"{words} {_described(codes.shape, block)}",
+        name,
+        dtype,
+        OneEach(),
+        OneEach(),
+        block,
+        zeros,
+    )
+    return coded(name, dtype, codes.shape, parts, rule)
+
+
+def _grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != len(block) or min(block, default=0) < 1:
+        raise FormatError(f"blocks of {brief(list(block))} in a tensor of shape {list(shape)}")
+    return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------
+# optimum-quanto's INT8 and FP8: ``X.weight._data`` and ``X.weight._scale``, in the dtype of the scales.
+#
+# Source: ``WeightQBytesTensor`` and ``QBytesDequantizer`` in optimum-quanto 0.2.7.
+
+
+def find_quanto(source: Source) -> Found:
+    """Find the tensors that quanto stored as INT8 or FP8. Implements :class:`.Family`."""
+    found = Found()
+    for name, codes in source.tensors.items():
+        if name.endswith("._data"):
+            stem = name.removesuffix("._data").removesuffix("._data")  # of packed codes, there are two
+            found.take(partial(_of_quanto, source, codes, stem))
+        elif name.endswith(_OF_RUNS):
+            found.unused.add(name)
+    return found
+
+
+def _of_quanto(source: Source, codes: StoredTensor, name: str) -> Coded:
+    scales = require(source.tensors, f"{name}._scale", name)
+    block = _block_of(codes, scales, None)
+    part = None if block is None else _viewed(scales, _grid_of(codes.shape, block))
+    words = {"I8": "INT8", **_FP8}.get(codes.dtype)
+    if block is None or part is None or words is None:
+        raise FormatError(
+            f"stored as {codes.dtype} {list(codes.shape)} with scales {list(scales.shape)}; expected quanto's INT8 or FP8 with a scale for "
+            f"each row. Load the model from which it was quantized",
+            path=name,
+        )
+    words = f"{words} {_described(codes.shape, block)}"
+    rule = Scaled("quanto", words, name, scales.dtype, OneEach(), OneEach(), block)
+    return coded(name, scales.dtype, codes.shape, {"codes": codes, "scales": part}, rule)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -180,4 +180,6 @@ def _families() -> Mapping[str, Family]:
         "fp8": formats.find_fp8,
         "gptq": formats.find_gptq,
         "mxfp4": formats.find_mxfp4,
+        "quanto": formats.find_quanto,
+        "torchao": formats.find_torchao,
     }
