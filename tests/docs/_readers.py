@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from tests.diffusion.models import write_pipeline
+from tests.diffusion.models import ZOO, write_pipeline
+from tests.diffusion.test_original import original
 from tests.docs.blocks import Block
 from tests.harness.object_store import S3Server, s3_server
 
@@ -127,6 +129,8 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
     if page.endswith("/diffusers.md"):
         for kind in ("flux", "wan"):
             write_pipeline(kind, Path(kind))
+        ZOO["wan"].cls(**ZOO["wan"].config).save_config("Wan2.1-T2V-14B/transformer")
+        save_file(original("wan"), "wan2.1_t2v_14B_bf16.safetensors")
     if page.endswith("/sources.md"):
         write_quantized()
         return {"AutoModelForCausalLM": AutoModelForCausalLM, "SOURCE": "nf4", "OUT": "plain-again"}

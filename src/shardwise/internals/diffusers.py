@@ -249,3 +249,17 @@ def save_others(pipeline: Any, folder: str, models: Collection[str]) -> None:
     for name, component in pipeline.components.items():
         if name not in models and component is not None and hasattr(component, "save_pretrained"):
             component.save_pretrained(f"{folder}/{name}")
+
+
+def converted_from_original(model: Any, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors of a file with the names of the model's authors under diffusers' names; empty if diffusers has no conversion.
+
+    diffusers 0.37-0.42 list the conversions by class. Without it, such a file has names that no module has.
+    """
+    loader: Any = importlib.import_module("diffusers.loaders.single_file_model")
+    name = loader._get_single_file_loadable_mapping_class(type(model))
+    if name is None:
+        return {}
+    convert = loader.SINGLE_FILE_LOADABLE_CLASSES[name]["checkpoint_mapping_fn"]
+    found: Mapping[str, Any] = convert(checkpoint=dict(checkpoint), config=dict(model.config))
+    return found

@@ -15,7 +15,12 @@ from torch import nn
 from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError, UnsupportedConversionError
-from ..internals.diffusers import is_diffusers_model, renamed_on_load, unused_patterns
+from ..internals.diffusers import (
+    converted_from_original,
+    is_diffusers_model,
+    renamed_on_load,
+    unused_patterns,
+)
 from ..internals.peft import (
     adapted_model,
     adapter_configs,
@@ -157,13 +162,18 @@ def _rules_of(
 
 
 def _rules_of_diffusers(model: Any, key_mapping: Mapping[str, str] | None) -> HubRules:
-    """The rules of a diffusers model, sharded or not: the names that its class changes on load, and no conversions."""
+    """The rules of a diffusers model, sharded or not: the names that its class changes on load; or, where these don't make the model,
+    the conversion of its ``from_single_file``, if that does."""
     rename = renaming(key_mapping or {})
 
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
         named = {name: rename(name) for name in stored}
         own = renamed_on_load(model, named.values())
-        return [as_stored(t, own.get(named[name], named[name])) for name, t in stored.items()]
+        made = [as_stored(t, own.get(named[name], named[name])) for name, t in stored.items()]
+        if persistent.keys() <= {one.target for one in made}:
+            return made
+        converted = _from_original_names(model, {named[name]: t for name, t in stored.items()})
+        return converted if persistent.keys() <= {one.target for one in converted} else made
 
     persistent = model.state_dict(keep_vars=True)
     return HubRules(
@@ -173,6 +183,21 @@ def _rules_of_diffusers(model: Any, key_mapping: Mapping[str, str] | None) -> Hu
         missing=(),
         non_persistent=frozenset(name for name, _ in model.named_buffers() if name not in persistent),
     )
+
+
+def _from_original_names(model: Any, stored: Mapping[str, StoredTensor]) -> list[Made]:
+    """What diffusers makes of a file with the names of the model's authors; nothing if it makes nothing of it. Runs its conversion once,
+    on symbols."""
+    symbols = {name: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for name, t in stored.items()}
+    try:
+        found = converted_from_original(model, symbols)
+    except Exception:  # not the tensors that it expects
+        return []
+    return [
+        Made(name, code_of(t.dtype), tuple(t.shape), t.tiles, tuple(dict.fromkeys(v.source for v in t.tiles)))
+        for name, t in found.items()
+        if isinstance(t, Traced)
+    ]
 
 
 def _resolver(meta_model: Any, wanted: dict[str, torch.Tensor], conversions: list[Any]) -> Resolve:
