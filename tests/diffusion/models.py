@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ZOO", "Kind", "outputs", "sample", "write", "write_pipeline"]
+__all__ = ["PIPELINES", "ZOO", "Kind", "outputs", "sample", "write", "write_pipeline"]
 
 
 def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -191,6 +191,32 @@ ZOO = {
             "encoder_hidden_states": _drawn(1, 6, 16, seed=1),
         },
     ),
+    "sdxl": Kind(
+        "UNet2DConditionModel",
+        {
+            "block_out_channels": (16, 32),
+            "layers_per_block": 1,
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "transformer_layers_per_block": (1, 2),
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 6 * 8 + 32,
+            "cross_attention_dim": 64,
+            "attention_head_dim": (2, 4),
+            "norm_num_groups": 8,
+        },
+        lambda: {
+            "sample": _drawn(1, 4, 8, 8),
+            "timestep": torch.tensor([5]),
+            "encoder_hidden_states": _drawn(1, 6, 64, seed=1),
+            "added_cond_kwargs": {"text_embeds": _drawn(1, 32, seed=2), "time_ids": torch.ones(1, 6)},
+        },
+    ),
     "vae": Kind(
         "AutoencoderKL",
         {
@@ -233,63 +259,179 @@ def outputs(kind: str, model: Any, dtype: torch.dtype = torch.float32) -> torch.
     return result
 
 
+#: A pipeline's models that are trained, and the kind of each.
+PIPELINES = {
+    "flux": {"transformer": "flux"},
+    "sd3": {"transformer": "sd3"},
+    "wan-2.1": {"transformer": "wan"},
+    "wan": {"transformer": "wan", "transformer_2": "wan"},
+    "qwen-image": {"transformer": "qwen-image"},
+    "hunyuan-video": {"transformer": "hunyuan-video"},
+    "ltx": {"transformer": "ltx"},
+    "sdxl": {"unet": "sdxl"},
+}
+
+
 def write_pipeline(kind: str, directory: Path, *, half: bool = False) -> None:
     """Save a pipeline of tiny components: ``flux`` with two text encoders, ``wan`` with two transformers. ``half``: as the variant fp16."""
-    import diffusers
-    import transformers
-
     torch.manual_seed(0)
-    if kind == "flux":
-        clip = transformers.CLIPTextConfig(
-            hidden_size=32,
-            intermediate_size=37,
-            num_attention_heads=4,
-            num_hidden_layers=2,
-            vocab_size=1000,
-            bos_token_id=0,
-            eos_token_id=2,
-            projection_dim=32,
-        )
-        t5 = transformers.T5Config(vocab_size=256, d_model=32, d_ff=37, d_kv=8, num_layers=2, num_heads=4)
-        pipeline = diffusers.FluxPipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-            vae=diffusers.AutoencoderKL(
-                sample_size=32,
-                block_out_channels=(4,),
-                latent_channels=1,
-                norm_num_groups=1,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-                shift_factor=0.0609,
-                scaling_factor=1.5035,
-            ),
-            text_encoder=transformers.CLIPTextModel(clip),
-            tokenizer=_tokenizer(),
-            text_encoder_2=transformers.T5EncoderModel(t5),
-            tokenizer_2=_tokenizer(),
-            transformer=ZOO["flux"].cls(**ZOO["flux"].config),
-        )
-    else:
-        first, second = (ZOO["wan"].cls(**ZOO["wan"].config) for _ in range(2))
-        umt5 = transformers.UMT5Config(vocab_size=256, d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2)
-        pipeline = diffusers.WanPipeline(
-            tokenizer=_tokenizer(),
-            text_encoder=transformers.UMT5EncoderModel(umt5),
-            transformer=first,
-            transformer_2=second,
-            vae=diffusers.AutoencoderKLWan(
-                base_dim=3,
-                z_dim=4,
-                dim_mult=[1, 1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[False, True, True],
-            ),
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
-            boundary_ratio=0.875,
-        )
+    pipeline = _pipeline(kind)
     if half:
         pipeline.to(torch.float16)
     pipeline.save_pretrained(directory, variant="fp16" if half else None, max_shard_size="50KB")
+
+
+def _pipeline(kind: str) -> Any:
+    import diffusers
+    import transformers
+
+    trained = {name: ZOO[of].cls(**ZOO[of].config) for name, of in PIPELINES[kind].items()}
+    flow = diffusers.FlowMatchEulerDiscreteScheduler
+    if kind == "flux":
+        return diffusers.FluxPipeline(
+            scheduler=flow(),
+            vae=_autoencoder(1),
+            text_encoder=_clip(),
+            tokenizer=_tokenizer(),
+            text_encoder_2=_t5(32),
+            tokenizer_2=_tokenizer(),
+            **trained,
+        )
+    if kind == "sd3":
+        return diffusers.StableDiffusion3Pipeline(
+            scheduler=flow(),
+            vae=_autoencoder(4),
+            text_encoder=_clip(projected=True),
+            tokenizer=_tokenizer(),
+            text_encoder_2=_clip(projected=True),
+            tokenizer_2=_tokenizer(),
+            text_encoder_3=_t5(32),
+            tokenizer_3=_tokenizer(),
+            **trained,
+        )
+    if kind == "sdxl":
+        return diffusers.StableDiffusionXLPipeline(
+            scheduler=diffusers.DDIMScheduler(),
+            vae=_autoencoder(4),
+            text_encoder=_clip(),
+            tokenizer=_tokenizer(),
+            text_encoder_2=_clip(projected=True),
+            tokenizer_2=_tokenizer(),
+            **trained,
+        )
+    if kind == "qwen-image":
+        text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text |= {"num_key_value_heads": 2, "vocab_size": 256}
+        text["rope_scaling"] = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
+        vision = {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+        }
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        vae = diffusers.AutoencoderKLQwenImage(
+            base_dim=24,
+            z_dim=4,
+            dim_mult=[1, 2, 4],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
+        )
+        return diffusers.QwenImagePipeline(
+            scheduler=flow(use_dynamic_shifting=True),
+            vae=vae,
+            text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config),
+            tokenizer=_tokenizer(),
+            **trained,
+        )
+    if kind == "hunyuan-video":
+        llama = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2, vocab_size=256
+        )
+        vae = diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4,
+            block_out_channels=(8,) * 4,
+            layers_per_block=1,
+            norm_num_groups=4,
+            mid_block_add_attention=True,
+        )
+        return diffusers.HunyuanVideoPipeline(
+            text_encoder=transformers.LlamaModel(llama),
+            tokenizer=_tokenizer(),
+            vae=vae,
+            scheduler=flow(shift=7.0),
+            text_encoder_2=_clip(),
+            tokenizer_2=_tokenizer(),
+            **trained,
+        )
+    if kind == "ltx":
+        vae = diffusers.AutoencoderKLLTXVideo(
+            latent_channels=8,
+            patch_size=1,
+            block_out_channels=(8,) * 4,
+            decoder_block_out_channels=(8,) * 4,
+            layers_per_block=(1,) * 5,
+            decoder_layers_per_block=(1,) * 5,
+        )
+        return diffusers.LTXPipeline(
+            scheduler=flow(), vae=vae, text_encoder=_t5(16), tokenizer=_tokenizer(), **trained
+        )
+    umt5 = transformers.UMT5Config(vocab_size=256, d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2)
+    return diffusers.WanPipeline(
+        tokenizer=_tokenizer(),
+        text_encoder=transformers.UMT5EncoderModel(umt5),
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=3,
+            z_dim=4,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+        ),
+        scheduler=flow(shift=7.0),
+        boundary_ratio=0.875 if kind == "wan" else None,
+        **trained,
+    )
+
+
+def _clip(*, projected: bool = False) -> Any:
+    import transformers
+
+    config = transformers.CLIPTextConfig(
+        hidden_size=32,
+        intermediate_size=37,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=1000,
+        bos_token_id=0,
+        eos_token_id=2,
+        projection_dim=32,
+    )
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
+
+
+def _t5(width: int) -> Any:
+    import transformers
+
+    config = transformers.T5Config(vocab_size=256, d_model=width, d_ff=37, d_kv=8, num_layers=2, num_heads=4)
+    return transformers.T5EncoderModel(config)
+
+
+def _autoencoder(channels: int) -> Any:
+    import diffusers
+
+    return diffusers.AutoencoderKL(
+        sample_size=32,
+        block_out_channels=(4,),
+        latent_channels=channels,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5035,
+    )
 
 
 def _tokenizer() -> Any:
@@ -305,24 +447,71 @@ def _tokenizer() -> Any:
 
 def sample(pipeline: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What a pipeline makes of given embeddings and a seed, in two steps, as latents."""
-    generator = torch.Generator().manual_seed(7)
-    if type(pipeline).__name__ == "FluxPipeline":
-        given = {
-            "prompt_embeds": _drawn(1, 8, 32, seed=1).to(dtype),
-            "pooled_prompt_embeds": _drawn(1, 32, seed=2).to(dtype),
-            "height": 8,
-            "width": 8,
-        }
-    else:
-        given = {
-            "prompt_embeds": _drawn(1, 6, 16, seed=1).to(dtype),
-            "negative_prompt_embeds": _drawn(1, 6, 16, seed=2).to(dtype),
-            "height": 16,
-            "width": 16,
-            "num_frames": 5,
-        }
+    given = {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in _PROMPTS[type(pipeline).__name__]().items()
+    }
+    pipeline.set_progress_bar_config(disable=True)
     found = pipeline(
-        **given, num_inference_steps=2, generator=generator, output_type="latent", return_dict=False
+        **given,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(7),
+        output_type="latent",
+        return_dict=False,
     )
     result: torch.Tensor = found[0]
     return result
+
+
+def _both(prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A prompt's embeddings, and the same as those of a negative prompt."""
+    return {**prompt, **{f"negative_{name}": value.flip(-1) for name, value in prompt.items()}}
+
+
+def _masked(*shape: int) -> dict[str, torch.Tensor]:
+    """Embeddings of a prompt with a mask, which is all true."""
+    mask = torch.ones(shape[:2], dtype=torch.bool)
+    return {"prompt_embeds": _drawn(*shape, seed=1), "prompt_attention_mask": mask}
+
+
+#: Arguments of a call of each pipeline.
+_PROMPTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "FluxPipeline": lambda: {
+        "prompt_embeds": _drawn(1, 8, 32, seed=1),
+        "pooled_prompt_embeds": _drawn(1, 32, seed=2),
+        "height": 8,
+        "width": 8,
+    },
+    "StableDiffusion3Pipeline": lambda: {
+        **_both({"prompt_embeds": _drawn(1, 8, 32, seed=1), "pooled_prompt_embeds": _drawn(1, 64, seed=2)}),
+        "height": 8,
+        "width": 8,
+    },
+    "StableDiffusionXLPipeline": lambda: {
+        **_both({"prompt_embeds": _drawn(1, 8, 64, seed=1), "pooled_prompt_embeds": _drawn(1, 32, seed=2)}),
+        "height": 8,
+        "width": 8,
+    },
+    "WanPipeline": lambda: {
+        "prompt_embeds": _drawn(1, 6, 16, seed=1),
+        "negative_prompt_embeds": _drawn(1, 6, 16, seed=2),
+        "height": 16,
+        "width": 16,
+        "num_frames": 5,
+    },
+    "QwenImagePipeline": lambda: {
+        "prompt_embeds": _drawn(1, 7, 16, seed=1),
+        "prompt_embeds_mask": torch.ones(1, 7, dtype=torch.int64),
+        "true_cfg_scale": 1.0,
+        "height": 16,
+        "width": 16,
+    },
+    "HunyuanVideoPipeline": lambda: {
+        **_masked(1, 6, 16),
+        "pooled_prompt_embeds": _drawn(1, 8, seed=2),
+        "height": 16,
+        "width": 16,
+        "num_frames": 5,
+    },
+    "LTXPipeline": lambda: {**_both(_masked(1, 6, 16)), "height": 32, "width": 32, "num_frames": 9},
+}

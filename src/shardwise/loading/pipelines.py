@@ -29,6 +29,7 @@ def load_pipeline(
     shard: Sequence[str],
     components: Mapping[str, Any] | None = None,
     adapter: Any = None,
+    seed: int = 0,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     policy: ShardPolicy | None = None,
     device: torch.device | str | None = None,
@@ -48,6 +49,7 @@ def load_pipeline(
         components: components to use instead of the stored ones, by name. None leaves an optional component out:
             ``components={"text_encoder": None}``.
         adapter: adapters of sharded models: a dict of component names to what ``adapter=`` of :func:`load_pretrained` takes.
+        seed: seed for new adapters, whose first values are the same at every world size.
         dtype: dtype of all models, or dtypes by component with ``"default"`` for the others. Default: as in diffusers, float32. Parts that a
             class keeps in fp32 stay so.
         policy: how the models in ``shard`` are split into FSDP2 groups.
@@ -85,6 +87,7 @@ def load_pipeline(
             dtype=dtype_of(dtype, name),
             auto_class=component_class(listed[name].library, listed[name].class_name),
             adapter=(adapter or {}).get(name),
+            seed=seed,
             io=io,
             subfolder=name,
             variant=variants[name],
