@@ -41,6 +41,7 @@ SCRIPTS = {
     "digest.py": ([], ["--repeats", "1"]),
     "quantized.py": ([], ["--short"]),
     "qlora.py": ([], ["--short"]),
+    "pipeline.py": ([], ["--short"]),
     "store.py": (["--rounds", "3"], ["--short"]),
     "phases.py": (["--only", "dense", "tied", "moe, bf16", "vlm"], ["--short"]),  # all: make phases
     "plan_configs.py": ([], ["--short"]),

@@ -82,6 +82,22 @@ def test_other_components(pipelines: Path) -> None:
     assert sw.load_report(pipeline.transformer).bytes_read > 0
 
 
+@on_ranks(1)
+def test_saved_without_a_component(pipelines: Path, tmp_path: Path) -> None:
+    """It can be left out again, as diffusers asks of its caller."""
+    mesh = init_device_mesh("cpu", (1,))
+    none = {"text_encoder": None, "tokenizer": None}
+    pipeline = sw.load_pipeline(pipelines / "wan", mesh, shard=("transformer",), components=none)
+    sw.export_hf(pipeline, tmp_path / "out")
+    again = sw.load_pipeline(tmp_path / "out", mesh, shard=("transformer",), components=none)
+    assert again.text_encoder is None
+    assert torch.equal(sample(again), sample(pipeline))
+    with pytest.raises(ValueError, match=r"no component 'text_encoder'; it has scheduler, transformer"):
+        sw.load_pipeline(tmp_path / "out", mesh, shard=("text_encoder",))
+    with pytest.raises(ValueError, match=r"no component 'text_encoder'"):
+        sw.export_hf({"text_encoder": pipeline.transformer}, tmp_path / "copy", pipeline=tmp_path / "out")
+
+
 @on_ranks(2, 3)
 def test_trained_and_exported(pipelines: Path, tmp_path: Path) -> None:
     """What diffusers opens afterwards samples as the live pipeline does; parts alone go into a copy of the rest."""

@@ -53,7 +53,7 @@ def test_round_trips(ranks: RankPool, tmp_path: Path, runs: tuple[Run, ...]) -> 
                 alone = ZOO[of].cls.from_pretrained(out / "export" / name)
                 assert same(tensors_of(alone), live["tensors"][name]), (kind, name)
             found = {name: opened.components[name] for name in PIPELINES[kind]}
-            for name, model in found.items():  # the live weights in one process
+            for name in found:  # the live weights in one process
                 base.components[name].load_state_dict(live["tensors"][name], strict=False)
                 assert same(tensors_of(base.components[name]), live["tensors"][name]), (kind, name)
             assert torch.equal(sample(aligned(base)), sample(aligned(opened))), kind

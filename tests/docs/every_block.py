@@ -121,6 +121,8 @@ EXAMPLES = {
     "accelerate_fsdp.py": "examples/test_accelerate_launch.py",
     "accelerate_fsdp.yaml": "examples/test_accelerate_launch.py",
     "elastic.py": "checkpoint/test_elastic.py",
+    "diffusers_accelerate.py": "examples/test_diffusers_examples.py",
+    "diffusers_loop.py": "examples/test_diffusers_examples.py",
     "fabric_loop.py": "examples/_loops_fns.py",
     "jobset.yaml": "launchers/test_jobset.py",
     "own_loop.py": "examples/_rl_engine_fns.py",

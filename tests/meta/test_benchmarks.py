@@ -57,6 +57,7 @@ def test_short_form(tmp_path: Path, script: str, figures: tuple[str, ...]) -> No
         "cold_reads.py",
         "digest.py",
         "quantized.py",
+        "pipeline.py",
         "scale.py",
         "memory_tier.py",
         "first_load.py",

@@ -52,6 +52,8 @@ class Pipeline:
 
     class_name: str
     components: Mapping[str, Component]
+    without: frozenset[str] = frozenset()
+    """Components that it was saved without."""
 
 
 def pipeline_at(path: str) -> Pipeline | None:
@@ -99,7 +101,8 @@ def pipeline_of(document: Any, folders: Mapping[str, Collection[str]], where: st
             f"is a diffusers pipeline ({PIPELINE_NAME}), but not a list of components: {brief(document)}",
             path=where,
         )
-    return Pipeline(str(document.get("_class_name", "")), components)
+    without = frozenset(name for name, value in pairs if value == [None, None])
+    return Pipeline(str(document.get("_class_name", "")), components, without)
 
 
 def variants_of(names: Collection[str]) -> tuple[str | None, ...]:

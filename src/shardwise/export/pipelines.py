@@ -77,7 +77,7 @@ def write_pipeline(
             )
         if not models:
             raise ValueError(f"there is no model among {list(parts)}")
-    folder = "" if source is None else find_pipeline(source, HubOptions(), models, ranks)[0]
+    folder = "" if source is None else find_pipeline(source, HubOptions(), models, ranks, needed=models)[0]
     temporary = ranks.on_first("make export directory", lambda: make_room(final, sorted(models)))
     try:
         found = {name: write(model, os.path.join(temporary, name)) for name, model in models.items()}

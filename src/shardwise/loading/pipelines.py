@@ -133,8 +133,9 @@ def find_pipeline(
                 f"no {PIPELINE_NAME}, which a diffusers pipeline has; one model is loaded by load_pretrained",
                 path=found.directory,
             )
-        listed = pipeline_in(found.directory).components
-        if unknown := {*left_out, *needed} - listed.keys():
+        pipeline = pipeline_in(found.directory)
+        listed = pipeline.components
+        if unknown := ({*left_out} - {*listed, *pipeline.without}) | ({*needed} - listed.keys()):
             raise ValueError(
                 f"{os.fspath(path)}: has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}"
             )
