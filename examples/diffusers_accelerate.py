@@ -1,8 +1,8 @@
 """``diffusers_loop.py`` with Accelerate's FSDP2 plugin: load sharded, train, save and load the state, sample, export.
 
-    torchrun --nproc-per-node 2 examples/diffusers_accelerate.py --out out --steps 4
-    torchrun --nproc-per-node 2 examples/diffusers_accelerate.py --out out --steps 8   # resumes at step 5
-    torchrun --nproc-per-node 2 examples/diffusers_accelerate.py --out lora-out --lora
+    PYTHONPATH=. torchrun --nproc-per-node 2 examples/diffusers_accelerate.py --out out --steps 4
+    PYTHONPATH=. torchrun --nproc-per-node 2 examples/diffusers_accelerate.py --out out --steps 8   # resumes at step 5
+    PYTHONPATH=. torchrun --nproc-per-node 2 examples/diffusers_accelerate.py --out lora-out --lora
 
 Lines that differ from a script without shardwise are marked with ``# <-``. The plugin's settings are in the script; ``accelerate launch``
 with a YAML works, too.
@@ -17,9 +17,9 @@ from pathlib import Path
 import diffusers
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from diffusers_loop import WITHOUT, batch_of, flow_matching_loss, lora_config, sample, write_base
 
 import shardwise as sw
+from examples.diffusers_loop import WITHOUT, batch_of, flow_matching_loss, lora_config, sample, write_base
 from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator  # <- for accelerate's
 
 BLOCKS = {"flux": ["FluxTransformerBlock", "FluxSingleTransformerBlock"], "wan": ["WanTransformerBlock"]}

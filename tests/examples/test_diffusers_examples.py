@@ -29,11 +29,9 @@ def start(example: str, out: Path, ranks: int, *options: str) -> subprocess.Pope
         *([str(ROOT / "tests/harness/accelerate_on_cpu.py")] if with_accelerate else []),
         *(str(ROOT / f"examples/{example}.py"), "--out", str(out), "--steps", str(STEPS), *options),
     ]
-    env = worker_env()
-    env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'examples'}"  # where torchrun finds what a script imports
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, env=worker_env(), stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
 
 
