@@ -53,6 +53,7 @@ BESIDE_ROOMS = {
         "matrix",
         "meta",
         "mutations",
+        "others",
         "quick",
         "simulation",
     ),

@@ -144,7 +144,7 @@ def _of_transformers(root: str, choice: Choice) -> Catalog | None:
         if weights.is_pickled
         else catalog_of_weights(root, weights, choice)
     )
-    parts = weights_of_modules(root)
+    parts = () if choice.with_modules else weights_of_modules(root)
     is_dcp = not choice.is_asked and is_file(os.path.join(root, METADATA_NAME))
     others = (METADATA_NAME,) if is_dcp and _of_dcp(root).tensors else ()
     return replace(
@@ -177,7 +177,7 @@ def _warn(catalog: Catalog) -> None:
     if parts := [n for n in catalog.passed_over if "/" in n]:
         said.append(
             f"loads only the transformers model: modules.json lists {_some(parts)} as weights of other modules. "
-            f"Load those into their modules from their own folders"
+            f"To load them all, pass auto_class=SentenceTransformer to load_pretrained"
         )
     if catalog.unheld:
         said.append(f"its index lists tensors that its files don't hold: {_some(list(catalog.unheld))}")

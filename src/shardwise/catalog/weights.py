@@ -77,6 +77,8 @@ class Choice:
     """True: safetensors only. False: ``pytorch_model.bin`` only. None: safetensors first."""
     config: Any = None
     """The config that the model is built from. None: the directory's ``config.json`` is read."""
+    with_modules: bool = False
+    """The other modules of a sentence-transformers model are loaded, too, each from its folder."""
 
     @property
     def is_asked(self) -> bool:

@@ -226,7 +226,7 @@ def _joined(reports: Mapping[str, ExportReport], final: str, seconds: float) -> 
     each = reports.values()
     return ExportReport(
         path=final,
-        files=tuple([f"{name}/{file}" for name, one in reports.items() for file in one.files]),
+        files=tuple([os.path.join(name, file) for name, one in reports.items() for file in one.files]),
         tensors=sum(one.tensors for one in each),
         total_bytes=sum(one.total_bytes for one in each),
         bytes_written=sum(one.bytes_written for one in each),

@@ -13,6 +13,7 @@ from ..catalog.records import PIPELINE_NAME
 from ..errors import CheckpointError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.diffusers import is_pipeline, save_others
+from ..internals.sentence_transformers import is_sentence_class, save_without_weights, weighted_modules
 from ..loading.pipelines import find_pipeline
 from ..models.hub import HubOptions
 from ..publish.lock import remove_ours
@@ -25,7 +26,12 @@ T = TypeVar("T")
 
 
 def models_of(parts: Any) -> dict[str, nn.Module] | None:
-    """The models of a live pipeline, or of a dict of some of its components, by name; None for anything else."""
+    """The models of a live pipeline, or of a dict of some of its components, by name; None for anything else.
+
+    A sentence-transformers model is a pipeline, too: of its modules that have weights, by folder.
+    """
+    if is_sentence_class(type(parts)):
+        return weighted_modules(parts)
     if is_pipeline(parts):
         parts = parts.components
     if not isinstance(parts, Mapping):
@@ -66,24 +72,31 @@ def write_pipeline(
     copied. Every rank must call it. Raises :class:`CheckpointError` for a place that is taken, :class:`SourceError` for a source that is no
     pipeline.
     """
+    in_modules = is_sentence_class(type(parts))
     with ranks.agree("check arguments"):
         if is_url(final):
             raise ValueError(
                 f"a pipeline is exported into a local directory; export its models to {final} one by one"
             )
-        if is_pipeline(parts) is (source is not None):
+        if (in_modules or is_pipeline(parts)) is (source is not None):
             raise ValueError(
                 "pipeline= names the pipeline that a dict of models belongs to; a live pipeline has all of its components itself"
             )
         if not models:
             raise ValueError(f"there is no model among {list(parts)}")
     folder = "" if source is None else find_pipeline(source, HubOptions(), models, ranks, needed=models)[0]
-    temporary = ranks.on_first("make export directory", lambda: make_room(final, sorted(models)))
+    places = {name: f".parts/{k}" if in_modules else name for k, name in enumerate(models)}
+    temporary = ranks.on_first("make export directory", lambda: make_room(final, sorted(places.values())))
     try:
-        found = {name: write(model, os.path.join(temporary, name)) for name, model in models.items()}
+        found = {name: write(model, os.path.join(temporary, places[name])) for name, model in models.items()}
 
         def finish() -> None:
-            if folder:
+            if in_modules:
+                save_without_weights(parts, temporary)
+                for name, place in places.items():
+                    _move_in(os.path.join(temporary, place), os.path.join(temporary, name))
+                shutil.rmtree(os.path.join(temporary, ".parts"))
+            elif folder:
                 _copy_others(folder, temporary, models)
             else:
                 save_others(parts, temporary, models)
@@ -95,6 +108,14 @@ def write_pipeline(
             remove_ours(temporary)
         raise
     return found
+
+
+def _move_in(exported: str, folder: str) -> None:
+    """Move an exported model's weights, and the files that its module didn't save, into the module's folder."""
+    for name in os.listdir(exported):
+        to = os.path.join(folder, name)
+        if ".safetensors" in name or not os.path.lexists(to):
+            os.replace(os.path.join(exported, name), to)
 
 
 def _copy_others(folder: str, temporary: str, models: Mapping[str, nn.Module]) -> None:

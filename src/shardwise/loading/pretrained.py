@@ -14,12 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, Coded, StoredTensor
-from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice
+from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice, modules_in
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import FormatError, PlanError, ShardError, ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.diffusers import build_from_config as build_diffusers
 from ..internals.diffusers import is_diffusers_model, note_path
+from ..internals.sentence_transformers import (
+    has_parameters,
+    is_sentence_class,
+    on_meta,
+    put_transformer,
+    transformer_in,
+)
 from ..internals.transformers import (
     build_from_config,
     default_conversions,
@@ -54,7 +61,7 @@ from ..storage.records import counting
 from ..tensors.live import describe
 from ..tensors.tiles import is_identity
 from .adapters import attach, combine
-from .load import Filling, FillOptions, LoadReport, fill, noted, open_for_all
+from .load import Filling, FillOptions, LoadReport, fill, load, noted, open_for_all
 
 # ----------------------------------------------------------------------------------------------------
 # The source of a model whose layers hold its codes and scales as they are stored: checked, and noted for reports.
@@ -369,8 +376,51 @@ def load_pretrained(
     if device is None and (chosen.cpu_offload or mesh is None):
         device = "cpu"
     filling = FillOptions(io=io or IOOptions(), device=device, seed=seed, verify=verify)
-    model, report = load_wrapped(request, wrap, filling)
+    if is_sentence_class(auto_class):
+        model, report = _load_modules(request, wrap, filling)
+    else:
+        model, report = load_wrapped(request, wrap, filling)
     return (model, report) if return_report else model
+
+
+def _load_modules(
+    request: Pretrained, wrap: Callable[[Any], tuple[str, ...]], filling: FillOptions
+) -> tuple[Any, LoadReport]:
+    """A sentence-transformers model, built by its own class on meta; then each module is loaded from its folder.
+
+    FSDP2 can't wrap that library's own modules, so what is in them is wrapped. The report is the transformers model's.
+    """
+    ranks = Ranks.current(timeout_s=filling.io.timeout_s)
+    with ranks.agree("check arguments"):
+        asked = request.understood()
+    found = find_for_all(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+    with ranks.agree("build the modules"):
+        if found.lent is not None:
+            raise SourceError(
+                "is a sentence-transformers model, which must be a local directory on every rank; copy it to every host",
+                path=found.lent,
+            )
+        root = found.directory
+        model = on_meta(request.auto_class, root, request.dtype, trust_remote_code=request.trust_remote_code)
+        parts = [
+            (os.path.join(root, listed.folder), module)
+            for listed, module in zip(modules_in(root), model.children(), strict=True)
+            if has_parameters(module)
+        ]
+    options = {**request.options, "subfolder": None}
+    reports = []
+    for folder, module in parts:
+        if (inner := transformer_in(module)) is not None:
+            own = replace(request, path=folder, auto_class=type(inner[1]), options=options, with_modules=True)
+            loaded, report = load_wrapped(own, wrap, filling)
+            put_transformer(module, inner[0], loaded)
+            reports.append(report)
+            continue
+        with ranks.agree("shard the modules"):
+            plain = [name for child in module.children() if has_parameters(child) for name in wrap(child)]
+        load(module, folder, io=filling.io, device=filling.device, verify=filling.verify, allow_plain=plain)
+    model.eval()
+    return model, reports[0]
 
 
 @announced("load")
@@ -447,7 +497,8 @@ def prepare(
     config, model_class = known or config_and_class(
         directory, *given, trust_remote_code=request.trust_remote_code
     )
-    catalog = catalog or open_catalog(directory, choice=replace(asked.hub.choice, config=config))
+    choice = replace(asked.hub.choice, config=config, with_modules=request.with_modules)
+    catalog = catalog or open_catalog(directory, choice=choice)
     if asked.implementations and isinstance(config, dict):
         raise TypeError(
             f"diffusers' models take no {next(iter(asked.implementations))[1:]}=; call model.set_attention_backend(…) after the load"

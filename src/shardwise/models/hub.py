@@ -831,11 +831,13 @@ class Pretrained:
     quantized: Any
     options: Mapping[str, Any]
     """The keyword arguments of ``from_pretrained`` among the caller's."""
+    with_modules: bool = False
+    """As in :class:`.Choice`."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Pretrained:
         """Of a loader's own arguments, which have the names of the fields. It may have others, too."""
-        return cls(**{one.name: arguments[one.name] for one in fields(cls)})
+        return cls(**{one.name: arguments[one.name] for one in fields(cls) if one.name in arguments})
 
     def understood(self) -> Arguments:
         """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""
