@@ -38,7 +38,7 @@ PYTEST = (
     "-q",
 )
 #: Folders whose tests start ranks: what touches torch's and transformers' own classes.
-RANKS = ("loading", "sharding", "tensors", "export", "checkpoint", "integrations", "cases")
+RANKS = ("loading", "sharding", "tensors", "export", "checkpoint", "integrations", "cases", "others")
 SHAPE = ("imports", "exports", "internals", "mutations")
 
 

@@ -128,6 +128,26 @@ PAIRS = (
     ),
     Pair("2.13-5.23", "the project's own environment", {}),
     Pair(
+        "others",
+        "the libraries of docs/howto/other-models.md, which tests/others loads models of; torchvision has a torch of its own",
+        {
+            "torch": "2.14.1",
+            "torchvision": "0.29.1",
+            "transformers": "5.24.0",
+            "timm": "1.0.31",
+            "open_clip_torch": "3.3.0",
+            "ftfy": "6.3.1",
+            "wcwidth": "0.9.4",
+            "litgpt": "0.5.13",
+            "jsonargparse": "4.53.0",
+            "sentence-transformers": "6.2.0",
+            "scikit-learn": "1.9.1",
+            "joblib": "1.6.0",
+            "narwhals": None,
+            "threadpoolctl": "3.8.0",
+        },
+    ),
+    Pair(
         "newest",
         "the newest releases",
         dict.fromkeys(

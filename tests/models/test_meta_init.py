@@ -458,3 +458,13 @@ def test_a_32b_model_takes_half_a_second_and_no_memory() -> None:
     assert grown_kib < 200 * 1024
     # One thread and no I/O, so its CPU time is nearly that of an idle machine; best of five.
     assert min(times_s) <= 0.5, times_s
+
+
+def test_what_is_moved_stays_on_meta() -> None:
+    """As factories do at their end, such as open_clip's: ``model.to(device)``."""
+    with meta_init():
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to("cpu").to("cpu", torch.float64)
+    assert all(p.is_meta and p.dtype == torch.float64 for p in model.parameters())
+    assert torch.equal(model[1].running_var, torch.ones(3, dtype=torch.float64))
+    with pytest.raises(NotImplementedError):
+        model.to("cpu")

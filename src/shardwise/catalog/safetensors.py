@@ -78,8 +78,11 @@ def _every(root: str) -> tuple[str, ...]:
     hint = ""
     if exists(os.path.join(root, "manifest.json")):
         hint = "; it is a shardwise checkpoint whose slices are in model/"
-    elif any(n.endswith((".bin", ".pt", ".pth")) for n in names):
-        hint = "; it has files of torch.save under unknown names: give the path of the one to load"
+    elif pickled := sorted(n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt"))):
+        hint = (
+            f"; it has files of torch.save under unknown names ({', '.join(pickled[:3])}): give the path of the one to load, "
+            f"such as {os.path.join(root, pickled[0])!r}"
+        )
     raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
 
 
