@@ -60,6 +60,7 @@ RUN_BY = {
         "from-pretrained",
         "logging",
         "memory-tier",
+        "other-models",
         "own-loop",
     ),
     **_pages(ALONE, "docs/howto/", "peft", "qlora", "report", "rl", "sources", "tensor-parallel"),

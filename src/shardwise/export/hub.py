@@ -93,7 +93,7 @@ def export_hf(
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source that ``load`` accepts. Also a live diffusers
-            pipeline, or a dict of models of one: each model is written into the folder of its name.
+            pipeline, or a dict of models of one: each model is written into the folder of its name. A ``SentenceTransformer`` is written whole.
         out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
         model_name: the model to export from a checkpoint with several. With ``pipeline``, None exports all of them, and the only model of a

@@ -336,6 +336,7 @@ def load_pretrained(
         dtype: ``"auto"`` (the config's dtype, otherwise the stored one; for diffusers, float32, as in its ``from_pretrained``), a dtype,
             or its name. Parts that the class keeps in fp32 stay so.
         auto_class: an Auto class or model class. Default: the config's ``architectures[0]``; for diffusers, its ``_class_name``.
+            ``SentenceTransformer`` loads all modules of its folder.
         config: a config to use instead of the stored one (for diffusers, a dict), or the directory of one.
         trust_remote_code: run the Python files in the directory for the model's classes (``auto_map``). Ranks that share transformers' module
             cache import them one after another.
