@@ -96,6 +96,7 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "catalog": lambda path, out: open_catalog(path),
     "load": lambda path, out: sw.load(torch.nn.Linear(2, 3), path),
     "load_pretrained": lambda path, out: sw.load_pretrained(path),
+    "subfolder": lambda path, out: sw.load_pretrained(Path(path).parent, subfolder=Path(path).name),
     "plan": lambda path, out: sw.plan(path, ranks=2),
     "verify": lambda path, out: sw.verify(path),
     "diff": lambda path, out: sw.diff(path, path),
@@ -134,6 +135,10 @@ def test_every_reader_refuses_it_by_its_name(tmp_path: Path, name: str, which: i
         assert name in text
         assert str(given) in text
         said.add(text)
+    if name != "a diffusers pipeline":  # which load_pipeline is for
+        with pytest.raises(SourceError) as raised:
+            sw.load_pipeline(given, shard=("transformer",))
+        said.add(str(raised.value).partition("\n")[0])
     assert len(said) == 1, "the same sentence everywhere"
     for command, arguments in COMMANDS.items():
         result = runner().invoke(main, [command, *map(str, arguments(given, out))], prog_name="shardwise")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..catalog.pipelines import Component, pipeline_in
-from ..catalog.records import PIPELINE_NAME
+from ..catalog.records import PIPELINE_NAME, refuse_foreign
 from ..errors import SourceError
 from ..internals.diffusers import assembled, component_class, download_pipeline
 from ..models.hub import FromPretrained, HubOptions, find_for_all, understand
@@ -129,6 +129,7 @@ def find_pipeline(
                 path=found.lent,
             )
         if not os.path.isfile(os.path.join(found.directory, PIPELINE_NAME)):
+            refuse_foreign(found.directory)
             raise SourceError(
                 f"no {PIPELINE_NAME}, which a diffusers pipeline has; one model is loaded by load_pretrained",
                 path=found.directory,
