@@ -40,6 +40,11 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Weights are compared bitwise; what is computed with them isn't: on AMD's CPUs, MKL's results depend on where a matrix begins in memory."""
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @on_ranks(2)
 def test_as_diffusers_loads_it(pipelines: Path) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -65,7 +70,7 @@ def test_as_diffusers_loads_it(pipelines: Path) -> None:
                     assert found[tensor].dtype == value.dtype, f"{source} {options} {name}.{tensor}"
                     assert torch.equal(bits(whole(found[tensor])), bits(value)), f"{name}.{tensor}"
             if not options:
-                assert torch.equal(sample(ours), sample(theirs))
+                assert_alike(sample(ours), sample(theirs))
 
 
 @on_ranks(1)
@@ -91,7 +96,7 @@ def test_saved_without_a_component(pipelines: Path, tmp_path: Path) -> None:
     sw.export_hf(pipeline, tmp_path / "out")
     again = sw.load_pipeline(tmp_path / "out", mesh, shard=("transformer",), components=none)
     assert again.text_encoder is None
-    assert torch.equal(sample(again), sample(pipeline))
+    assert_alike(sample(again), sample(pipeline))
     with pytest.raises(ValueError, match=r"no component 'text_encoder'; it has scheduler, transformer"):
         sw.load_pipeline(tmp_path / "out", mesh, shard=("text_encoder",))
     with pytest.raises(ValueError, match=r"no component 'text_encoder'"):
@@ -119,7 +124,7 @@ def test_trained_and_exported(pipelines: Path, tmp_path: Path) -> None:
         for written in (folder / kind, folder / f"{kind}-parts"):
             again = diffusers.DiffusionPipeline.from_pretrained(str(written))
             assert type(again) is type(live)
-            assert torch.equal(sample(again), expected), written
+            assert_alike(sample(again), expected)
         assert sorted(os.listdir(folder / kind)) == sorted(os.listdir(pipelines / kind))
         with pytest.raises(sw.errors.ShardwiseError, match="exists already"):
             sw.export_hf(live, folder / kind)
