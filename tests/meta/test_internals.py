@@ -32,6 +32,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         ("_to_copy", "_unsafe_view", "_reshape_alias"),
         "names of ATen operators, as torch hands them to __torch_dispatch__; torch 2.12-2.14",
     ),
+    "models/meta.py": {
+        "_to_copy": "the name of an ATen operator, as torch hands it to __torch_dispatch__; torch 2.9-2.14"
+    },
     "integrations/trainer.py": {
         "_train_batch_size": "of the class that it derives from: what auto_find_batch_size left of the batch size; "
         "transformers 5.20-5.23. get_total_train_batch_size counts the ranks, which split_batches does not"

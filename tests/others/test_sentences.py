@@ -26,12 +26,11 @@ TEXTS = ["two ranks", "a much longer text, which is padded to the length of noth
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real MiniLM with its pooling, then a dense head, with a residual, and a normalization."""
-    from sentence_transformers.base.modules import Dense, Normalize
-
+    modules = pytest.importorskip("sentence_transformers.base.modules")
     torch.manual_seed(0)
     model = library.SentenceTransformer(str(minilm_directory()), device="cpu", prompts={"query": "find: "})
-    model.append(Dense(384, 40, use_residual=True))
-    model.append(Normalize())
+    model.append(modules.Dense(384, 40, use_residual=True))
+    model.append(modules.Normalize())
     root = tmp_path_factory.mktemp("sentences")
     model.save(str(root / "whole"))
     return root / "whole"

@@ -63,7 +63,7 @@ def put_transformer(module: nn.Module, attribute: str, loaded: nn.Module) -> Non
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether a module has weights; pooling and normalization have none."""
+    """Whether a module has weights; pooling and normalization have none. Without it, files would be sought that nobody wrote."""
     return next(module.parameters(), None) is not None
 
 
