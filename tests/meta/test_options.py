@@ -472,5 +472,11 @@ def test_accelerate_s_loaders_hand_every_option_on(monkeypatch: pytest.MonkeyPat
     options = {name: object() for name in own}
     swa.load_pretrained(object(), "x", revision="main", **options)  # type: ignore[arg-type]
     found = {f.name: getattr(r, f.name) for r in given.values() for f in dataclasses.fields(r)}
-    known = {"path": "x", "options": {"revision": "main"}, "device": "cpu", "allow_plain": None}
+    known = {
+        "path": "x",
+        "options": {"revision": "main"},
+        "device": "cpu",
+        "allow_plain": None,
+        "with_modules": False,
+    }
     assert found == {**options, **known}
