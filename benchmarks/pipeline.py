@@ -6,14 +6,15 @@
 A Flux pipeline without text encoders, with a transformer of 1.3 GiB in bf16. Each way runs on fresh CPU ranks: diffusers without the transformer;
 ``load_pipeline`` with the transformer sharded; ``from_pretrained`` on every rank and ``fully_shard`` over it. The peak is anonymous memory and
 this process's part of shared memory, above that of the process before the load, on the rank that takes most. Then all ranks export the
-transformer, in turns with a plain write and fsync of as many bytes by as many processes; the fastest of the rounds counts. A minute, and 8 GiB of
-memory and disk. Prints JSON; the exit status is 1 if a contract is broken.
+transformer, in turns with a plain write and fsync of as many bytes by as many processes, buffered and with O_DIRECT; the fastest of the rounds
+counts, and the faster of the two writes is the floor. A minute, and 8 GiB of memory and disk. Prints JSON; the exit status is 1 if a contract is broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -57,17 +58,19 @@ def main() -> None:
         stored = sum(e.stat().st_size for e in os.scandir(transformer) if e.name.endswith(".safetensors"))
         peaks = {way: max(on_fresh_ranks(args.ranks, _peak, way, f"{directory}/source")) for way in WAYS}
         times = on_fresh_ranks(args.ranks, _exports, directory, stored, args.rounds)
-    export, plain = (min(max(rank[kind][k] for rank in times) for k in range(args.rounds)) for kind in (0, 1))
+    export, *writes = (min(max(r[kind][k] for r in times) for k in range(args.rounds)) for kind in range(3))
+    floor = min(writes)
     over = peaks["shardwise"] - peaks["without the transformer"] - stored / args.ranks
-    holds = (over <= 128 * MIB, export <= 1.2 * plain)
+    holds = (over <= 128 * MIB, export <= 1.2 * floor)
     found = {
         "versions": f"torch {torch.__version__.split('+')[0]}, diffusers {diffusers.__version__}",
         "transformer, MiB": round(stored / MIB),
         "peak of a rank, MiB": {way: round(peak / MIB) for way, peak in peaks.items()},
         "shardwise, above the shard and the process without the transformer, MiB": round(over / MIB, 1),
-        "export s / plain write s": f"{export:.2f} / {plain:.2f} = {export / plain:.2f}",
+        "plain write s, buffered and O_DIRECT": f"{writes[0]:.2f}, {writes[1]:.2f}",
+        "export s / the faster plain write s": f"{export:.2f} / {floor:.2f} = {export / floor:.2f}",
         "contract: at most 128 MiB above": "holds" if holds[0] else "BROKEN",
-        "contract: export <= 1.2 x plain write": "holds" if holds[1] else "BROKEN",
+        "contract: export <= 1.2 x the faster plain write": "holds" if holds[1] else "BROKEN",
     }
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     sys.exit(not (all(holds) or args.short))
@@ -126,30 +129,33 @@ def _exports(rank: int, world_size: int, directory: str, stored: int, rounds: in
     """Seconds of this rank's exports, and of plain writes, in turns."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = sw.load_pretrained(f"{directory}/source", mesh, subfolder="transformer", dtype=torch.bfloat16)
-    block = memoryview(bytearray(os.urandom(8 * MIB)))
-    times: list[list[float]] = [[], []]
+    block = memoryview(mmap.mmap(-1, 8 * MIB))  # where O_DIRECT can read it
+    block[:] = os.urandom(len(block))
+    nbytes = -(-stored // world_size // 4096) * 4096
+    times: list[list[float]] = [[], [], []]
     for _ in range(rounds):
-        for kind in (0, 1):
+        for kind in range(3):
             dist.barrier()
             start = time.perf_counter()
             if kind == 0:
                 sw.export_hf(model, f"{directory}/out")
             else:
-                _plain_write(f"{directory}/plain-{rank}", block, stored // world_size)
+                _plain_write(f"{directory}/plain-{rank}", block, nbytes, os.O_DIRECT if kind == 2 else 0)
             dist.barrier()
             times[kind].append(time.perf_counter() - start)
-            if kind == 1:
+            if kind:
                 os.unlink(f"{directory}/plain-{rank}")
             elif rank == 0:
                 shutil.rmtree(f"{directory}/out")
     return times
 
 
-def _plain_write(path: str, block: memoryview, nbytes: int) -> None:
-    with open(path, "wb", buffering=0) as file:
-        while nbytes > 0:
-            nbytes -= file.write(block[: min(len(block), nbytes)])
-        os.fsync(file.fileno())
+def _plain_write(path: str, block: memoryview, nbytes: int, flags: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+    while nbytes > 0:
+        nbytes -= os.write(fd, block[: min(len(block), nbytes)])
+    os.fsync(fd)
+    os.close(fd)
 
 
 if __name__ == "__main__":
