@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 import torch
@@ -120,7 +122,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
 
 
-def accelerate_trains(root: str, kind: str, steps: int, more: int) -> list[float]:
+def accelerate_trains(root: str, kind: str, steps: int, more: int, use_dcp: bool = True) -> list[float]:
     """Real Accelerate with FSDP2: trains, saves its state, goes on. The losses after the save."""
     plugin = {"reshard_after_forward": True, "state_dict_type": kind}
     with accelerator_with(plugin=plugin) as accelerator:
@@ -135,6 +137,8 @@ def accelerate_trains(root: str, kind: str, steps: int, more: int) -> list[float
         for step in range(steps + more):
             if step == steps:
                 accelerator.save_state(root)
+                if not use_dcp:
+                    _save_by_ranks(accelerator, model, optimizer, root)
             loss = model(batch(step)).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -142,6 +146,19 @@ def accelerate_trains(root: str, kind: str, steps: int, more: int) -> list[float
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         return losses[steps:]
+
+
+def _save_by_ranks(accelerator: Any, model: Any, optimizer: Any, root: str) -> None:
+    """Model and optimizer as ``use_dcp=False`` saves them, in place of DCP's directories."""
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+            shutil.rmtree(os.path.join(root, name))
+    plugin = accelerator.state.fsdp_plugin
+    save_fsdp_model(plugin, accelerator, model, root, use_dcp=False)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, root, use_dcp=False)
 
 
 def goes_on_here(root: str, steps: int, more: int) -> dict[str, Any]:

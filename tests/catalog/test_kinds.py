@@ -42,9 +42,13 @@ DIRECTORIES: dict[str, list[list[str]]] = {
         ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
         ["config.json", "trainer_state.json", "global_step3/", "latest", "rng_state_0.pth"],
     ],
-    "Accelerate checkpoint with one file per rank": [
-        ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "scheduler.bin"],
-        ["pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"],
+    "Accelerate checkpoint of FSDP1's flat parameters": [
+        [
+            "pytorch_model_fsdp_rank0.bin",
+            "pytorch_model_fsdp_rank1.bin",
+            "optimizer_0_rank0.bin",
+            "scheduler.bin",
+        ],
     ],
     "a diffusers pipeline": [
         ["model_index.json", "transformer/", "vae/"],
@@ -68,7 +72,7 @@ FILES: dict[str, list[tuple[str, bytes]]] = {
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"PK\x03\x04"),
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"PK\x03\x04"),
     ],
-    "Accelerate checkpoint with one file per rank": [("pytorch_model_fsdp_rank0.bin", b"PK\x03\x04")],
+    "Accelerate checkpoint of FSDP1's flat parameters": [("pytorch_model_fsdp_rank0.bin", b"PK\x03\x04")],
     "GGUF": [("model.gguf", b"GGUF\x03" + b"\0" * 99), ("renamed.safetensors", b"GGUF\x03" + b"\0" * 99)],
     "Flax": [("flax_model.msgpack", b"\x81" + b"\0" * 99)],
     "TensorFlow": [("tf_model.h5", b"\x89HDF\r\n\x1a\n" + b"\0" * 99)],

@@ -191,10 +191,10 @@ def asks_too_much_of_dcp(folder: str) -> dict[str, Any]:
 
 
 def accelerate_saves_per_rank(root: str, folder: str) -> None:
-    """Accelerate's files of single ranks, as ``use_dcp=False`` names them."""
+    """Files of single ranks with plain local tensors, which don't say where they belong, named as ``use_dcp=False`` names them."""
     os.makedirs(folder, exist_ok=True)
     state = run_of(0)
-    local = {n: p.to_local() for n, p in state.models["model"].named_parameters()}  # type: ignore[attr-defined]
+    local = {n: p.to_local().detach().clone() for n, p in state.models["model"].named_parameters()}  # type: ignore[attr-defined]
     torch.save(local, f"{folder}/pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
     dist.barrier()
     if dist.get_rank() == 0:

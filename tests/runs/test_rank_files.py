@@ -14,6 +14,8 @@ import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
+from shardwise.runs.third_party import find_run
+from tests.catalog import _dcp_fns
 from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.runs import _third_party_fns as fns
@@ -56,6 +58,24 @@ def test_models_of_fsdp1_and_fsdp2(ranks: RankPool, saved: Saved) -> None:
         for (_, expected, _), model in zip(saved.values(), found, strict=True):
             assert model.keys() == {name for name in expected if "exp_avg" not in name}
             assert all(torch.equal(model[name], expected[name]) for name in model)
+
+
+@pytest.mark.parametrize("now", [2, 3])
+def test_accelerate_without_dcp(ranks: RankPool, tmp_path: Path, now: int) -> None:
+    expected = ranks.run_ranks(
+        2, _dcp_fns.accelerate_trains, str(tmp_path / "state"), "SHARDED_STATE_DICT", 3, 6, False
+    )
+    assert (tmp_path / "state/pytorch_model_fsdp_0_rank1.bin").is_file()
+    found = ranks.run_ranks(now, _dcp_fns.goes_on_here, str(tmp_path / "state"), 3, 6)
+    for rank in found:
+        assert (rank["documents"], rank["saved_world_size"]) == (("scheduler",), 2)
+        assert rank["tensors"] == (14, 14 * 3)
+    assert found[0]["losses"][0] == pytest.approx(expected[0][0], rel=1e-6)
+    if now == 2:
+        assert [rank["losses"] for rank in found] == expected
+    (tmp_path / "state/optimizer_0_rank1.bin").unlink()
+    with pytest.raises(ShardwiseError, match="is only partly there"):
+        find_run(tmp_path / "state").optimizer(0)
 
 
 def test_the_file_of_one_rank_stands_for_all(saved: Saved) -> None:

@@ -113,8 +113,10 @@ def test_what_can_not_be_read_is_named(
     (tmp_path / "nothing").mkdir()
     paths = [str(tmp_path / name) for name in ("ranks", "ranks-numbered", "nothing")]
     for per_rank, numbered, nothing in ranks.run_ranks(2, fns.errors_of, paths):
-        assert "is an Accelerate checkpoint with one file per rank" in per_rank
-        assert "FULL_STATE_DICT" in per_rank
+        assert (
+            "isn't the same in pytorch_model_fsdp_0_rank0.bin and pytorch_model_fsdp_0_rank1.bin" in per_rank
+        )
+        assert "save with SHARDED_STATE_DICT" in per_rank
         assert "by parameter index, in groups of [1, 13]; this run's has groups of [14]" in numbered
         assert "not a checkpoint" in nothing
 

@@ -98,7 +98,7 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         return _of_torch_file(root)
     if is_directory(root) and (found := _of_transformers(root, choice)) is not None:
         return found
-    if of_ranks := rank_files_in(root, "model"):
+    if of_ranks := rank_files_in(root, "model") or rank_files_in(root, f"{FULL_STATE_STEM}_0"):
         return _of_torch_file(of_ranks[0])
     if is_file(os.path.join(root, METADATA_NAME)):
         found = _of_dcp(root)

@@ -1,7 +1,7 @@
 """Files of ``torch.save``, one for each rank, that hold its shards: DTensors and ShardedTensors, put together as whole tensors.
 
-verl, SkyRL and other RL engines write them (``model_world_size_4_rank_0.pt``). Each pickle says where its shards belong. This reads these
-descriptions as plain records: no code of a pickle runs.
+verl, SkyRL and other RL engines write them (``model_world_size_4_rank_0.pt``), and Accelerate with ``use_dcp=False``. Each pickle says where its
+shards belong. This reads these descriptions as plain records: no code of a pickle runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..tensors.boxes import Box, LocalBox
 from ..tensors.placements import Cut, Geometry, cut_boxes, local_shape
 from .pickles import AnyNames, Name, Names, Record
 from .quantized import open_file
-from .records import Chunk, StoredFile, StoredTensor, assemble, rank_files_in
+from .records import Chunk, StoredFile, StoredTensor, assemble, rank_files_in, stem_of_ranks
 from .torch_files import TENSOR_NAMES, Saved, Shard, read_one_file
 
 _PIECE_BYTES = 1024 * 1024
@@ -33,7 +33,7 @@ def read_rank_files(path: str, pick: Callable[[Any], Any]) -> tuple[Any, tuple[S
     compared. Raises as :func:`rank_files_in`; :class:`FormatError` if the ranks' files differ in what they must share,
     or if a tensor isn't whole; :class:`IntegrityError` if copies of one shard differ.
     """
-    paths = rank_files_in(os.path.dirname(path) or ".", os.path.basename(path).partition("_world_size_")[0])
+    paths = rank_files_in(os.path.dirname(path) or ".", stem_of_ranks(path) or "")
     contents, files = [], []
     sums: dict[tuple[str, int], int] = {}
     for one in paths:

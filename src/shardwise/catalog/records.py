@@ -408,11 +408,18 @@ KINDS: tuple[Kind, ...] = (
         instead=_CONVERT,
     ),
     Kind(
-        name="an Accelerate checkpoint with one file per rank (use_dcp=False or LOCAL_STATE_DICT)",
-        marks=(r"(pytorch_model_fsdp|pytorch_model|optimizer)(_\d+)?_rank\d+\.bin",),
-        file=r"(pytorch_model_fsdp|pytorch_model|optimizer)(_\d+)?_rank\d+\.bin",
+        name="an Accelerate checkpoint of FSDP1's flat parameters (LOCAL_STATE_DICT)",
+        marks=(r"(pytorch_model_fsdp|pytorch_model)_rank\d+\.bin",),
+        file=r"(pytorch_model_fsdp|pytorch_model)_rank\d+\.bin",
         instead="The place of each part in its tensor isn't stored. Resume it once with Accelerate at the same number of ranks, and save "
-        "there with SHARDED_STATE_DICT (use_dcp=True) or FULL_STATE_DICT",
+        "there with SHARDED_STATE_DICT or FULL_STATE_DICT",
+    ),
+    Kind(
+        name="an Accelerate checkpoint with one file per rank (use_dcp=False)",
+        marks=(r"(pytorch_model_fsdp|optimizer)_\d+_rank\d+\.bin",),
+        file=r"(pytorch_model_fsdp|optimizer)_\d+_rank\d+\.bin",
+        works=_RESTORED,
+        instead=_CONVERT,
     ),
     PIPELINE,
     Kind(
@@ -505,9 +512,10 @@ KINDS: tuple[Kind, ...] = (
         "shardwise convert {path} OUT --to checkpoint",
     ),
 )
-#: Files of torch.save, one for each rank: the names of verl and SkyRL.
+#: Files of torch.save, one for each rank: verl's and SkyRL's, which name the number of ranks, and Accelerate's (use_dcp=False).
 _RANK_FILE = re.compile(
-    r"(?P<stem>model|optim|extra_state)_world_size_(?P<size>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt"
+    r"(?P<stem>model|optim|extra_state)_world_size_(?P<size>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt|"
+    r"(?P<numbered>(pytorch_model_fsdp|optimizer)_\d{1,3})_rank(?P<of>\d{1,6})\.bin"
 )
 #: The folders directories below a given one that are looked for.
 _MOST_FOLDERS = 64
@@ -569,35 +577,35 @@ def is_torch_file(path: str) -> bool:
 
 
 def rank_files_in(folder: str, stem: str) -> tuple[str, ...]:
-    """The paths of the files of all ranks, in their order; none if the folder has no such file. ``stem``: ``model``, ``optim`` or ``extra_state``.
+    """The paths of the files of all ranks, in their order; none if the folder has no such file. ``stem``: what their names begin with.
 
     Lists the folder. Raises :class:`SourceError` if a rank's file is missing, :class:`FormatError` if there are files of several numbers
     of ranks.
     """
-    found = [m for m in map(_RANK_FILE.fullmatch, _names(folder)) if m and m["stem"] == stem]
-    sizes = sorted({int(m["size"]) for m in found})
+    found = [m for m in map(_RANK_FILE.fullmatch, _names(folder)) if m and stem in (m["stem"], m["numbered"])]
+    if not found:
+        return ()
+    by_rank = {int(m["rank"] or m["of"]): m[0] for m in found}
+    sizes = sorted({int(m["size"]) if m["size"] else max(by_rank) + 1 for m in found})
     if len(sizes) > 1:
         raise FormatError(
-            f"has files of runs on {' and '.join(map(str, sizes))} ranks ({stem}_world_size_*); move one run's files elsewhere",
+            f"has files of runs on {' and '.join(map(str, sizes))} ranks ({stem}_*); move one run's files elsewhere",
             path=folder,
         )
-    by_rank = {int(m["rank"]): m[0] for m in found}
-    if not by_rank:
-        return ()
     missing = [rank for rank in range(sizes[0]) if rank not in by_rank]
     if missing or len(by_rank) > sizes[0]:
         which = f"rank(s) {brief(missing)} of {sizes[0]}" if missing else f"{len(by_rank)} ranks"
         have = "has no file" if missing else "has files"
         raise SourceError(
-            f"{have} of {which} ({stem}_world_size_{sizes[0]}_rank_*.pt); copy the files of all hosts into one folder",
-            path=folder,
+            f"{have} of {which} ({stem}_*); copy the files of all hosts into one folder", path=folder
         )
     return tuple(join(folder, by_rank[rank]) for rank in range(sizes[0]))
 
 
-def is_rank_file(path: str) -> bool:
-    """Whether a path has the name of one rank's file. It then stands for those of all ranks in its folder."""
-    return _RANK_FILE.fullmatch(os.path.basename(path)) is not None
+def stem_of_ranks(path: str) -> str | None:
+    """The stem of :func:`rank_files_in`, if a path has the name of one rank's file: it then stands for those of all ranks in its folder."""
+    match = _RANK_FILE.fullmatch(os.path.basename(path))
+    return match and (match["stem"] or match["numbered"])
 
 
 def refuse_foreign(path: str) -> None:

@@ -31,7 +31,7 @@ from ..storage.records import is_url
 from ..tensors.boxes import Box, whole
 from .pickles import AnyNames, Name, Names, Record, check_key, unpickled
 from .quantized import OpenFile, each, open_file
-from .records import FULL_STATE_STEM, RANK_FILE_STEM, Catalog, Chunk, StoredFile, StoredTensor, is_rank_file
+from .records import FULL_STATE_STEM, RANK_FILE_STEM, Catalog, Chunk, StoredFile, StoredTensor, stem_of_ranks
 from .weights import Choice, Weights, listed
 
 __all__ = [
@@ -572,7 +572,7 @@ def read_torch_file(
     payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors and plain values, elements not in row-major
     order, a file from before torch 1.6), and as :func:`.read_rank_files`.
     """
-    if is_rank_file(os.fspath(path)):
+    if stem_of_ranks(os.fspath(path)):
         from .rank_files import read_rank_files
 
         return read_rank_files(os.fspath(path), pick)

@@ -28,7 +28,6 @@ from ..catalog.quantized import OpenFile, open_file
 from ..catalog.records import (
     FULL_STATE_STEM,
     METADATA_NAME,
-    RANK_FILE_STEM,
     Catalog,
     Kind,
     StoredFile,
@@ -38,6 +37,7 @@ from ..catalog.records import (
     rank_files_in,
     refuse_below,
     refuse_foreign,
+    stem_of_ranks,
 )
 from ..catalog.torch_files import ANY_NAMES, TENSOR_NAMES, Archive, Dtype, Saved, read_torch_file
 from ..dtypes import itemsize, torch_dtype
@@ -480,7 +480,8 @@ def _sources(root: str, stem: str) -> tuple[str, ...]:
     ]  # Accelerate's, and the HF Trainer's
     while names:
         folder, *files = (os.path.join(root, n) for n in names.pop())
-        here = folder if _has(folder, METADATA_NAME) else next(filter(is_file, files), None)
+        of_ranks = rank_files_in(root, os.path.basename(folder))
+        here = folder if _has(folder, METADATA_NAME) else next(filter(is_file, (*of_ranks[:1], *files)), None)
         if here is not None:
             found.append(here)
             names.append((f"{stem}_{len(found)}", f"{stem}_{len(found)}.bin"))
@@ -603,7 +604,7 @@ class ThirdPartyRun:
     def world_size(self) -> int:
         """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
         files = {os.path.basename(f.path) for f in self.model(0).files}
-        if RANK_FILE_STEM in next(iter(files), ""):
+        if stem_of_ranks(next(iter(files), "")):
             return len(files)
         writers = {m[1] for f in files if (m := re.match(r"__(\d+)_", f))}
         return ranks_of(() if is_file(self.path) else _listed(self.path)) or len(writers)
