@@ -18,7 +18,7 @@ from typing import Any
 
 from ..catalog.pickles import Record
 from ..catalog.pipelines import Pipeline
-from ..catalog.records import METADATA_NAME
+from ..catalog.records import METADATA_NAME, stem_of_ranks
 from ..catalog.safetensors import catalog_of_safetensors, catalog_of_weights
 from ..catalog.torch_files import ANY_NAMES, catalog_of_torch_file, read_torch_file
 from ..catalog.weights import INDEX_NAME, Choice, weights_in
@@ -465,8 +465,8 @@ def is_arguments(settings: Settings) -> bool:
 
 #: A directory may hold many steps; a resume takes one of the newest.
 _STEPS_CHECKED = 3
-#: Of Accelerate (``use_dcp=False``).
-_PER_RANK = re.compile(r".*_rank\d+\.(bin|pt)")
+#: Of Accelerate: FSDP1's flat parameters (``LOCAL_STATE_DICT``).
+_PER_RANK = re.compile(r"(pytorch_model_fsdp|pytorch_model)_rank\d+\.bin")
 _OF_OTHERS = re.compile(
     r"\.metadata|.*\.distcp|(pytorch_model_fsdp|optimizer)(_\d+)?(\.bin|\.pt)?|trainer_state\.json|"
     r"random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)"
@@ -481,7 +481,7 @@ def holds_checkpoint(path: str, names: Iterable[str]) -> bool:
     known = set(names)
     if MANIFEST_NAME in known or HEAD_NAME in known:
         return True
-    if any(_PER_RANK.fullmatch(n) or _OF_OTHERS.fullmatch(n) for n in known):
+    if any(_PER_RANK.fullmatch(n) or stem_of_ranks(n) or _OF_OTHERS.fullmatch(n) for n in known):
         return True
     return not is_url(path) and (was_ever_published(path) or bool(leftovers(path)))
 
