@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise.catalog.pipelines import pipeline_in
-from shardwise.errors import PlanError, SourceError
+from shardwise.errors import CheckpointError, PlanError, SourceError
 from tests.cli.test_cli import check_paragraph, flip, run, run_json, truncate
 from tests.diffusion.models import ZOO, write_pipeline
 
@@ -337,10 +337,14 @@ def test_export_into_a_pipeline(pipelines: Path, step: tuple[Path, Any], tmp_pat
             expected = own[name] if name in changed else old[name]
             assert all(torch.equal(t, expected[n]) for n, t in module.state_dict().items()), name
         assert run("verify", out).exit_code == 0
-    with pytest.raises(ValueError, match=r"say which component it is: model_name='transformer'"):
+    with pytest.raises(SourceError, match=r"say which component it is: model_name='transformer'"):
         sw.export_hf(alone, tmp_path / "out", pipeline=pipelines / "wan")
-    with pytest.raises(ValueError, match=r"has no model 'vae'; it has transformer, transformer_2"):
+    with pytest.raises(SourceError, match=r"has no model 'vae'; it has transformer, transformer_2"):
         sw.export_hf(path, tmp_path / "out", pipeline=pipelines / "wan", model_name="vae")
-    with pytest.raises(ValueError, match=r"overwrite= doesn't apply to a pipeline"):
-        sw.export_hf(path, tmp_path / "out", pipeline=pipelines / "wan", overwrite=True)
     assert not (tmp_path / "out").exists()
+    (out / "vae" / "left.txt").write_text("of the export before")
+    with pytest.raises(CheckpointError, match=r"exists already; export into a new or empty directory"):
+        sw.export_hf(path, out, pipeline=pipelines / "wan")
+    sw.export_hf(path, out, pipeline=pipelines / "wan", overwrite=True)
+    assert not (out / "vae" / "left.txt").exists()
+    assert run("verify", out).exit_code == 0

@@ -264,6 +264,10 @@ class _Checkpoint(Run):
         lives: dict[str, LiveModel],
     ) -> None:
         manifest = read()
+        # The first that misses a file says what to do if others hold it.
+        self.catalogs = {
+            n: catalog_of_checkpoint(path, n, manifest=manifest) for n in lives if n in manifest.models
+        }
         stored = self._stored = read_checkpoint(path, manifest, ranks)
         for name, extra in state.extra.items():  # sharded when saved, and not now
             if name in manifest.models and f"extra.{name}" not in stored.documents and name not in lives:
@@ -278,7 +282,8 @@ class _Checkpoint(Run):
             raise StateError(
                 f"{path}: holds models {sorted(manifest.models)}, but this run also has {', '.join(lost)}"
             )
-        self.catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in lives}
+        for name in lives.keys() - self.catalogs.keys():
+            self.catalogs[name] = catalog_of_checkpoint(path, name, manifest=manifest)
         self.path, self.step, self.run_id = path, manifest.step, manifest.run_id
         self.world_size, self.mesh = manifest.world_size, mesh_text(manifest.geometries)
         self._state, self._generators = state, Generators(state, stored, ranks.rank)

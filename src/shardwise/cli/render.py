@@ -756,7 +756,9 @@ def show_export(out: Console, report: Any) -> None:
         for rule in origin.requantized:
             more[f"quantized again ({len(rule.names)})"] = f"{some(rule.names)}; {rule.reference}"
         more["changed, plain"] = some(origin.written)
-    if not os.path.isfile(os.path.join(report.path, "config.json")):
+    if not any(
+        os.path.isfile(os.path.join(report.path, name)) for name in ("config.json", "model_index.json")
+    ):
         more["no config.json"] = (
             "the source has none, so from_pretrained can't open OUT, and tensors keep their names; export again with "
             "--config DIR, the directory of the model's config.json"

@@ -141,7 +141,6 @@ def export_hf(
             "io": io,
         }
         given = {
-            "overwrite": overwrite,
             "config": config,
             "adapters": adapters,
             "quantize": quantize,
@@ -159,7 +158,15 @@ def export_hf(
                 return export_hf(model_or_path, folder, model_name=model, **options)
             return export_hf(model, folder, merge=merge, **options)
 
-        found = write_pipeline(model_or_path, models or {}, final, pipeline, write, ranks)
+        with ranks.agree("check adapters"):
+            for name, model in (models or {}).items():
+                if isinstance(model, nn.Module) and has_adapters(model) and not merge:
+                    raise ValueError(
+                        f"{name!r} has adapters, and a pipeline needs the whole model: pass merge=True, or export the adapters alone, from the model"
+                    )
+        found = write_pipeline(
+            model_or_path, models or {}, final, pipeline, write, ranks, overwrite=overwrite
+        )
         return _joined(found, final, time.perf_counter() - started)
     counted = this_operation(final)
     with ranks.agree("open source"):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..catalog.records import PIPELINE_NAME
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.diffusers import is_pipeline, save_others
 from ..internals.sentence_transformers import is_sentence_class, save_without_weights, weighted_modules
@@ -42,7 +42,7 @@ def models_of(parts: Any) -> dict[str, nn.Module] | None:
 def stored_models(path: str | os.PathLike[str], component: str | None) -> dict[str, str | None]:
     """The models of a checkpoint by the components of a pipeline that they are, or ``component`` alone. Rank-local.
 
-    ``component`` names the model of a checkpoint that has only one, or of another source, where it is None. Raises :class:`ValueError` if that is
+    ``component`` names the model of a checkpoint that has only one, or of another source, where it is None. Raises :class:`SourceError` if that is
     missing.
     """
     root = os.fspath(path)
@@ -52,9 +52,12 @@ def stored_models(path: str | os.PathLike[str], component: str | None) -> dict[s
     if component is not None and (component in names or len(names) == 1):
         return {component: component if component in names else names[0]}
     if component is not None:
-        raise ValueError(f"{root}: has no model {component!r}; it has {', '.join(map(str, names))}")
+        raise SourceError(f"has no model {component!r}; it has {', '.join(map(str, names))}", path=root)
     if names in ([None], ["model"]):
-        raise ValueError(f"{root}: has one model; say which component it is: model_name='transformer'")
+        raise SourceError(
+            "has one model; say which component it is: model_name='transformer' (--model transformer)",
+            path=root,
+        )
     return {str(name): name for name in names}
 
 
@@ -65,6 +68,8 @@ def write_pipeline(
     source: str | os.PathLike[str] | None,
     write: Callable[[Any, str], T],
     ranks: Ranks,
+    *,
+    overwrite: bool,
 ) -> dict[str, T]:
     """Write a pipeline into a local directory, which appears complete or not at all. Returns what ``write`` gave, by model.
 
@@ -86,7 +91,9 @@ def write_pipeline(
             raise ValueError(f"there is no model among {list(parts)}")
     folder = "" if source is None else find_pipeline(source, HubOptions(), models, ranks, needed=models)[0]
     places = {name: f".parts/{k}" if in_modules else name for k, name in enumerate(models)}
-    temporary = ranks.on_first("make export directory", lambda: make_room(final, sorted(places.values())))
+    temporary = ranks.on_first(
+        "make export directory", lambda: make_room(final, sorted(places.values()), overwrite=overwrite)
+    )
     try:
         found = {name: write(model, os.path.join(temporary, places[name])) for name, model in models.items()}
 
@@ -100,7 +107,7 @@ def write_pipeline(
                 _copy_others(folder, temporary, models)
             else:
                 save_others(parts, temporary, models)
-            publish_directory(temporary, final)
+            publish_directory(temporary, final, overwrite=overwrite)
 
         ranks.on_first("write the other components", finish)
     except BaseException:

@@ -506,9 +506,9 @@ class ToDirectory:
         remove_ours(self._temporary)
 
 
-def make_room(final: str, folders: Sequence[str]) -> str:
+def make_room(final: str, folders: Sequence[str], *, overwrite: bool) -> str:
     """A temporary directory for ``final``, with these folders. Raises :class:`CheckpointError` where something is."""
-    _refuse_taken(final, overwrite=False)
+    _refuse_taken(final, overwrite=overwrite)
     return make_temporary(final, folders)
 
 

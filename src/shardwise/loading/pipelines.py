@@ -59,8 +59,8 @@ def load_pipeline(
         options: as for ``from_pretrained``: ``variant``, ``use_safetensors``, and for the hub ``revision``, ``token``, ``cache_dir``,
             ``local_files_only``, ``force_download``.
 
-    Every rank of the default process group must call it. Raises the errors of :func:`load_pretrained`; :class:`ValueError` for a name that
-    the pipeline doesn't have; :class:`SourceError` for a folder that is not a pipeline.
+    Every rank of the default process group must call it. Raises the errors of :func:`load_pretrained`; :class:`SourceError` for a folder that
+    is not a pipeline, and for a name that the pipeline doesn't have.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
@@ -118,8 +118,8 @@ def find_pipeline(
 ) -> tuple[str, Mapping[str, Component]]:
     """The local directory of a pipeline and its components. From the Hub without the weights of components ``left_out``.
 
-    Every rank must call it. Raises :class:`ValueError` for a component, left out or ``needed``, that it doesn't have, and
-    :class:`SourceError` for a directory that some ranks lack.
+    Every rank must call it. Raises :class:`SourceError` for a component, left out or ``needed``, that it doesn't have, and for a
+    directory that some ranks lack.
     """
     found = find_for_all(path, options, ranks, download=partial(_download, os.fspath(path), tuple(left_out)))
     with ranks.agree("read the pipeline"):
@@ -137,8 +137,9 @@ def find_pipeline(
         pipeline = pipeline_in(found.directory)
         listed = pipeline.components
         if unknown := ({*left_out} - {*listed, *pipeline.without}) | ({*needed} - listed.keys()):
-            raise ValueError(
-                f"{os.fspath(path)}: has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}"
+            raise SourceError(
+                f"has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}",
+                path=os.fspath(path),
             )
     return found.directory, listed
 

@@ -596,9 +596,17 @@ def describe_all(models: Mapping[str, nn.Module], extras: Mapping[str, Any]) -> 
     """Describe the models of a training state, and its extras with sharded tensors. Rank-local."""
     lives = {name: describe(model) for name, model in models.items()}
     for name, extra in extras.items():
-        if has_state(extra) and any(isinstance(t, DTensor) for _, t in _tensors_in(extra.state_dict())):
+        if has_state(extra) and _is_sharded(extra):
             add_extra(lives, name, extra)
     return lives
+
+
+def _is_sharded(extra: Any) -> bool:
+    try:
+        own = extra.state_dict()
+    except Exception:  # whoever stores the extra says why
+        return False
+    return any(isinstance(tensor, DTensor) for _, tensor in _tensors_in(own))
 
 
 def add_extra(lives: dict[str, LiveModel], name: str, extra: Any) -> None:
