@@ -41,16 +41,6 @@ def server(repositories: Path) -> Iterator[HubServer]:
         yield server
 
 
-def _env(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, str]:
-    return {
-        "HF_ENDPOINT": server.endpoint,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "1" if offline else "0",
-        "NO_PROXY": "127.0.0.1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-
-
 def _weights(log: dict[str, int]) -> Counter[str]:
     return Counter({name: count for name, count in log.items() if name.endswith(".safetensors")})
 
@@ -60,7 +50,7 @@ def test_pipelines_of_the_hub(server: HubServer, repositories: Path, tmp_path: P
     """Once for both ranks, only the variant that is asked for, and nothing of a component that is left out."""
     home, cache = tmp_path / "home", tmp_path / "cache"
     main = repositories / "tiny" / "wan" / "main"
-    with Launch(2, fns.load, str(main), str(cache), env=_env(server, home)) as launch:
+    with Launch(2, fns.load, str(main), str(cache), env=server.environment(home)) as launch:
         assert launch.wait(TIMEOUT_S) == [0, 0], launch.output(0) + launch.output(1)
         log = launch.result(0)
         assert launch.result(1) == log
@@ -84,7 +74,7 @@ def test_pipelines_of_the_hub(server: HubServer, repositories: Path, tmp_path: P
     assert "no such directory here" in log["no such"]
 
     asked = len(server.log)
-    with Launch(2, fns.load, str(main), str(cache), env=_env(server, home, offline=True)) as launch:
+    with Launch(2, fns.load, str(main), str(cache), env=server.environment(home, offline=True)) as launch:
         assert launch.wait(TIMEOUT_S) == [0, 0], launch.output(0) + launch.output(1)
         assert "no such directory here" in launch.result(1)["no such"]
     assert len(server.log) == asked
@@ -95,7 +85,7 @@ def _commands(server: HubServer, home: Path, *commands: list[str], offline: bool
     code = "import sys, json; from tests.diffusion import _hub_fns as fns; fns.run(json.loads(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(commands)],
-        env={**os.environ, **_env(server, home, offline=offline)},
+        env={**os.environ, **server.environment(home, offline=offline)},
         capture_output=True,
         text=True,
         cwd=ROOT,

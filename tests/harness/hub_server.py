@@ -69,6 +69,16 @@ class HubServer:
                 return commit, folder
         return None
 
+    def environment(self, home: Path, *, offline: bool = False) -> dict[str, str]:
+        """The variables with which huggingface_hub asks this server, and caches below ``home``."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "1" if offline else "0",
+            "NO_PROXY": "127.0.0.1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
+
     def wait(self) -> None:
         """Until the server ends."""
         self.stalled.set()

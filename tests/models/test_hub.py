@@ -86,19 +86,9 @@ def server(repositories: Path) -> Iterator[HubServer]:
         yield server
 
 
-def _env(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, str]:
-    return {
-        "HF_ENDPOINT": server.endpoint,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "1" if offline else "0",
-        "NO_PROXY": "127.0.0.1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-
-
 def _planned(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, Any]:
     code = "import json; from tests.models import _hub_fns as fns; print(json.dumps(fns.plans()))"
-    env = {**os.environ, **_env(server, home, offline=offline)}
+    env = {**os.environ, **server.environment(home, offline=offline)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -139,7 +129,7 @@ def test_a_plan_of_a_hub_model_downloads_no_weights(
 def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> None:
     """Once per cache, only what is needed, and each failure is one error with the way on; offline afterwards."""
     home = tmp_path / "home"
-    with Launch(2, fns.online, str(repositories), str(tmp_path), env=_env(server, home)) as launch:
+    with Launch(2, fns.online, str(repositories), str(tmp_path), env=server.environment(home)) as launch:
         assert launch.wait(TIMEOUT_S) == [0, 0]
         logs, output = [launch.result(rank) for rank in (0, 1)], launch.output(0) + launch.output(1)
     assert logs[0] == logs[1]
@@ -181,12 +171,12 @@ def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> No
         assert all(secret.encode() not in p.read_bytes() for p in home.rglob("*") if p.is_file())
 
     # Without a network: from the cache, and not a half download of a rank that was killed.
-    with Launch(1, fns.load_for_ever, "tiny/stalls-1", env=_env(server, home)) as killed:
+    with Launch(1, fns.load_for_ever, "tiny/stalls-1", env=server.environment(home)) as killed:
         assert server.stalled.wait(60)
         killed.kill(0)
         killed.wait(30)
     asked_before = len(server.log)
-    with Launch(2, fns.offline, str(repositories), env=_env(server, home, offline=True)) as launch:
+    with Launch(2, fns.offline, str(repositories), env=server.environment(home, offline=True)) as launch:
         assert launch.wait(TIMEOUT_S) == [0, 0]
         found = launch.result(1)
     assert found["folder"] == log["folder"]

@@ -48,7 +48,7 @@ class Component:
 
 @frozen
 class Pipeline:
-    """What ``model_index.json`` says, and what is there of it."""
+    """The components that ``model_index.json`` lists, and which of them are present."""
 
     class_name: str
     components: Mapping[str, Component]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError
 from ..limits import brief, is_count, numel_of
 from ..tensors.boxes import Box, LocalBox
@@ -71,7 +72,7 @@ def _kind_of(name: Any) -> str:
 
 
 def _attributes(state: Any) -> dict[str, Any]:
-    """Those in the state of an object: a dict, or with ``__slots__`` a pair with one."""
+    """An object's attributes from its pickled state: a dict, or a pair of dicts for a class with ``__slots__``."""
     if type(state) is tuple and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})}
     if type(state) is not dict:
@@ -109,7 +110,7 @@ def _of_dtensor(local: Any, spec: dict[str, Any]) -> Saved:
 
 
 def _axis_sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
-    """Of a DeviceMesh: torch has kept its ranks in a tensor of its shape up to 2.9, and since then a layout of its axes."""
+    """The shape of a DeviceMesh. Up to 2.9, torch pickles it as a tensor of ranks; since then, as a layout with one entry per axis."""
     ranks = mesh.get("mesh")
     if type(ranks) is Saved:
         return ranks.sizes
@@ -153,7 +154,7 @@ def _of_sharded_tensor(state: Any) -> Saved:
 
 
 def _shard(local: Any, shape: tuple[int, ...], boxes: tuple[LocalBox, ...]) -> Saved:
-    """Checks that the local tensor has the shape of its boxes, and that each is contiguous in it."""
+    """Check that the local tensor has the shape of its boxes, and that each box is contiguous in it."""
     if type(local) is not Saved:
         raise ValueError("a shard that isn't a plain tensor")
     sizes = local_shape(shape, boxes)
@@ -195,7 +196,7 @@ class _Merge:
             return type(first)(
                 self.merged(each, (*path, k)) for k, each in enumerate(zip(*values, strict=True))
             )
-        # What isn't plain is refused, or left out, by who asked for it.
+        # The caller refuses or ignores other objects.
         if rank := next(
             (r for r, v in enumerate(values) if type(v) is not Record and repr(v) != repr(first)), 0
         ):
@@ -211,7 +212,7 @@ class _Merge:
             for chunk in tensor.chunks:
                 other = by_box.setdefault(chunk.box, chunk)
                 if other is not chunk and not self._same(
-                    other, chunk, chunk.box.numel * tensor.nbytes // max(1, math.prod(tensor.shape))
+                    other, chunk, chunk.box.numel * itemsize(tensor.dtype)
                 ):
                     raise self._differs(path, rank)
         held, numel = sum(box.numel for box in by_box), math.prod(first.shape)
@@ -232,8 +233,8 @@ class _Merge:
     def _differs(self, path: tuple[Any, ...], rank: int) -> IntegrityError:
         what = ".".join(map(str, path)) or "its content"
         return IntegrityError(
-            f"{brief(what)} isn't the same in {os.path.basename(self._paths[0])} and {os.path.basename(self._paths[rank])}, and isn't marked as "
-            f"sharded. Either the files are of different steps or runs, or each rank saved its part of FSDP1's flat parameters, which only "
+            f"{brief(what)} isn't the same in {os.path.basename(self._paths[0])} and {os.path.basename(self._paths[rank])}, but both ranks must "
+            f"hold the same. Either the files are of different steps or runs, or each rank saved its part of FSDP1's flat parameters, which only "
             f"the same number of ranks can split: resume there, and save with SHARDED_STATE_DICT",
             path=self._paths[rank],
         )

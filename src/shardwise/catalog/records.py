@@ -303,8 +303,6 @@ def _describe(box: Box) -> str:
 METADATA_NAME = ".metadata"
 #: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
 FULL_STATE_STEM = "pytorch_model_fsdp"
-#: RL engines' file name for one rank's part of a model, which has module names, too.
-RANK_FILE_STEM = "model_world_size_"
 #: Weights of a model or an adapter that is published in several forms; they are read, whatever is stored next to them.
 _WEIGHTS = (
     r".*\.safetensors(\.index\.json)?|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|adapter_model\.bin"
@@ -514,8 +512,8 @@ KINDS: tuple[Kind, ...] = (
 )
 #: Files of torch.save, one for each rank: verl's and SkyRL's, which name the number of ranks, and Accelerate's (use_dcp=False).
 _RANK_FILE = re.compile(
-    r"(?P<stem>model|optim|extra_state)_world_size_(?P<size>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt|"
-    r"(?P<numbered>(pytorch_model_fsdp|optimizer)_\d{1,3})_rank(?P<of>\d{1,6})\.bin"
+    r"(?P<stem>(model|optim|extra_state)(?=_world)|(pytorch_model_fsdp|optimizer)_\d{1,3})"
+    r"(_world_size_(?P<size>\d{1,6}))?_rank_?(?P<rank>\d{1,6})\.(pt|bin)"
 )
 #: The folders directories below a given one that are looked for.
 _MOST_FOLDERS = 64
@@ -582,10 +580,10 @@ def rank_files_in(folder: str, stem: str) -> tuple[str, ...]:
     Lists the folder. Raises :class:`SourceError` if a rank's file is missing, :class:`FormatError` if there are files of several numbers
     of ranks.
     """
-    found = [m for m in map(_RANK_FILE.fullmatch, _names(folder)) if m and stem in (m["stem"], m["numbered"])]
+    found = [m for m in map(_RANK_FILE.fullmatch, _names(folder)) if m and m["stem"] == stem]
     if not found:
         return ()
-    by_rank = {int(m["rank"] or m["of"]): m[0] for m in found}
+    by_rank = {int(m["rank"]): m[0] for m in found}
     sizes = sorted({int(m["size"]) if m["size"] else max(by_rank) + 1 for m in found})
     if len(sizes) > 1:
         raise FormatError(
@@ -605,7 +603,7 @@ def rank_files_in(folder: str, stem: str) -> tuple[str, ...]:
 def stem_of_ranks(path: str) -> str | None:
     """The stem of :func:`rank_files_in`, if a path has the name of one rank's file: it then stands for those of all ranks in its folder."""
     match = _RANK_FILE.fullmatch(os.path.basename(path))
-    return match and (match["stem"] or match["numbered"])
+    return match and match["stem"]
 
 
 def refuse_foreign(path: str) -> None:

@@ -31,7 +31,7 @@ from ..storage.records import is_url
 from ..tensors.boxes import Box, whole
 from .pickles import AnyNames, Name, Names, Record, check_key, unpickled
 from .quantized import OpenFile, each, open_file
-from .records import FULL_STATE_STEM, RANK_FILE_STEM, Catalog, Chunk, StoredFile, StoredTensor, stem_of_ranks
+from .records import FULL_STATE_STEM, Catalog, Chunk, StoredFile, StoredTensor, stem_of_ranks
 from .weights import Choice, Weights, listed
 
 __all__ = [
@@ -501,7 +501,7 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
             f"its tensors overlap: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of the file",
             path=root,
         )
-    has_module_names = os.path.basename(root).startswith((FULL_STATE_STEM, RANK_FILE_STEM))
+    has_module_names = os.path.basename(root).startswith(FULL_STATE_STEM) or stem_of_ranks(root) is not None
     return Catalog(
         "full state" if has_module_names else "torch", root, tensors, files, ignored_entries=tuple(ignored)
     )

@@ -194,7 +194,7 @@ class Opened:
     path: str
     """Where this rank reads it."""
     io: IOOptions
-    """How this rank reads it: by itself, since slices that its host lacks come from the host that has them, as it asks."""
+    """How this rank reads it. Each rank reads its own shards; slices that its host lacks are fetched from the host that has them."""
 
 
 @contextmanager

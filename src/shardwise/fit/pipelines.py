@@ -70,7 +70,8 @@ class PipelinePlan(Printed):
     """The fewest models to shard so that all weights fit into ``device_limit_bytes``. None without a limit, or if they don't fit."""
 
     def held_bytes(self, shard: Sequence[str]) -> int:
-        """Bytes on the device of a rank if the models in ``shard`` are sharded: all weights, and what is gathered while a sharded model runs.
+        """Bytes on the device of a rank if the models in ``shard`` are sharded: all weights, and the FSDP2 groups gathered while a
+        sharded model runs.
 
         The pipeline runs one model at a time, with at most three FSDP2 groups gathered, each counted like the largest one.
         """
@@ -210,7 +211,7 @@ def _is_model(one: Component) -> bool:
 
 
 def _of_each(components: Iterable[Component], work: Callable[[Component], T]) -> tuple[list[T], list[str]]:
-    """What ``work`` gives of each component, and what is wrong with those where it raises, with their names."""
+    """The results of ``work`` by component; and for each component where it raises, the error with the component's name."""
     found, problems = list[T](), list[str]()
     for one in components:
         try:

@@ -389,7 +389,7 @@ def _load_modules(
 ) -> tuple[Any, LoadReport]:
     """A sentence-transformers model, built by its own class on meta; then each module is loaded from its folder.
 
-    FSDP2 can't wrap that library's own modules, so what is in them is wrapped. The report is the transformers model's.
+    FSDP2 can't wrap that library's own module classes, so their children are wrapped. The report covers the transformers model.
     """
     ranks = Ranks.current(timeout_s=filling.io.timeout_s)
     with ranks.agree("check arguments"):

@@ -119,7 +119,7 @@ def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) ->
 
 
 class _StaysOnMeta(TorchDispatchMode):
-    """Skips operations that would only fill meta tensors with random numbers, and keeps on meta what is moved to a device.
+    """Skips operations that would only fill meta tensors with random numbers, and keeps tensors on meta that are moved to a device.
 
     For meta torch has these two operations only in Python (torch 2.12-2.14); they take two thirds of a 32B model's
     construction. Factories such as open_clip's ``create_model`` end with ``model.to(device)``, which torch refuses for meta.
