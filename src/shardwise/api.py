@@ -8,7 +8,6 @@ from .checkpoint.verify import verify as verify
 from .digests import digest as digest
 from .export.hub import export_hf as export_hf
 from .export.hub import iter_full_tensors as iter_full_tensors
-from .fit.pipelines import plan_pipeline as plan_pipeline
 from .fit.plan import plan as plan
 from .fit.records import TrainingSpec as TrainingSpec
 from .loading.initialize import clone as clone

@@ -7,7 +7,7 @@ from .checkpoint.resume_report import ResumeReport
 from .checkpoint.save import SaveReport
 from .checkpoint.verify import VerifyReport
 from .export.hub import ExportReport
-from .fit.pipelines import PipelinePlan
+from .fit.pipelines import PipelinePlan, plan_pipeline
 from .fit.plan import PlanReport
 from .loading.load import LoadReport
 from .operations.ledger import memory_ledger
@@ -29,4 +29,5 @@ __all__ = [
     "SaveReport",
     "VerifyReport",
     "memory_ledger",
+    "plan_pipeline",
 ]

@@ -111,7 +111,7 @@ def test_variants_are_those_that_diffusers_finds(pipelines: Path, tmp_path: Path
 @pytest.mark.parametrize(("kind", "dtype"), [("flux", None), ("wan", torch.bfloat16)])
 def test_plan(pipelines: Path, kind: str, dtype: torch.dtype | None) -> None:
     """Whole models as diffusers loads them, sharded ones as each model's own plan says."""
-    report = sw.plan_pipeline(pipelines / kind, ranks=3, dtype=dtype)
+    report = sw.reports.plan_pipeline(pipelines / kind, ranks=3, dtype=dtype)
     expected = theirs(pipelines / kind, dtype=dtype)
     assert {one.name: one.whole_bytes for one in report.components} == {
         n: nbytes(m) for n, m in expected.items()
@@ -129,9 +129,9 @@ def test_plan(pipelines: Path, kind: str, dtype: torch.dtype | None) -> None:
 def test_which_models_to_shard(pipelines: Path) -> None:
     """The fewest ones, on as many ranks as it takes; and the line says it."""
     flux, sizes = pipelines / "flux", {n: nbytes(m) for n, m in theirs(pipelines / "flux").items()}
-    report = sw.plan_pipeline(flux, device_limit_bytes=sum(sizes.values()))
+    report = sw.reports.plan_pipeline(flux, device_limit_bytes=sum(sizes.values()))
     assert (report.ranks, report.shard) == (1, ())
-    report = sw.plan_pipeline(flux, device_limit_bytes=sum(sizes.values()) - 1)
+    report = sw.reports.plan_pipeline(flux, device_limit_bytes=sum(sizes.values()) - 1)
     assert report.ranks > 1
     fitting = [
         names
@@ -144,10 +144,10 @@ def test_which_models_to_shard(pipelines: Path) -> None:
     assert report.held_bytes(report.shard) == min(
         report.held_bytes(one) for one in fitting if len(one) == len(fitting[0])
     )
-    half = sw.plan_pipeline(flux, ranks=report.ranks // 2, device_limit_bytes=sum(sizes.values()) - 1)
+    half = sw.reports.plan_pipeline(flux, ranks=report.ranks // 2, device_limit_bytes=sum(sizes.values()) - 1)
     assert half.shard is None
-    limit = sw.plan_pipeline(flux, ranks=64).least_bytes
-    both = sw.plan_pipeline(flux, ranks=64, device_limit_bytes=limit)
+    limit = sw.reports.plan_pipeline(flux, ranks=64).least_bytes
+    both = sw.reports.plan_pipeline(flux, ranks=64, device_limit_bytes=limit)
     assert both.shard is not None
     assert both.held_bytes(both.shard) == limit
     result = run("plan", flux, "--ranks", 64, "--fit", f"{limit}B", "--dtype", "float32")
@@ -166,10 +166,10 @@ def test_which_models_to_shard(pipelines: Path) -> None:
 
 def test_plan_of_configs_alone(wan: Path) -> None:
     """As of a download that has only them."""
-    expected = sw.plan_pipeline(wan, ranks=4)
+    expected = sw.reports.plan_pipeline(wan, ranks=4)
     for file in [*wan.glob("*/*.safetensors"), *wan.glob("*/*.index.*json")]:
         file.unlink()
-    assert sw.plan_pipeline(wan, ranks=4) == expected
+    assert sw.reports.plan_pipeline(wan, ranks=4) == expected
 
 
 def test_plan_of_a_variant_and_of_wrong_options(pipelines: Path) -> None:
@@ -187,9 +187,9 @@ def test_plan_of_a_variant_and_of_wrong_options(pipelines: Path) -> None:
     one = run_json("plan", pipelines / "wan", "--ranks", 2, "--subfolder", "transformer_2")
     assert one["model_class"] == "WanTransformer3DModel"
     with pytest.raises(SourceError, match=r"no model_index.json"):
-        sw.plan_pipeline(pipelines / "wan" / "vae", ranks=2)
+        sw.reports.plan_pipeline(pipelines / "wan" / "vae", ranks=2)
     with pytest.raises(ValueError, match="ranks=None"):
-        sw.plan_pipeline(pipelines / "wan")
+        sw.reports.plan_pipeline(pipelines / "wan")
 
 
 def test_verify(pipelines: Path) -> None:
@@ -267,7 +267,7 @@ def test_what_is_wrong_has_the_name_of_its_component(wan: Path, damage: Any) -> 
         assert all(Path(one).is_relative_to(wan / "transformer_2") for one in where), where
     if damage is _lose_a_tensor:
         with pytest.raises(PlanError, match=rf"transformer_2: missing: parameter '{said}'"):
-            sw.plan_pipeline(wan, ranks=2)
+            sw.reports.plan_pipeline(wan, ranks=2)
 
 
 def test_doctor(pipelines: Path, tmp_path: Path) -> None:

@@ -114,6 +114,19 @@ def critic() -> type[nn.Module]:
     return MyCritic
 
 
+def policy(config: Any) -> type[nn.Module]:
+    """A policy with a backbone of transformers and a head of its own."""
+    from transformers import Qwen3ForCausalLM
+
+    class Policy(nn.Module):
+        def __init__(self, actions: int) -> None:
+            super().__init__()
+            self.backbone = Qwen3ForCausalLM(config)
+            self.action = nn.Linear(config.hidden_size, actions)
+
+    return Policy
+
+
 def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
     """Names that one page alone takes for granted."""
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
@@ -131,6 +144,11 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
             write_pipeline(kind, Path(kind))
         ZOO["wan"].cls(**ZOO["wan"].config).save_config("Wan2.1-T2V-14B/transformer")
         save_file(original("wan"), "wan2.1_t2v_14B_bf16.safetensors")
+    if page.endswith("/other-models.md"):
+        whole = policy(config)(8)
+        whole.backbone.save_pretrained("path/to/backbone")
+        torch.save(whole.action.state_dict(), "head.pth")
+        return {"Policy": policy(config), "config": 8}
     if page.endswith("/sources.md"):
         write_quantized()
         return {"AutoModelForCausalLM": AutoModelForCausalLM, "SOURCE": "nf4", "OUT": "plain-again"}

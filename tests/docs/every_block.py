@@ -153,6 +153,14 @@ NOT_RUN = {
         "docs/howto/diffusers.md",
         "--model transformer_2",
     ): "needs a run of a large pipeline; tests/diffusion/test_commands.py runs both on a small one",
+    (
+        "docs/howto/diffusers.md",
+        "accelerator.load_pretrained",
+    ): "lines of diffusers' own scripts; tests/examples runs the same calls in diffusers_accelerate.py",
+    (
+        "docs/howto/other-models.md",
+        "SentenceTransformer",
+    ): "needs sentence-transformers; tests/others/test_sentences.py runs these calls with it",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
     (
         "docs/figures.md",

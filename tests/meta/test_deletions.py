@@ -71,6 +71,8 @@ REASONS = {
     "export/write.py::ToDirectory.discard remove_ours": "the temporary directory that this export made",
     "export/write.py::publish_directory os.rename x2": "the temporary directory that this export made; rename replaces no directory with content",
     "export/write.py::publish_directory remove_ours": "with overwrite=True: what _not_of_an_export took for an earlier export, moved away as the new one appeared",
+    "export/pipelines.py::write_pipeline.finish remove_ours": "models that this export wrote there, and that _move_in took out",
+    "export/pipelines.py::_move_in os.replace": "both in the temporary directory that this export made",
     "export/pipelines.py::write_pipeline remove_ours": "the temporary directory that this export made",
     "export/write.py::_exchange os.rename x2": "the same, under a name with a nonce until the new one is there; and the new one",
     "export/write.py::publish_directory os.rmdir": "the empty directory that the caller gave to export into",

@@ -102,7 +102,7 @@ def write_pipeline(
                 save_without_weights(parts, temporary)
                 for name, place in places.items():
                     _move_in(os.path.join(temporary, place), os.path.join(temporary, name))
-                shutil.rmtree(os.path.join(temporary, ".parts"))
+                remove_ours(os.path.join(temporary, ".parts"))
             elif folder:
                 _copy_others(folder, temporary, models)
             else:

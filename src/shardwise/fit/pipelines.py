@@ -115,8 +115,8 @@ def plan_pipeline(
     on the size of the images or videos. Memory: as for :func:`plan`, one model at a time. Call it in one process without a process group.
 
     Args:
-        path: a local directory with ``model_index.json``, or the id of a pipeline on the Hugging Face hub. Of the weights that aren't in the
-            cache, only the headers are downloaded.
+        path: a local directory with ``model_index.json``, or the id of a pipeline on the Hugging Face hub. If the weights aren't in the
+            cache, only their headers are downloaded.
         ranks: number of ranks. None: the smallest power of two, times ``replicas``, with which the weights fit.
         replicas: number of ranks that hold the same shard; must divide ``ranks``.
         dtype, policy, io, options: as for :func:`load_pipeline`.
