@@ -416,17 +416,15 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
             continue
         try:  # of hosts that have parts of it: whether they have all
             with hosts.opened(path, step) as opened:
-                look = partial(_damage, opened.path, None if hosts.is_local else step)
-                why = ranks.on_first("look at checkpoint", look)
+                look = partial(_look_at, opened.path, None if hosts.is_local else step)
+                ranks.on_first("look at checkpoint", look)
+                return path
         except ShardwiseError as error:
             if not is_corruption(error):
                 raise
-            why = str(error)
-        if not why:
-            return path
-        damaged[path] = (step, why)
+            damaged[path] = (step, str(error))
         if ranks.rank == 0:
-            _log.warning("skipping damaged %s: %s", path, why)
+            _log.warning("skipping damaged %s: %s", path, damaged[path][1])
     if damaged:
         found = "; ".join(why for _, why in damaged.values())
         raise NoCheckpointError(
@@ -435,18 +433,14 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Ho
     return ""
 
 
-def _damage(path: str, step: int | None) -> str:
-    """What is damaged of a checkpoint; empty if nothing is. ``step``: None if its files were checked before. For rank 0."""
-    try:
-        if is_ours(path):
-            if step is not None:
-                patiently(quick_check, path, step)
-            contents(path)
-        elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
-            raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
-    except (FormatError, IntegrityError) as error:
-        return str(error)
-    return ""
+def _look_at(path: str, step: int | None) -> None:
+    """Raise the error that tells of a checkpoint's damage. ``step``: None if its files were checked before. For rank 0."""
+    if is_ours(path):
+        if step is not None:
+            patiently(quick_check, path, step)
+        contents(path)
+    elif not os.path.isfile(os.path.join(path, TRAINER_FILE)):
+        raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {TRAINER_FILE}", path=path)
 
 
 def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
