@@ -156,7 +156,7 @@ NOT_RUN = {
     (
         "docs/howto/diffusers.md",
         "accelerator.load_pretrained",
-    ): "lines of diffusers' own scripts; tests/examples runs the same calls in diffusers_accelerate.py",
+    ): "lines of diffusers' own scripts, which `python -m tests.diffusion.their_scripts` runs",
     (
         "docs/howto/other-models.md",
         "SentenceTransformer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,18 @@ class OwnBatches(BatchSampler):
         return iter(every[begin:] + every[:begin])
 
 
+class Reshuffled(BatchSampler):
+    """Shuffles a list of batches once more for each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(range(SAMPLES), 2, False)  # type: ignore[arg-type]
+        self.batches = [*super().__iter__()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(torch.initial_seed() + 1)
 
@@ -131,6 +144,8 @@ def kinds() -> dict[str, Kind]:
         "dispatched": Kind(shuffled(), {**STATEFUL, "dispatch_batches": True}),
         "lazy": Kind(sampled(Lazy), STATEFUL),
         "own batches": Kind(own_batches, STATEFUL),
+        "reshuffled": Kind(lambda: DataLoader(Rows(), batch_sampler=Reshuffled()), STATEFUL),
+        "plain reshuffled": Kind(lambda: DataLoader(Rows(), batch_sampler=Reshuffled())),
         "noisy": Kind(sampled(weighted, Noisy()), STATEFUL),
         "workers": Kind(shuffled(num_workers=1), STATEFUL),
         "workers, own generator": Kind(
@@ -166,6 +181,7 @@ class Run:
 
     def __init__(self, accelerator: Any, kind: Kind, seed: int) -> None:
         torch.manual_seed(seed)
+        random.seed(seed)
         self.accelerator, self.trace = accelerator, []  # type: Any, list[tuple[list[float], float]]
         model = Dropped()
         swa.shard(accelerator, model)

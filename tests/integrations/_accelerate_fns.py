@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,15 +185,103 @@ def refused(source: str) -> dict[str, str]:
     attempt("containers", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}, Tied)
     attempt("class", {"transformer_cls_names_to_wrap": ["Absent"]}, Tied)
     with accelerator_with() as accelerator:
-        accelerator.register_save_state_pre_hook(lambda *_: None)
-        for name, call in (
-            ("hook", lambda: swa.save_state(accelerator, "unused")),
-            ("unprepared", lambda: swa.train_state(accelerator)),
-        ):
-            try:
-                call()
-            except ShardwiseError as error:
-                found[name] = f"{type(error).__name__}: {error}"
+        try:
+            swa.train_state(accelerator)
+        except ShardwiseError as error:
+            found["unprepared"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def hooks(source: str, root: str) -> dict[str, Any]:
+    """What hooks of save_state and load_state are given by Accelerate and here, and what a load hook finds that draws random numbers."""
+    found: dict[str, Any] = {}
+
+    def save_hook(models: list[Any], weights: list[Any], directory: str) -> None:
+        found[f"{way} saved"] = [type(model).__name__ for model in models], len(weights)
+        if dist.get_rank() == 0:
+            Path(directory, "ema").mkdir()
+            Path(directory, "ema", "note.bin").write_bytes(bytes(range(256)))
+            Path(directory, "note.txt").write_text(way)
+
+    def load_hook(models: list[Any], directory: str) -> None:
+        torch.rand(5)
+        note = Path(directory, "ema", "note.bin").read_bytes()
+        found[f"{way} loaded"] = len(models), note, Path(directory, "note.txt").read_text()
+
+    for way in ("accelerate", "shardwise"):
+        with accelerator_with(plugin={"state_dict_type": "SHARDED_STATE_DICT"}) as accelerator:
+            with sw.meta_init():
+                model: nn.Module = Tied()
+            swa.load(accelerator, model, source)
+            model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), foreach=False))
+            accelerator.register_save_state_pre_hook(save_hook)
+            accelerator.register_load_state_pre_hook(load_hook)
+            if way == "accelerate":
+                accelerator.save_state(f"{root}/{way}")
+                accelerator.load_state(f"{root}/{way}")
+                continue
+            torch.manual_seed(3)
+            swa.save_state(accelerator, f"{root}/{way}")
+            report = swa.load_state(accelerator, f"{root}/{way}")
+            found["exact"], found["draws"] = report.exact, torch.rand(3)
+            ours = found[f"{way} loaded"]
+            swa.load_state(accelerator, f"{root}/accelerate")
+            found["from accelerate"], found[f"{way} loaded"] = found[f"{way} loaded"], ours
+    return found
+
+
+def added_later(path: str) -> dict[str, Any]:
+    """Adapters that are added to a loaded model: sharded by prepare, trained, and refused once the model has run."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    found: dict[str, Any] = {}
+    with accelerator_with(plugin={"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}) as accelerator:
+
+        def step(model: Any, optimizer: Any, tokens: torch.Tensor) -> Any:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def added(model: Any) -> Any:
+            torch.manual_seed(dist.get_rank())  # the first rank's values count
+            model.requires_grad_(False)
+            model.add_adapter(config)
+            return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+
+        tokens = [batch(k) for k in range(3)]
+        model, optimizer = swa.prepare(accelerator, *added(swa.load_pretrained(accelerator, path)))
+        found["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+        found["optimized"] = [p for g in optimizer.param_groups for p in g["params"]] == [
+            p for p in model.parameters() if p.requires_grad
+        ]
+        before = {n: t for n, t in whole(model).items() if "lora_" in n}
+        for rows in tokens:
+            step(model, optimizer, rows)
+        found["after"] = {n: t for n, t in whole(model).items() if "lora_" in n}
+
+        # One process that sees all ranks' rows.
+        alone = AutoModelForCausalLM.from_pretrained(path)
+        alone, optimizer = added(alone)
+        with torch.no_grad():
+            for name, parameter in alone.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(before[name])
+        for rows in tokens:
+            every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, rows)
+            step(alone, optimizer, torch.cat(every))
+        found["alone"] = {n: t.detach() for n, t in alone.named_parameters() if "lora_" in n}
+
+        late = swa.load_pretrained(accelerator, path)
+        late(input_ids=tokens[0])
+        try:
+            swa.prepare(accelerator, *added(late))
+        except ShardwiseError as error:
+            found["late"] = f"{type(error).__name__}: {error}"
     return found
 
 

@@ -113,6 +113,18 @@ class NumpySampler(Sampler[int]):
         yield from self.rng.permutation(ROWS).tolist()
 
 
+class Reshuffled(NumpySampler):
+    """Shuffles its own order once more for each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = list(range(ROWS))
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.order)
+        yield from self.order
+
+
 class AsItGoes(Sampler[int]):
     """Draws each index from the global generator when it is asked for it."""
 
@@ -176,6 +188,7 @@ KINDS: dict[str, Kind] = {
         sampler=lambda: RandomSampler(range(ROWS), generator=_generator()),
     ),
     "numpy generator": Kind(sampler=NumpySampler),
+    "order of its own": Kind(sampler=Reshuffled),
     "index by index": Kind(sampler=AsItGoes),
     "own loader": Kind(loader=lambda t: _loader(t, shuffle=True)),
     "own loader with generator": Kind(loader=lambda t: _loader(t, shuffle=True, generator=_generator())),

@@ -109,8 +109,37 @@ def test_what_cannot_be_honored_is_named(ranks: RankPool, tmp_path: Path) -> Non
         assert "\n" not in found["containers"]
         assert "Absent" in found["class"]
         assert found["class"].startswith("ShardError")
-        assert "register_save_state_pre_hook" in found["hook"]
         assert "accelerator.prepare" in found["unprepared"]
+
+
+def test_hooks_of_save_state(ranks: RankPool, tmp_path: Path) -> None:
+    """They're given what Accelerate gives them. Their files are a part of the checkpoint, and what they draw changes nothing."""
+    write_source(tmp_path / "source", torch.float32)
+    for found in ranks.run_ranks(2, fns.hooks, str(tmp_path / "source"), str(tmp_path), timeout_s=120):
+        assert found["shardwise saved"] == found["accelerate saved"]
+        assert found["shardwise loaded"] == (0, bytes(range(256)), "shardwise")
+        assert found["from accelerate"] == found["accelerate loaded"] == (0, bytes(range(256)), "accelerate")
+        assert found["exact"]
+        assert torch.equal(found["draws"], torch.rand(3, generator=torch.Generator().manual_seed(3)))
+    assert sorted(path.name for path in (tmp_path / "shardwise").iterdir()) == [
+        "manifest.json",
+        "model",
+        "optimizer",
+        "rank",
+        "state.json",
+    ]
+
+
+def test_adapters_added_to_a_loaded_model(ranks: RankPool, tmp_path: Path) -> None:
+    build_reference("qwen3").save_pretrained(tmp_path)
+    for found in ranks.run_ranks(2, fns.added_later, str(tmp_path), timeout_s=120):
+        assert found["sharded"]
+        assert found["optimized"]
+        assert found["after"].keys() == found["alone"].keys()
+        for name, tensor in found["alone"].items():
+            torch.testing.assert_close(found["after"][name], tensor, atol=1e-5, rtol=1e-4)
+        assert found["late"].startswith("ShardError")
+        assert "after its first forward pass" in found["late"]
 
 
 @pytest.mark.parametrize(

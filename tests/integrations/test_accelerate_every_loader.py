@@ -30,6 +30,8 @@ EXACT = (
 SAYS_WHY = {
     "lazy": "may be in a different order: it isn't known when a Lazy draws",
     "own batches": "may be in a different order",
+    "reshuffled": "may be in a different order",
+    "plain reshuffled": "only exact if the loop skips",
     "noisy": "the dataset draws from the training process's global generators",
     "workers": "may differ",
     "workers, own generator": "may differ",

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.errors import StateError
+from shardwise.integrations._loaders import LoaderPositions
 from shardwise.state.documents import check_position
 from shardwise.state.parts import own_states, put_own_states, takes, unfit_generators
 from shardwise.state.typed_json import decode, encode
@@ -121,3 +122,100 @@ def test_a_tensor_in_a_samplers_position(where: str, wrong: Any) -> None:
     position = {**sampler.position(), where: wrong}
     with pytest.raises(StateError, match=r"version|another order"):
         sampler.load_state_dict(position)
+
+
+class Reshuffled:
+    """Batches of a list that each epoch shuffles once more, by a generator of its own or by Python's."""
+
+    def __init__(self, *, own: bool) -> None:
+        self.batches = [[2 * i, 2 * i + 1] for i in range(4)]
+        self.weights = torch.ones(4)
+        self.last: list[int] | None = None
+        self.generator = torch.Generator().manual_seed(3) if own else None
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        self.weights += 1 if self.last is None else self.last[0]
+        if self.generator is None:
+            random.shuffle(self.batches)
+        else:
+            order = torch.randperm(4, generator=self.generator).tolist()
+            self.batches[:] = [self.batches[k] for k in order]
+        self.last = self.batches[-1]
+        return iter([[*batch, int(self.weights[0]) % 8] for batch in self.batches])
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def restored(state: Any) -> Any:
+    """As a checkpoint gives it back."""
+    encoded = encode(state, where="here")
+    return decode(encoded.document, encoded.tensors)
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 6, 8])
+@pytest.mark.parametrize("own", [True, False])
+def test_an_order_that_is_shuffled_in_place(own: bool, done: int) -> None:
+    """A sampler's own attributes are state: a resumed loader goes on with the batches of one that wasn't stopped."""
+
+    def made() -> Any:
+        return sw.ResumableLoader(DataLoader(Rows(), batch_sampler=Reshuffled(own=own)))  # type: ignore[arg-type]
+
+    random.seed(0)
+    loader, trace, saved = made(), [], (None, None)
+    for _ in range(3):
+        for batch in loader:
+            trace.append(batch.tolist())
+            if len(trace) == done:
+                saved = restored(loader.state_dict()), random.getstate()
+    if not done:
+        random.seed(0)
+        saved = restored(made().state_dict()), random.getstate()
+    again = made()
+    again.load_state_dict(saved[0])
+    random.setstate(saved[1])
+    rest = [batch.tolist() for _ in range(again.epoch, 3) for batch in again]
+    assert rest == trace[done:]
+    assert (again.caveats == ()) == own  # Python's generator might be used between batches
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_order_that_is_shuffled_in_place_with_accelerate(own: bool) -> None:
+    """Between epochs, where such a loader is exact."""
+    from accelerate.data_loader import prepare_data_loader
+
+    def made() -> Any:
+        return prepare_data_loader(DataLoader(Rows(), batch_sampler=Reshuffled(own=own)))  # type: ignore[arg-type]
+
+    random.seed(0)
+    loader = made()
+    positions = LoaderPositions([loader])
+    for _ in range(2):
+        assert len([*loader]) == 4
+    stored, rng = restored(positions.state_dict()), random.getstate()
+    rest = [batch.tolist() for _ in range(2) for batch in loader]
+    again = made()
+    resumed = LoaderPositions([again])
+    resumed.load_state_dict(stored)
+    random.setstate(rng)
+    assert [batch.tolist() for _ in range(2) for batch in again] == rest
+    assert resumed.caveats == ()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"absent.batches": 1}, {"batch_sampler.generator": 3}, {"batch_sampler.__class__": 3}]
+)
+def test_an_order_of_another_sampler(wrong: Any) -> None:
+    loader = sw.ResumableLoader(DataLoader(Rows(), batch_sampler=Reshuffled(own=True)))  # type: ignore[arg-type]
+    state = loader.state_dict()
+    state["now"]["orders"] = wrong
+    with pytest.raises(StateError, match="belongs to another loader: it has"):
+        loader.load_state_dict(state)

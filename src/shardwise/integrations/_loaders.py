@@ -24,7 +24,7 @@ from ..objects import frozen
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
 from ..state.data import make_iterator
-from ..state.parts import equal
+from ..state.parts import equal, own_orders, put_own_orders, watch_orders
 
 # ----------------------------------------------------------------------------------------------------
 # Samplers that can draw the order of an epoch again, which a position inside an epoch needs.
@@ -99,7 +99,12 @@ class RecordedSampler(Sampler[Any]):
         else:
             own = getattr(self.sampler, "generator", None)
             held = own.get_state() if isinstance(own, torch.Generator) else None
-            self.start = {"rng": capture_host_rng(), "generator": held}
+            orders = own_orders({"sampler": self.sampler})
+            self.start = {
+                "rng": capture_host_rng(),
+                "generator": held,
+                **({"orders": orders} if orders else {}),
+            }
             samples = iter(self.sampler)
             first = next(samples, _END)
         if first is not _END:
@@ -113,6 +118,7 @@ class RecordedSampler(Sampler[Any]):
         yield from samples
 
     def _set(self, start: dict[str, Any]) -> None:
+        put_own_orders({"sampler": self.sampler}, start.get("orders", {}))
         if start["rng"] is not None:
             restore_rng(start["rng"])
         own = getattr(self.sampler, "generator", None)
@@ -128,6 +134,7 @@ def record(loader: Any) -> RecordedSampler | None:
     recorded before it is prepared, and again afterwards: Accelerate may have put another sampler in.
     """
     batches, outer = _innermost(loader), loader.batch_sampler
+    watch_orders(_samplers(loader), are_used=_iteration(loader) > 0 or _active_of(loader) is not None)
     module = type(batches).__module__
     keeps_state = module.startswith("torchdata.") and batches is outer
     is_plain = isinstance(batches, BatchSampler) and module.startswith(("torch.", "torchdata."))
@@ -147,6 +154,13 @@ def _innermost(loader: Any) -> Any:
     while (inner := getattr(found, "batch_sampler", None)) is not None:
         found = inner
     return found
+
+
+def _samplers(loader: Any) -> dict[str, Any]:
+    """What chooses batches and samples, without recorders."""
+    batches = _innermost(loader)
+    inner = getattr(batches, "sampler", None)
+    return {"batch_sampler": batches, "sampler": inner.sampler if type(inner) is RecordedSampler else inner}
 
 
 def _can_draw_again(sampler: Any) -> bool:
@@ -261,6 +275,9 @@ def _position(loader: Any) -> dict[str, Any]:
         "batch": _global_batch(loader),
         "generators": {name: g.get_state() for name, g in _generators(loader).items()},
     }
+    record(loader)
+    if orders := own_orders(_samplers(loader)):
+        position["orders"] = orders
     if (sampler := _seedable(loader)) is not None:
         position["initial_seed"] = sampler.initial_seed
     if _is_stateful(loader):
@@ -302,6 +319,9 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
         sampler.initial_seed = position["initial_seed"]
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(position["epoch"])
+    record(loader)
+    if not position["inside"]:
+        put_own_orders(_samplers(loader), position.get("orders", {}))
     repeats = not position["inside"] or _draw_again(loader, position)
     if "state" in position:
         loader.load_state_dict(position["state"])

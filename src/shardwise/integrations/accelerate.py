@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Unpack
 
 import torch
@@ -39,7 +42,13 @@ from ..checkpoint.save import SaveReport
 from ..checkpoint.sites import Hosts, hosts_of
 from ..errors import CheckpointError, NoCheckpointError, SourceError, StateError
 from ..format.manifest import MANIFEST_NAME, read_manifest
-from ..internals.trainers import count_own_batches, has_state_hooks, prepared, without_first_batches
+from ..internals.trainers import (
+    count_own_batches,
+    has_state_hooks,
+    prepared,
+    run_state_hooks,
+    without_first_batches,
+)
 from ..loading.load import FillOptions, LoadReport, Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
@@ -50,8 +59,10 @@ from ..publish.places import delete_sealed, set_aside, target_of
 from ..publish.write import make_directories, refuse_without_conditions
 from ..ranks.ranks import Ranks, patiently
 from ..ranks.stop import PreemptionPolicy, Stops
+from ..rng import preserve_rng
 from ..runs.run import restore
 from ..runs.third_party import is_third_party
+from ..sharding.fsdp import shard_added
 from ..state.optimizer import TrainState, watch_steps
 from ..storage import is_directory, is_file, names_in, place_at
 from ..storage.records import is_url, join
@@ -192,8 +203,8 @@ def save_state(
 ) -> SaveReport:
     """Save everything that was prepared or registered as one shardwise checkpoint, completely or not at all.
 
-    This includes models, optimizers, schedulers, the scaler, RNG states, data loader positions, custom objects, and the
-    accelerator's own counters. As with Accelerate, ``ProjectConfiguration(automatic_checkpoint_naming=True)`` saves to the
+    This includes models, optimizers, schedulers, the scaler, RNG states, data loader positions, custom objects, the accelerator's own counters,
+    and the files that hooks of ``register_save_state_pre_hook`` write. As with Accelerate, ``ProjectConfiguration(automatic_checkpoint_naming=True)`` saves to the
     project's ``checkpoints/checkpoint_N``, which overrides ``output_dir``, and ``total_limit`` deletes the oldest checkpoints after the
     new one is published.
 
@@ -202,8 +213,7 @@ def save_state(
             use a different folder for each save (``f"step-{step}"`` instead of ``latest``).
         step: recorded in the checkpoint. Default: the number of earlier saves.
 
-    Every rank must call it. Raises the errors of :func:`shardwise.save`, :class:`CheckpointError` for a directory that isn't empty, and
-    :class:`StateError` for registered save hooks, which would add files that the checkpoint doesn't list.
+    Every rank must call it. Raises the errors of :func:`shardwise.save`, and :class:`CheckpointError` for a directory that isn't empty.
     """
     number = accelerator.save_iteration if step is None else step
     places = [_folder_for(accelerator, output_dir)]
@@ -214,7 +224,6 @@ def save_to(
     accelerator: Accelerator, places: Sequence[str], step: int, failures: Failures, hosts: Hosts
 ) -> SaveReport:
     """:func:`save_state` into the first of ``places`` that storage does not make fail; see :meth:`.Failures.attempt`. Collective."""
-    _refuse_hooks(accelerator, "save")
     ways = {folder: partial(_save_into, accelerator, folder, step, hosts) for folder in places}
     report = failures.attempt(step, ways, is_first_rank=Ranks.current().rank == 0)
     if report.failure is None:
@@ -231,6 +240,12 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
         raise RefusalError(error) from error
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
+    if has_state_hooks(accelerator):
+        files = state.extra[_HOOKS] = _HookFiles()
+        with _directory_for_hooks(ranks) as directory, ranks.agree("call the hooks of save_state"):
+            run_state_hooks(accelerator, "save", directory)
+            if ranks.rank == 0:
+                files.read(directory)
     report = save_at(hosts.target(target_of(folder)), state, step)
     root, limit = os.path.dirname(folder), project.total_limit if automatic else None
 
@@ -269,7 +284,6 @@ def load_from(
     hosts: Hosts,
 ) -> ResumeReport:
     """:func:`load_state`, also of checkpoints in ``fallback``. Collective."""
-    _refuse_hooks(accelerator, "load")
     ranks = Ranks.current()
     if input_dir is None:
         root, newest = _root(accelerator), None
@@ -290,9 +304,22 @@ def load_from(
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     with hosts.opened(found) as checkpoint:
-        if ranks.on_first("look at checkpoint", lambda: is_third_party(checkpoint.path)):
+        is_theirs = ranks.on_first("look at checkpoint", lambda: is_third_party(checkpoint.path))
+        if is_theirs:
             state.dataloader = None
-        return replace(restore(state, checkpoint.path, io=checkpoint.io), path=found)
+        files = _HookFiles()
+        if has_state_hooks(accelerator) and not is_theirs:
+            state.extra[_HOOKS] = files
+        report = restore(state, checkpoint.path, io=checkpoint.io)
+        if is_theirs:
+            with ranks.agree("call the hooks of load_state"), preserve_rng():
+                run_state_hooks(accelerator, "load", checkpoint.path)
+        elif ranks.on_first("look for hooks' files", lambda: bool(files.content)):
+            with _directory_for_hooks(ranks) as directory:
+                ranks.on_first("write hooks' files", lambda: files.write(directory))
+                with ranks.agree("call the hooks of load_state"), preserve_rng():
+                    run_state_hooks(accelerator, "load", directory)
+        return replace(report, path=found)
 
 
 def train_state(accelerator: Accelerator) -> TrainState:
@@ -346,12 +373,54 @@ class _Counters:
         self._accelerator.project_configuration.iteration = state["save_iteration"] + 1
 
 
-def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> None:
-    if has_state_hooks(accelerator, when):
-        raise StateError(
-            f"hooks of register_{when}_state_pre_hook write and read files of their own next to Accelerate's state; a shardwise checkpoint holds "
-            "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
+#: The extra that holds what the hooks of ``save_state`` wrote.
+_HOOKS = "accelerate_hooks"
+
+
+class _HookFiles:
+    """The files below a directory by their paths in it, as the state of an extra. Those of rank 0; the other ranks have none."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+
+    def read(self, directory: str) -> None:
+        for path in sorted(Path(directory).rglob("*")):
+            if path.is_file():
+                self.content[path.relative_to(directory).as_posix()] = path.read_bytes()
+
+    def write(self, directory: str) -> None:
+        for name, content in self.content.items():
+            path = os.path.realpath(os.path.join(directory, name))
+            if not path.startswith(os.path.realpath(directory) + os.sep):
+                raise StateError(
+                    f"a file of the hooks of save_state would be written outside their directory: {name!r}"
+                )
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(content)
+
+    def state_dict(self) -> dict[str, bytes]:
+        return self.content
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        self.content = {**state}
+
+
+@contextmanager
+def _directory_for_hooks(ranks: Ranks) -> Iterator[str]:
+    """A temporary directory that all ranks see. Collective. Raises :class:`RankError` if it's on the disk of another host."""
+    with ExitStack() as stack:
+        made = TemporaryDirectory(prefix="shardwise-hooks-") if ranks.rank == 0 else None
+        path = ranks.on_first(
+            "make a directory for hooks", lambda: "" if made is None else stack.enter_context(made)
         )
+        with ranks.agree("find the directory for hooks"):
+            if not os.path.isdir(path):
+                raise StateError(
+                    f"the hooks of save_state and load_state need a directory that all hosts see, and {path} is on rank 0's host only. "
+                    "Set TMPDIR to a shared directory, or remove the hooks"
+                )
+        yield path
 
 
 def load_pretrained(
@@ -452,6 +521,15 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]) -> Any:
     check_kind(accelerator)
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
+    with Ranks.current().agree("shard what was added to the models"):
+        added = {
+            p: new
+            for model in objects
+            if isinstance(model, nn.Module)
+            for p, new in shard_added(model).items()
+        }
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [added.get(p, p) for p in group["params"]]
     before = [groups_of(optimizer) for optimizer in optimizers]
     for found in objects:
         if isinstance(found, DataLoader):

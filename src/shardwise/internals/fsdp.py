@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeGuard, overload
 from weakref import getweakrefs
 
@@ -86,6 +87,31 @@ def precision_of(module: object) -> dict[str, str]:
     found = {"mixed_precision": repr(policy)} if any(dtypes) else {}
     factors = {repr(g.divide_factor) for g in fsdp_groups(module) if g.divide_factor is not None}
     return found | ({"gradient_divide_factor": ", ".join(sorted(factors))} if factors else {})
+
+
+def settings_of(module: FSDPModule) -> dict[str, Any]:
+    """The arguments of ``fully_shard`` for a further module that is to be sharded as this one, whose output isn't cast.
+
+    torch 2.9-2.14: in the module's state and its parameter group. Without it, modules that were added to a sharded model would be trained apart
+    on each rank.
+    """
+    state: Any = module._get_fsdp_state()
+    group = fsdp_groups(module)[0].group
+    return {
+        "mesh": group.mesh_info.mesh,
+        "reshard_after_forward": group.post_forward_mesh_info is not None,
+        "mp_policy": replace(state._mp_policy, output_dtype=None),
+        "offload_policy": group.offload_policy,
+    }
+
+
+def has_run(module: FSDPModule) -> bool:
+    """Whether the model around a module was called since it was sharded: FSDP2 takes no further modules then.
+
+    torch 2.9-2.14: FSDP2 looks for its root in the first forward. Without it, modules added later would be roots of their own.
+    """
+    state: Any = module._get_fsdp_state()
+    return state._is_root is not None
 
 
 def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:

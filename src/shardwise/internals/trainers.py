@@ -132,15 +132,29 @@ def keep_masters(accelerator: Any, model: nn.Module) -> None:
                 parameter.data = parameter.data.to(torch.float32)
 
 
-def has_state_hooks(accelerator: Any, when: Literal["save", "load"]) -> bool:
+def run_state_hooks(accelerator: Any, when: Literal["save", "load"], directory: str) -> None:
+    """Call the hooks of ``register_save_state_pre_hook`` or ``register_load_state_pre_hook`` with what Accelerate would give them.
+
+    accelerate 1.10-1.15: ``save_state`` gives the models and their state dicts, ``load_state`` the models; both without those that FSDP2 has
+    sharded, except the models of a save. Without it, what such a hook writes would be left out of a checkpoint, silently.
+    """
+    models = [*accelerator._models]
+    is_sharded = accelerator.is_fsdp2
+    if when == "save":
+        weights = [] if is_sharded else [model.state_dict() for model in models]
+        for hook in [*accelerator._save_model_state_pre_hook.values()]:
+            hook(models, weights, directory)
+        return
+    for hook in [*accelerator._load_model_state_pre_hook.values()]:
+        hook([] if is_sharded else models, directory)
+
+
+def has_state_hooks(accelerator: Any) -> bool:
     """Whether ``register_save_state_pre_hook`` or ``register_load_state_pre_hook`` was called.
 
-    Without it, files that such a hook writes would be left out of a checkpoint, silently.
+    accelerate 1.10-1.15: two dicts of the accelerator. Without it, every save would make a directory for hooks.
     """
-    hooks = (
-        accelerator._save_model_state_pre_hook if when == "save" else accelerator._load_model_state_pre_hook
-    )
-    return bool(hooks)
+    return bool(accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook)
 
 
 # ----------------------------------------------------------------------------------------------------

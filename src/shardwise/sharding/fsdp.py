@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -25,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
 from ..gates import require
+from ..internals.fsdp import fsdp_groups, fsdp_parameter_ids, has_run, settings_of
 from ..internals.peft import adapted_modules, is_adapted
 from ..internals.torch import original_class
 from ..internals.transformers import blocks_not_to_split
@@ -471,6 +473,10 @@ def _conflicting(owners: Iterable[set[int]], depth: dict[int, int]) -> set[int]:
 
 # The function that shards a second model alike. Keyed by the model object, not stored on it.
 _SHARDED: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = weakref.WeakKeyDictionary()
+#: Where the parameters are that the sharding left plain: a load may exchange the objects.
+_PLAIN: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[nn.Module], str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 #: Replicated parameters cost memory on every rank, with gradients and optimizer state. More than this is an error.
 MAX_REPLICATED_BYTES = 64 * 2**20
@@ -539,6 +545,64 @@ def _shard(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy: 
 def remember_sharding(model: nn.Module, again: Callable[[nn.Module], object]) -> None:
     """Keep ``again``, which shards a second model like ``model``. It must not hold a reference to ``model``."""
     _SHARDED[model] = again
+    _PLAIN[model] = [
+        (weakref.ref(module), name)
+        for module in model.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if not isinstance(p, DTensor)
+    ]
+
+
+def shard_added(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Shard the modules that were added to a model since it was sharded, such as those of PEFT's adapters, like the modules around them.
+
+    All ranks get the values that the first rank of the mesh has. Returns the new parameters, by those that they replace; empty if
+    :func:`remember_sharding` doesn't know the model. Every rank of the mesh must call it.
+
+    Raises :class:`ShardError` if the model was called already, and for added parameters that FSDP2 can't shard.
+    """
+    around = {path: m for path, m in model.named_modules() if isinstance(m, FSDPModule) and fsdp_groups(m)}
+    plain = {id(getattr(module(), name, None)) for module, name in _PLAIN.get(model, ())}
+    known = plain | fsdp_parameter_ids(around.values())
+    if model not in _PLAIN or not around or all(id(p) in known for p in model.parameters()):
+        return {}
+    if any(map(has_run, around.values())):
+        raise ShardError(
+            "modules were added to a sharded model after its first forward pass, and FSDP2 can't shard them then. Add them before it, or load "
+            "the model with adapter="
+        )
+    outer: dict[tuple[str, str], list[nn.Module]] = {}
+    taken: set[int] = set()
+    before: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        own = list(module.parameters())
+        if id(module) in taken or not can_be_group(module) or any(id(p) in known for p in own):
+            continue
+        taken |= {id(m) for m in module.modules()}
+        before |= {t.tensor: t.owners[0] for t in named_tensors(module) if isinstance(t.tensor, nn.Parameter)}
+        names = path.split(".")
+        place = next(p for k in range(len(names), -1, -1) if (p := ".".join(names[:k])) in around)
+        outer.setdefault((place, names[-1]), []).append(module)
+    left = [name for name, p in model.named_parameters() if id(p) not in known and p not in before]
+    odd = [name for name, p in model.named_parameters() if p in before and isinstance(p, DTensor)]
+    if left or odd:
+        raise ShardError(
+            f"parameters were added to a sharded model that FSDP2 can't shard now: {', '.join([*left, *odd][:8])}. Load the model with adapter="
+        )
+    with torch.no_grad():
+        for (place, _), modules in outer.items():
+            settings = settings_of(around[place])
+            for parameter in dict.fromkeys(p for m in modules for p in m.parameters()):
+                _same_everywhere(parameter, settings["mesh"])
+            fully_shard(modules, **settings)
+    return {p: getattr(module, name) for p, (module, name) in before.items()}
+
+
+def _same_everywhere(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Give all ranks of a mesh the first one's values."""
+    parameter.data = parameter.data.to(mesh_device(mesh)).contiguous()
+    for group in reversed(mesh.get_all_groups()):
+        dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group)
 
 
 def shard_alike(model: nn.Module, sharded: nn.Module) -> bool:

@@ -24,7 +24,16 @@ from torch.utils.data.sampler import (
 from ..errors import StateError
 from ..internals.torch import is_stateful_loader
 from ..rng import capture_host_rng, preserve_rng, restore_rng
-from .parts import epoch_of, equal, is_several, keeps_workers, parts_of
+from .parts import (
+    epoch_of,
+    equal,
+    is_several,
+    keeps_workers,
+    own_orders,
+    parts_of,
+    put_own_orders,
+    watch_orders,
+)
 
 # ----------------------------------------------------------------------------------------------------
 # A distributed sampler whose order does not depend on the number of ranks, and its position in a loader.
@@ -332,6 +341,7 @@ class _ReplayedPosition:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._epoch = _Epoch(number=0)
+        watch_orders(parts_of(loader))
         self._workers_kept = False  # whether this object has started persistent workers
 
     @property
@@ -463,6 +473,7 @@ class _ReplayedPosition:
         return {
             "generators": {path: gen.get_state() for path, gen in generators.items() if gen is not None},
             "epochs": {path: epoch for path, epoch in epochs.items() if epoch is not None},
+            **({"orders": changed} if (changed := own_orders(parts)) else {}),
         }
 
     def _set_own_states(self, states: dict[str, Any]) -> None:
@@ -474,6 +485,7 @@ class _ReplayedPosition:
         for path, epoch in states["epochs"].items():
             if epoch_of(parts[path]) != epoch:
                 parts[path].set_epoch(epoch)
+        put_own_orders(parts, states.get("orders", {}))
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:

@@ -280,6 +280,7 @@ def _check_parts(value: Any, where: str) -> tuple[list[str], list[str]]:
         raise FormatError(f"{where}.generators: expected states of generators")
     if not all(type(epoch) is int for epoch in epochs.values()):
         raise FormatError(f"{where}.epochs: expected numbers")
+    _mapping(value.get("orders", {}), f"{where}.orders")
     return sorted(generators), sorted(epochs)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import IterableDataset
 
@@ -71,6 +74,7 @@ def own_states(loader: Any) -> dict[str, Any]:
         "generators": {path: _kinds()[type(g)][0](g) for path, g in _generators(parts)},
         "epochs": {path: epoch for path, part in parts.items() if (epoch := epoch_of(part)) is not None},
         "seeds": {path: part.initial_seed for path, part in parts.items() if hasattr(part, "initial_seed")},
+        **({"orders": changed} if (changed := own_orders(parts)) else {}),
     }
 
 
@@ -80,6 +84,7 @@ def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
     for path, seed in states["seeds"].items():
         if hasattr(parts.get(path), "initial_seed"):
             parts[path].initial_seed = seed
+    put_own_orders(parts, states.get("orders", {}))
     live = dict(_generators(parts))
     for path, state in states["generators"].items():
         if path in live and takes(live[path], state):
@@ -138,6 +143,101 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", value
 
 
+#: By id of a sampler that isn't torch's: the sampler, and its plain attributes before it was used, with fingerprints.
+_FIRST: dict[int, tuple[weakref.ref[Any], dict[str, tuple[Any, str]]]] = {}
+_SCALARS = {bool, int, float, str, bytes, type(None)}
+
+
+def watch_orders(parts: Mapping[str, Any], *, are_used: bool = False) -> None:
+    """Note the plain attributes of the samplers among ``parts`` that aren't torch's, once: what iterating changes of them is state.
+
+    Plain are numbers, text, arrays, and containers of them. ``are_used``: take all of them for changed.
+    """
+    for _, part in _own_samplers(parts):
+        if id(part) not in _FIRST:
+            values = {} if are_used else {name: copy.deepcopy(value) for name, value in _plain(part)}
+            first = {name: (value, _fingerprint(value)) for name, value in values.items()}
+            _FIRST[id(part)] = weakref.ref(part, functools.partial(_forget, id(part))), first
+
+
+def own_orders(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of what has changed of samplers since :func:`watch_orders`, by path: a list that is shuffled in place, for example."""
+    watch_orders(parts)
+    return {
+        f"{path}.{name}": copy.deepcopy(value)
+        for path, part in _own_samplers(parts)
+        for name, value in _plain(part)
+        if _FIRST[id(part)][1].get(name, (None, ""))[1] != _fingerprint(value)
+    }
+
+
+def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Give samplers the result of :func:`own_orders`, and their first attributes for what it lacks. Raises :class:`StateError` for samplers
+    that aren't there, and for attributes that hold something else."""
+    watch_orders(parts)
+    samplers = dict(_own_samplers(parts))
+    found: dict[tuple[str, str], Any] = {
+        (path, name): value
+        for path, part in samplers.items()
+        for name, (value, _) in _FIRST[id(part)][1].items()
+    }
+    for key, stored in state.items():
+        path, _, name = key.rpartition(".")
+        live = getattr(samplers.get(path), name, None)
+        if path not in samplers or name.startswith("__") or not (_is_plain(live) and _is_plain(stored)):
+            raise StateError(
+                f"the data position belongs to another loader: it has {key}, a {type(stored).__name__}. "
+                "Make the loader as in the stored run, or resume without its position"
+            )
+        found[path, name] = stored
+    for (path, name), value in found.items():
+        live = getattr(samplers[path], name, None)
+        if isinstance(live, list) and isinstance(value, list):
+            live[:] = copy.deepcopy(value)  # others may hold the same list
+        elif _is_plain(live):
+            setattr(samplers[path], name, copy.deepcopy(value))
+
+
+def _forget(key: int, _: Any) -> None:
+    _FIRST.pop(key, None)
+
+
+def _own_samplers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    known = ("torch.", "torchdata.", "accelerate.", "transformers.", "shardwise.")
+    for path, part in parts.items():
+        is_sampler = "sampler" in path.rpartition(".")[2] and hasattr(part, "__dict__")
+        if is_sampler and not type(part).__module__.startswith(known):
+            yield path, part
+
+
+def _plain(sampler: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(sampler).items():
+        if name != "epoch" and _is_plain(value):
+            yield name, value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(v) for pair in value.items() for v in pair)
+    return type(value) in _SCALARS or type(value) in (torch.Tensor, np.ndarray)
+
+
+def _fingerprint(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.numpy(force=True)
+    if isinstance(value, np.ndarray):
+        text = f"{value.dtype}{value.shape}{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).tobytes())}"
+    elif isinstance(value, dict):
+        text = f"dict{[(_fingerprint(key), _fingerprint(one)) for key, one in value.items()]}"
+    elif isinstance(value, (list, tuple, set, frozenset)) and not {*map(type, value)} <= _SCALARS:
+        text = f"{type(value).__name__}{[_fingerprint(one) for one in value]}"
+    else:
+        text = repr(value)
+    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
+
+
 def _put_numpy(generator: Any, state: Any) -> None:
     """Set a numpy generator. Refuses a position outside its words: numpy would read there unchecked."""
     is_new = isinstance(generator, np.random.Generator)
@@ -191,7 +291,7 @@ def takes(generator: Any, state: Any) -> bool:
     return True
 
 
-@cache
+@functools.cache
 def _kinds() -> dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]:
     """Functions that get and set the state of a generator. ``numpy.random`` is imported on the first use of a loader."""
     return {
@@ -273,7 +373,7 @@ def why_unstorable(tensor: torch.Tensor) -> str:
     return ""
 
 
-@cache
+@functools.cache
 def _why_not_a(kind: type[torch.Tensor]) -> str:
     """Why no tensor of a class can be stored."""
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
