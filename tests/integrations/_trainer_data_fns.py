@@ -71,6 +71,19 @@ class Rows(Dataset[Any]):
         return found
 
 
+class Counting(Rows):
+    """Counts what is read of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = super().__getitem__(index)
+        self.reads += 1
+        return {**found, "x": found["x"] + self.reads / 100}
+
+
 def three_draws() -> float:
     return random.random() + float(np.random.rand()) + float(torch.rand(()))
 
@@ -188,6 +201,7 @@ KINDS: dict[str, Kind] = {
         sampler=lambda: RandomSampler(range(ROWS), generator=_generator()),
     ),
     "numpy generator": Kind(sampler=NumpySampler),
+    "dataset that counts": Kind(dataset=Counting),
     "order of its own": Kind(sampler=Reshuffled),
     "index by index": Kind(sampler=AsItGoes),
     "own loader": Kind(loader=lambda t: _loader(t, shuffle=True)),

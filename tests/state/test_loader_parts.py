@@ -155,6 +155,40 @@ class Rows:
         return index
 
 
+class Packs:
+    """Adds to each batch what was left of the one before."""
+
+    def __init__(self) -> None:
+        self.left = [0]
+
+    def __call__(self, rows: list[int]) -> torch.Tensor:
+        packed = torch.tensor([*self.left, *rows])
+        self.left[:] = rows[-1:]
+        return packed
+
+
+class Counting(Rows):
+    """Counts what is read of it."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index + 8 * self.reads
+
+
+def loader_of(kind: str) -> DataLoader[int]:
+    if kind == "collator":
+        return DataLoader(Rows(), batch_size=2, collate_fn=Packs())  # type: ignore[arg-type]
+    if kind == "dataset":
+        return DataLoader(Counting(), batch_size=2)  # type: ignore[arg-type]
+    return DataLoader(Rows(), batch_sampler=Reshuffled(own=kind == "own generator"))  # type: ignore[arg-type]
+
+
+OWN_STATES = ("own generator", "Python's generator", "collator", "dataset")
+
+
 def restored(state: Any) -> Any:
     """As a checkpoint gives it back."""
     encoded = encode(state, where="here")
@@ -162,12 +196,12 @@ def restored(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("done", [0, 1, 4, 6, 8])
-@pytest.mark.parametrize("own", [True, False])
-def test_an_order_that_is_shuffled_in_place(own: bool, done: int) -> None:
-    """A sampler's own attributes are state: a resumed loader goes on with the batches of one that wasn't stopped."""
+@pytest.mark.parametrize("kind", OWN_STATES)
+def test_what_parts_change_of_themselves(kind: str, done: int) -> None:
+    """It's state: a resumed loader goes on with the batches of one that wasn't stopped."""
 
     def made() -> Any:
-        return sw.ResumableLoader(DataLoader(Rows(), batch_sampler=Reshuffled(own=own)))  # type: ignore[arg-type]
+        return sw.ResumableLoader(loader_of(kind))
 
     random.seed(0)
     loader, trace, saved = made(), [], (None, None)
@@ -184,16 +218,18 @@ def test_an_order_that_is_shuffled_in_place(own: bool, done: int) -> None:
     random.setstate(saved[1])
     rest = [batch.tolist() for _ in range(again.epoch, 3) for batch in again]
     assert rest == trace[done:]
-    assert (again.caveats == ()) == own  # Python's generator might be used between batches
+    assert (again.caveats == ()) == (
+        kind != OWN_STATES[1]
+    )  # Python's generator might be used between batches
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_an_order_that_is_shuffled_in_place_with_accelerate(own: bool) -> None:
+@pytest.mark.parametrize("kind", OWN_STATES)
+def test_what_parts_change_of_themselves_with_accelerate(kind: str) -> None:
     """Between epochs, where such a loader is exact."""
     from accelerate.data_loader import prepare_data_loader
 
     def made() -> Any:
-        return prepare_data_loader(DataLoader(Rows(), batch_sampler=Reshuffled(own=own)))  # type: ignore[arg-type]
+        return prepare_data_loader(loader_of(kind))
 
     random.seed(0)
     loader = made()

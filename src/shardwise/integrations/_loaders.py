@@ -134,7 +134,7 @@ def record(loader: Any) -> RecordedSampler | None:
     recorded before it is prepared, and again afterwards: Accelerate may have put another sampler in.
     """
     batches, outer = _innermost(loader), loader.batch_sampler
-    watch_orders(_samplers(loader), are_used=_iteration(loader) > 0 or _active_of(loader) is not None)
+    watch_orders(_parts(loader), are_used=_iteration(loader) > 0 or _active_of(loader) is not None)
     module = type(batches).__module__
     keeps_state = module.startswith("torchdata.") and batches is outer
     is_plain = isinstance(batches, BatchSampler) and module.startswith(("torch.", "torchdata."))
@@ -156,11 +156,13 @@ def _innermost(loader: Any) -> Any:
     return found
 
 
-def _samplers(loader: Any) -> dict[str, Any]:
-    """What chooses batches and samples, without recorders."""
+def _parts(loader: Any) -> dict[str, Any]:
+    """What chooses batches and samples, without recorders, and what reads them."""
     batches = _innermost(loader)
     inner = getattr(batches, "sampler", None)
-    return {"batch_sampler": batches, "sampler": inner.sampler if type(inner) is RecordedSampler else inner}
+    sampler = inner.sampler if type(inner) is RecordedSampler else inner
+    readers = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    return {"batch_sampler": batches, "sampler": sampler, **readers}
 
 
 def _can_draw_again(sampler: Any) -> bool:
@@ -276,7 +278,7 @@ def _position(loader: Any) -> dict[str, Any]:
         "generators": {name: g.get_state() for name, g in _generators(loader).items()},
     }
     record(loader)
-    if orders := own_orders(_samplers(loader)):
+    if orders := own_orders(_parts(loader)):
         position["orders"] = orders
     if (sampler := _seedable(loader)) is not None:
         position["initial_seed"] = sampler.initial_seed
@@ -321,7 +323,7 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
         loader.set_epoch(position["epoch"])
     record(loader)
     if not position["inside"]:
-        put_own_orders(_samplers(loader), position.get("orders", {}))
+        put_own_orders(_parts(loader), position.get("orders", {}))
     repeats = not position["inside"] or _draw_again(loader, position)
     if "state" in position:
         loader.load_state_dict(position["state"])
@@ -391,6 +393,11 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             if known
             else f"it isn't known when a {type(unknown).__name__} draws random numbers. "
             "DataLoaderConfiguration(use_seedable_sampler=True) resumes exactly, with shuffle=True"
+        )
+    if inside and any(key.startswith(("dataset.", "collate_fn.")) for key in position.get("orders", ())):
+        yield (
+            "the dataset or the collate_fn changes its own attributes as it runs: those are restored only between epochs, so the rest of "
+            "the epoch may differ"
         )
     if inside and known and order and order["dataset_draws"] and not loader.num_workers:
         yield (

@@ -311,10 +311,11 @@ class DataPlace:
             yield batch
 
     def _goes_by_index(self, loader: Any, stored: dict[str, Any]) -> bool:
-        """Whether batches can be skipped unread: their items draw no random numbers, or the caller chose so."""
+        """Whether batches can be skipped unread: their items draw no random numbers and change nothing, or the caller chose so."""
         if not _has_index(loader) or stored["consumed"] < 2:
             return False
         draws = stored["drew"] or stored["loader"]["num_workers"] > 0
+        draws |= any(key.startswith(("dataset.", "collate_fn.")) for key in stored["now"].get("orders", ()))
         return not draws or not self._reads_again
 
 

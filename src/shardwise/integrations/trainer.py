@@ -57,7 +57,7 @@ from ..runs.history import lost_parts, ranks_of
 from ..runs.run import restore_unlogged
 from ..state.arguments import given_settings_of, replaced_settings
 from ..state.optimizer import TrainState
-from ..state.parts import own_states, put_own_states
+from ..state.parts import own_states, put_seeds
 from ..storage import absolute, is_directory, is_file, place_at, real
 from ..storage.records import is_url, join
 from ..tensors.live import describe
@@ -801,7 +801,7 @@ class ShardwiseTrainer(Trainer):
     ) -> Any:
         self._run.loader = train_dataloader
         if self._run.seeds:
-            put_own_states(train_dataloader, {"seeds": self._run.seeds, "generators": {}, "epochs": {}})
+            put_seeds(train_dataloader, self._run.seeds)
         with explained(LOAD):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
 

@@ -25,6 +25,7 @@ from ..errors import StateError
 from ..internals.torch import is_stateful_loader
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from .parts import (
+    all_parts,
     epoch_of,
     equal,
     is_several,
@@ -341,7 +342,7 @@ class _ReplayedPosition:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._epoch = _Epoch(number=0)
-        watch_orders(parts_of(loader))
+        watch_orders(all_parts(loader))
         self._workers_kept = False  # whether this object has started persistent workers
 
     @property
@@ -473,7 +474,7 @@ class _ReplayedPosition:
         return {
             "generators": {path: gen.get_state() for path, gen in generators.items() if gen is not None},
             "epochs": {path: epoch for path, epoch in epochs.items() if epoch is not None},
-            **({"orders": changed} if (changed := own_orders(parts)) else {}),
+            **({"orders": changed} if (changed := own_orders(all_parts(self._loader))) else {}),
         }
 
     def _set_own_states(self, states: dict[str, Any]) -> None:
@@ -485,7 +486,7 @@ class _ReplayedPosition:
         for path, epoch in states["epochs"].items():
             if epoch_of(parts[path]) != epoch:
                 parts[path].set_epoch(epoch)
-        put_own_orders(parts, states.get("orders", {}))
+        put_own_orders(all_parts(self._loader), states.get("orders", {}))
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:

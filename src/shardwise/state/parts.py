@@ -81,9 +81,7 @@ def own_states(loader: Any) -> dict[str, Any]:
 def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
     """Give the parts the result of :func:`own_states`. Skips states that no part takes (:func:`unfit_generators`)."""
     parts = all_parts(loader)
-    for path, seed in states["seeds"].items():
-        if hasattr(parts.get(path), "initial_seed"):
-            parts[path].initial_seed = seed
+    put_seeds(loader, states["seeds"])
     put_own_orders(parts, states.get("orders", {}))
     live = dict(_generators(parts))
     for path, state in states["generators"].items():
@@ -92,6 +90,14 @@ def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
     for path, epoch in states["epochs"].items():
         if path in parts and epoch_of(parts[path]) not in (None, epoch):
             parts[path].set_epoch(epoch)
+
+
+def put_seeds(loader: Any, seeds: Mapping[str, Any]) -> None:
+    """Give the parts the seeds of :func:`own_states`."""
+    parts = all_parts(loader)
+    for path, seed in seeds.items():
+        if hasattr(parts.get(path), "initial_seed"):
+            parts[path].initial_seed = seed
 
 
 def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
@@ -143,76 +149,80 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", value
 
 
-#: By id of a sampler that isn't torch's: the sampler, and its plain attributes before it was used, with fingerprints.
+#: By id of a part that isn't a library's: the part, and its plain attributes before it was used, with fingerprints.
 _FIRST: dict[int, tuple[weakref.ref[Any], dict[str, tuple[Any, str]]]] = {}
+#: A larger array is taken for data.
+_MOST_BYTES = 64 * 2**20
 _SCALARS = {bool, int, float, str, bytes, type(None)}
 
 
 def watch_orders(parts: Mapping[str, Any], *, are_used: bool = False) -> None:
-    """Note the plain attributes of the samplers among ``parts`` that aren't torch's, once: what iterating changes of them is state.
+    """Note the plain attributes of the samplers, the collator and the dataset among ``parts`` that aren't a library's, once: what iterating
+    changes of them is state.
 
-    Plain are numbers, text, arrays, and containers of them. ``are_used``: take all of them for changed.
+    Plain are numbers, text, arrays of up to 64 MiB, and containers of them; of a dataset only numbers and text, because the rest may be a cache.
+    ``are_used``: take all of them for changed.
     """
-    for _, part in _own_samplers(parts):
+    for path, part in _own_parts(parts):
         if id(part) not in _FIRST:
-            values = {} if are_used else {name: copy.deepcopy(value) for name, value in _plain(part)}
+            values = {} if are_used else {name: copy.deepcopy(value) for name, value in _plain(path, part)}
             first = {name: (value, _fingerprint(value)) for name, value in values.items()}
             _FIRST[id(part)] = weakref.ref(part, functools.partial(_forget, id(part))), first
 
 
 def own_orders(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of what has changed of samplers since :func:`watch_orders`, by path: a list that is shuffled in place, for example."""
+    """Copies of what has changed of parts since :func:`watch_orders`, by path: a list that a sampler shuffles in place, for example."""
     watch_orders(parts)
     return {
         f"{path}.{name}": copy.deepcopy(value)
-        for path, part in _own_samplers(parts)
-        for name, value in _plain(part)
+        for path, part in _own_parts(parts)
+        for name, value in _plain(path, part)
         if _FIRST[id(part)][1].get(name, (None, ""))[1] != _fingerprint(value)
     }
 
 
 def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Give samplers the result of :func:`own_orders`, and their first attributes for what it lacks. Raises :class:`StateError` for samplers
+    """Give parts the result of :func:`own_orders`, and their first attributes for what it lacks. Raises :class:`StateError` for parts
     that aren't there, and for attributes that hold something else."""
     watch_orders(parts)
-    samplers = dict(_own_samplers(parts))
+    own = dict(_own_parts(parts))
     found: dict[tuple[str, str], Any] = {
-        (path, name): value
-        for path, part in samplers.items()
-        for name, (value, _) in _FIRST[id(part)][1].items()
+        (path, name): value for path, part in own.items() for name, (value, _) in _FIRST[id(part)][1].items()
     }
     for key, stored in state.items():
         path, _, name = key.rpartition(".")
-        live = getattr(samplers.get(path), name, None)
-        if path not in samplers or name.startswith("__") or not (_is_plain(live) and _is_plain(stored)):
+        live = getattr(own.get(path), name, None)
+        if path not in own or name.startswith("__") or not (_is_plain(live) and _is_plain(stored)):
             raise StateError(
                 f"the data position belongs to another loader: it has {key}, a {type(stored).__name__}. "
                 "Make the loader as in the stored run, or resume without its position"
             )
         found[path, name] = stored
     for (path, name), value in found.items():
-        live = getattr(samplers[path], name, None)
+        live = getattr(own[path], name, None)
         if isinstance(live, list) and isinstance(value, list):
             live[:] = copy.deepcopy(value)  # others may hold the same list
         elif _is_plain(live):
-            setattr(samplers[path], name, copy.deepcopy(value))
+            setattr(own[path], name, copy.deepcopy(value))
 
 
 def _forget(key: int, _: Any) -> None:
     _FIRST.pop(key, None)
 
 
-def _own_samplers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    known = ("torch.", "torchdata.", "accelerate.", "transformers.", "shardwise.")
+def _own_parts(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    known = ("builtins", "torch.", "torchdata.", "accelerate.", "transformers.", "datasets.", "shardwise.")
     for path, part in parts.items():
-        is_sampler = "sampler" in path.rpartition(".")[2] and hasattr(part, "__dict__")
-        if is_sampler and not type(part).__module__.startswith(known):
+        name, kind = path.rpartition(".")[2], type(part)
+        is_own = not kind.__module__.startswith(known) and not isinstance(part, IterableDataset)
+        if is_own and hasattr(part, "__dict__") and ("sampler" in name or name in ("collate_fn", "dataset")):
             yield path, part
 
 
-def _plain(sampler: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(sampler).items():
-        if name != "epoch" and _is_plain(value):
+def _plain(path: str, part: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(part).items():
+        is_kept = type(value) in _SCALARS if path.endswith("dataset") else _is_plain(value)
+        if name != "epoch" and is_kept:
             yield name, value
 
 
@@ -221,7 +231,8 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(_is_plain(v) for pair in value.items() for v in pair)
-    return type(value) in _SCALARS or type(value) in (torch.Tensor, np.ndarray)
+    is_array = type(value) in (torch.Tensor, np.ndarray) and value.nbytes <= _MOST_BYTES
+    return is_array or type(value) in _SCALARS
 
 
 def _fingerprint(value: Any) -> str:
