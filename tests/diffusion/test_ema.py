@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from tests.diffusion.models import ZOO, write
+from tests.diffusion.models import ZOO, write, write_pipeline
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
@@ -168,3 +168,28 @@ def test_one_that_changes_the_model_as_it_is_restored(folder: Path, tmp_path: Pa
     sw.restore(resumed, tmp_path / "step")
     assert sw.digest(other) == expected
     assert all(map(torch.equal, shards(writing), shards(ema)))
+
+
+@on_ranks(2)
+def test_into_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    """By the name of the component, and of the extra that it is."""
+    _, _, state = made(folder)
+    train(state, 0, 2)
+    step, base = tmp_path / "step", tmp_path / "base"
+    sw.save(state, step, step=2)
+    if dist.get_rank() == 0:
+        write_pipeline("wan-2.1", base)
+    dist.barrier()
+    for given, name in (("transformer=ema", "ema"), ("transformer", "model"), ("transformer=model", "model")):
+        sw.export_hf(step, tmp_path / given, pipeline=base, model_name=given)
+        sw.export_hf(step, tmp_path / f"{given} alone", model_name=name)
+        files = sorted(path.name for path in (tmp_path / f"{given} alone").iterdir())
+        assert files == sorted(path.name for path in (tmp_path / given / "transformer").iterdir())
+        for file in files:
+            alone = (tmp_path / f"{given} alone" / file).read_bytes()
+            assert (tmp_path / given / "transformer" / file).read_bytes() == alone, (given, file)
+        assert (tmp_path / given / "vae").is_dir()
+    with pytest.raises(ShardwiseError, match="has no model 'absent'; it has"):
+        sw.export_hf(step, tmp_path / "none", pipeline=base, model_name="transformer=absent")
+    with pytest.raises(ShardwiseError, match="say which component it is"):
+        sw.export_hf(step, tmp_path / "none", pipeline=base)

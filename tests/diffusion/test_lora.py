@@ -116,6 +116,9 @@ def test_loaded_and_exported_on_ranks(zoo: Path, tmp_path: Path) -> None:
         sw.export_hf(trained(model), tmp_path / kind)
         assert content(tmp_path / kind / LORA) == content(zoo / f"{kind}-lora" / LORA), kind
         assert [path.name for path in (tmp_path / kind).iterdir()] == [LORA]
+        sw.save(sw.TrainState(model), tmp_path / f"{kind}-step", step=1)
+        sw.export_hf(tmp_path / f"{kind}-step", tmp_path / f"{kind}-stored")
+        assert content(tmp_path / f"{kind}-stored" / LORA) == content(tmp_path / kind / LORA), kind
         named = {name for name, _ in sw.iter_full_tensors(model, naming="adapter")}
         assert named == load_file(tmp_path / kind / LORA).keys()
         again = sw.load_pretrained(zoo / kind, mesh, adapter=zoo / f"{kind}-lora")

@@ -104,6 +104,32 @@ def test_a_base_that_is_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run_ranks(2, fns.base_from_a_checkpoint, "saved-head", str(tmp_path), str(tmp_path / "runs"))
 
 
+@pytest.mark.parametrize("kind", [k for k in fns.KINDS if k != "renamed-base"])
+def test_adapters_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    """Byte for byte the files of the live model's export."""
+    fns.write_reference(kind, str(tmp_path))
+    given = fns.directories(kind, str(tmp_path))
+    with fns.known_warnings():
+        model = sw.load_pretrained(tmp_path / "base", adapter=given)
+    sw.save(sw.TrainState(model), tmp_path / "run" / "step-00000001", step=1)
+    first = next(iter(given))
+    for some in (None, first):
+        with fns.known_warnings():
+            sw.export_hf(model, tmp_path / f"live-{some}", adapters=some)
+            sw.export_hf(tmp_path / "run" / "step-00000001", tmp_path / f"stored-{some}", adapters=some)
+        live, stored = (
+            {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+            for root in (tmp_path / f"live-{some}", tmp_path / f"stored-{some}")
+        )
+        assert len(live) == 2 * (len(given) if some is None else 1)
+        assert stored == live
+    with (
+        fns.known_warnings(),
+        pytest.raises(ValueError, match="adapters='absent': the model has the adapters"),
+    ):
+        sw.export_hf(tmp_path / "run" / "step-00000001", tmp_path / "none", adapters="absent")
+
+
 @pytest.mark.parametrize("world_size", [3, *nightly(1)])
 def test_a_plain_module(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     torch.manual_seed(1)

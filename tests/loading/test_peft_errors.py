@@ -191,7 +191,7 @@ def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
         "again": "exists already",
         "other settings": "adapter 'style': r is 5 in adapter=, but 3 in the model",
         "nothing said of adapters": "PlanError",
-        "no adapters": "ValueError: adapters= needs a live model with PEFT adapters",
+        "no adapters": "ValueError: adapters= needs a model with PEFT adapters",
     }.items():
         assert words in found[0][case], (case, found[0][case])
     assert sorted(p.name for p in (tmp_path / "out").rglob("*")) == [

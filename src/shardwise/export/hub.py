@@ -89,7 +89,7 @@ def export_hf(
 
     Tied tensors are written once. A live ``PeftModel`` is written as its adapters, with the names, configs and folders of
     ``PeftModel.save_pretrained``, so that ``PeftModel.from_pretrained(base, out)`` can read them: ``default`` in ``out`` itself, every other
-    adapter in a folder with its name, one file each. Base embeddings are included if they are adapted or resized.
+    adapter in a folder with its name, one file each. So are the adapters of a checkpoint. Base embeddings are included if they are adapted or resized.
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source that ``load`` accepts. Also a live diffusers
@@ -97,14 +97,14 @@ def export_hf(
         out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
         model_name: the model to export from a checkpoint with several. With ``pipeline``, None exports all of them, and the only model of a
-            checkpoint needs the name of its component here.
+            checkpoint needs the name of its component here: ``"transformer"``, or ``"transformer=ema"`` for an extra with sharded tensors.
         pipeline: for stored models, or a dict of models: the pipeline whose components they are, a directory or Hub ID. Everything else is copied
             from there.
         config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.
         variant: part of the names of the weight files, as in ``save_pretrained(variant="bf16")``. It changes no dtype.
-        adapters: one or several adapters of a live ``PeftModel`` or diffusers model. Default: all.
+        adapters: one or several adapters of a ``PeftModel`` or diffusers model, live or in a checkpoint. Default: all.
         merge: for a live ``PeftModel`` or diffusers model with adapters, write the base with the active adapters merged into it, as PEFT does, instead of the adapters. Each
             rank merges its own shards; only the adapters are gathered.
         quantize: ``"as-source"`` writes the model in the format of the quantized source from which it was loaded: the same codes, scales,
@@ -180,12 +180,8 @@ def export_hf(
             )
         if isinstance(model_or_path, nn.Module) and (model_name, config) != (None, None):
             raise ValueError("model_name= and config= apply to stored models, not to a live one")
-        if adapters is not None and not (
-            isinstance(model_or_path, nn.Module) and has_adapters(model_or_path)
-        ):
-            raise ValueError(
-                "adapters= needs a live model with PEFT adapters; this one is stored, or has none"
-            )
+        if adapters is not None and isinstance(model_or_path, nn.Module) and not has_adapters(model_or_path):
+            raise ValueError("adapters= needs a model with PEFT adapters; this one has none")
         code = dtype_code(dtype)
         job: Job
         if quantize is not None or source is not None:
@@ -200,9 +196,11 @@ def export_hf(
         elif isinstance(model_or_path, nn.Module):
             job = _live_job(describe(model_or_path), io, adapters, merge, code)
         elif merge:
-            raise ValueError("merge= needs a live PeftModel; this one is stored")
+            raise ValueError(
+                "merge= needs a live PeftModel; this one is stored: load it with load_pretrained(base, adapter=…) and restore the step"
+            )
         else:
-            job = StoredJob(model_or_path, model_name, config, trust_remote_code, ranks.tick, io)
+            job = StoredJob(model_or_path, model_name, config, trust_remote_code, ranks.tick, io, adapters)
     with closing(job):
         if trust_remote_code and job.home is not None:
             in_turn(ranks, partial(import_code, job.home))

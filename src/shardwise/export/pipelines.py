@@ -23,6 +23,8 @@ from ..storage.records import is_url, join
 from .write import make_room, publish_directory
 
 T = TypeVar("T")
+#: What a training state calls its model if it has only one; others are extras with sharded tensors.
+_ONLY = "model"
 
 
 def models_of(parts: Any) -> dict[str, nn.Module] | None:
@@ -42,18 +44,22 @@ def models_of(parts: Any) -> dict[str, nn.Module] | None:
 def stored_models(path: str | os.PathLike[str], component: str | None) -> dict[str, str | None]:
     """The models of a checkpoint by the components of a pipeline that they are, or ``component`` alone. Rank-local.
 
-    ``component`` names the model of a checkpoint that has only one, or of another source, where it is None. Raises :class:`SourceError` if that is
-    missing.
+    ``component`` names the model of a checkpoint that has only one beside its extras, or of another source, where it is None. ``"transformer=ema"``
+    takes the model ``ema`` for the component ``transformer``. Raises :class:`SourceError` if that is missing.
     """
     root = os.fspath(path)
     names: list[str | None] = [None]
     if is_file(join(root, MANIFEST_NAME)):
         names = [*read_manifest(root).models]
-    if component is not None and (component in names or len(names) == 1):
-        return {component: component if component in names else names[0]}
     if component is not None:
-        raise SourceError(f"has no model {component!r}; it has {', '.join(map(str, names))}", path=root)
-    if names in ([None], ["model"]):
+        component, _, chosen = component.partition("=")
+        chosen = chosen or (component if component in names else _ONLY if _ONLY in names else "")
+        if chosen in names or len(names) == 1:
+            return {component: chosen if chosen in names else names[0]}
+        raise SourceError(
+            f"has no model {chosen or component!r}; it has {', '.join(map(str, names))}", path=root
+        )
+    if names == [None] or _ONLY in names:
         raise SourceError(
             "has one model; say which component it is: model_name='transformer' (--model transformer)",
             path=root,

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named, refuse_referred
@@ -15,16 +16,19 @@ from ..catalog.quantized import method_of_config
 from ..catalog.records import Catalog, StoredTensor
 from ..catalog.weights import stem_of
 from ..digests import finish, partial_sum
-from ..dtypes import itemsize
+from ..dtypes import itemsize, torch_dtype
 from ..engine.engine import Destination, Filler, Staging, read_recipe, wanted_box, write_back
 from ..engine.files import page_cache_for
 from ..engine.objects import SourceReader
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..internals.diffusers import is_diffusers_model
-from ..limits import brief, inside
+from ..internals.peft import adapted_model, config_of
+from ..limits import brief, inside, parse_json, read_small
+from ..loading.adapters import attach
 from ..loading.pretrained import build_meta
 from ..models.build import refuse_source
+from ..models.classes import config_and_class
 from ..models.homes import ADAPTERS_NAME, read_assets
 from ..models.hub import documents_of
 from ..objects import frozen
@@ -36,8 +40,23 @@ from ..runs.run import StoredModel, as_config_says, as_stored, has_module_names
 from ..storage import is_directory, is_file, looking_once
 from ..storage.records import is_url
 from ..tensors.boxes import Box, TensorSpec, Wanted, contiguous_parts, whole
+from ..tensors.live import LiveModel, describe
 from ..tensors.tiles import Tile, bounds, cut, is_dense
-from .write import HubFiles, HubTensors, Job, Share, Window, as_named, by_hub, inverted, reverted, windows_of
+from .write import (
+    HubFiles,
+    HubTensors,
+    Job,
+    Share,
+    Window,
+    adapter_assets,
+    as_named,
+    by_hub,
+    chosen_adapters,
+    inverted,
+    lay_out_adapters,
+    reverted,
+    windows_of,
+)
 
 # ----------------------------------------------------------------------------------------------------
 # Export of a stored model: ranks share the tensors, piece by piece, through staging.
@@ -85,8 +104,12 @@ class StoredJob(Job):
         trust_remote_code: bool,
         on_progress: Callable[[int], None],
         io: IOOptions,
+        adapters: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(io)
+        self._wanted = adapters
+        self._adapted: Any = None
+        """The live model on meta, of a checkpoint with PEFT adapters, and the adapters to export."""
         self.piece_bytes = self.staging.limit_bytes // 2
         """Of a tensor, so much is read at a time."""
         self._path = os.fspath(path)
@@ -172,19 +195,66 @@ class StoredJob(Job):
     def lay_out(
         self, dtype: str | None, max_shard_bytes: int, variant: str | None = None
     ) -> tuple[HubTensors, HubFiles]:
+        if self._has_adapters:
+            if variant is not None:
+                raise ValueError("variant= names the files of a model; adapters are written without one")
+            live = self._on_meta_with_adapters()
+            peft = adapted_model(live.root)
+            self._adapted = peft, chosen_adapters(peft, self._wanted)
+            contents, output = lay_out_adapters(live, self._adapted[1], dtype)
+            self._only(contents.tiles)
+            return contents, output
+        if self._wanted is not None:
+            raise ValueError(f"adapters= needs a model with PEFT adapters; {self._path} has none")
         if dtype is not None:
             self.refuse_codes()
         return super().lay_out(dtype, max_shard_bytes, variant)
 
+    @property
+    def _adapters_file(self) -> str:
+        return f"{directory('model', self._model)}/{ADAPTERS_NAME}"
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self._manifest is not None and self._adapters_file in self._manifest.files
+
+    def _on_meta_with_adapters(self) -> LiveModel:
+        """The model on meta, in the stored dtypes. Raises :class:`CheckpointError` if the base's config isn't there."""
+        if "config.json" not in self._documents:
+            raise CheckpointError(
+                f"{self._path}: the config of the adapters' base isn't in the checkpoint, which an earlier version wrote: pass the base's directory as "
+                "config= (--config)"
+            )
+        file = inside(self._path, self._adapters_file)
+        found = parse_json(read_small(file, "adapters"), file, "adapters")
+        config = None
+        if method_of_config(json.loads(self._documents["config.json"])):  # adapters don't depend on it
+            config, _ = config_and_class(self.home, None, None, trust_remote_code=self._trust_remote_code)
+            del config.quantization_config
+        base = build_meta(self.home, config=config, trust_remote_code=self._trust_remote_code)
+        model, _ = attach(base, {name: config_of(fields) for name, fields in found.items()})
+        live = describe(model)
+        specs = self._stored.specs
+        for tensor in live.stored:
+            if tensor.name in specs and tensor.tensor.is_meta:
+                dtype = torch_dtype(specs[tensor.name].dtype)
+                if tensor.tensor.dtype != dtype and dtype.is_floating_point:
+                    tensor.tensor.data = tensor.tensor.data.to(dtype)
+        return live
+
+    def _only(self, names: Collection[str]) -> None:
+        """Read nothing but these tensors. Raises :class:`CheckpointError` if the checkpoint lacks one."""
+        if lacking := [name for name in names if name not in self._stored.specs]:
+            raise CheckpointError(
+                f"{self._path}: lacks {len(lacking)} tensors of its adapters: {brief(', '.join(lacking))}"
+            )
+        specs = {name: self._stored.specs[name] for name in names}
+        self._stored = replace(self._stored, specs=specs)
+        self._sums = {name: 0 for name in self._sums if name in names}
+
     def contents(self) -> HubTensors:
         """As :meth:`.Job.contents`. Builds the model on meta where its class knows the hub's names."""
         specs = self._stored.specs
-        folder = directory("model", self._model)
-        if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
-            raise CheckpointError(
-                f"{self._path}: a checkpoint of a PEFT model can't be exported in Hugging Face format: export the adapters of the "
-                f"live model with export_hf; the base hasn't changed"
-            )
         if "config.json" not in self._documents:
             return as_named(specs)
         self._refuse_blocks()
@@ -328,5 +398,5 @@ class StoredJob(Job):
             )
 
     def assets(self) -> Mapping[str, bytes]:
-        """Config, tokenizer and own code."""
-        return self._documents
+        """Config, tokenizer and own code; of adapters, their configs."""
+        return adapter_assets(*self._adapted) if self._adapted else self._documents

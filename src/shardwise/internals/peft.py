@@ -328,6 +328,19 @@ def stored_config(model: Any, adapter: str) -> dict[str, Any]:
     return {key: sorted(v) if isinstance(v, set) else v for key, v in content.items()}
 
 
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """The config of a model that is trained, from what :func:`stored_config` made of it.
+
+    peft 0.18-0.21: ``PeftConfig.from_peft_type``. Without it, a checkpoint's adapters could be exported only by the program that trains them.
+    """
+    import peft
+
+    own = {**fields, "inference_mode": False}
+    if own.get("task_type") is None:  # then stored_config added it
+        own["auto_mapping"] = None
+    return peft.PeftConfig.from_peft_type(**own)  # type: ignore[no-untyped-call]
+
+
 # ----------------------------------------------------------------------------------------------------
 # LoRA
 

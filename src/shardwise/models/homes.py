@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..catalog.records import Catalog
 from ..errors import FormatError
 from ..internals.diffusers import is_diffusers_config, is_diffusers_model, written_config
-from ..internals.peft import adapter_configs, has_adapters, stored_config
+from ..internals.peft import adapter_configs, base_of, has_adapters, stored_config
 from ..internals.torch import original_class
 from ..internals.transformers import auto_class_of, is_transformers_model
 from ..limits import inside, leads_out, parse_json, read_small, refuse_foreign_config
@@ -101,10 +101,10 @@ _WEIGHTS_FIELD = "transformers_weights"
 def asset_files(model: Any) -> dict[str, bytes]:
     """Config, generation config, own code and, if it came from a local directory, its other documents: name → content.
 
-    For a model with PEFT adapters also the adapters' configs. For a model of diffusers, as with its ``save_pretrained``, only the config.
+    For a model with PEFT adapters, those of its base, and the adapters' configs. For a model of diffusers, as with its ``save_pretrained``, only the config.
     """
-    model = unwrap(model)
-    adapters = _adapters_of(model)
+    adapters = _adapters_of(unwrap(model))
+    model = base_of(model)
     if is_diffusers_model(model):
         return {**adapters, "config.json": written_config(model).encode()}
     if not is_transformers_model(model):
