@@ -230,6 +230,66 @@ def hooks(source: str, root: str) -> dict[str, Any]:
     return found
 
 
+def adapters_alone(path: str, root: str) -> dict[str, Any]:
+    """Two adapters, trained in turn; their checkpoint without the base, resumed and exported, and one with the base."""
+    from peft import LoraConfig
+
+    adapter = {name: LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) for name in ("first", "second")}
+    found: dict[str, Any] = {}
+
+    def life(frozen: Any, seed: int) -> Any:
+        model = swa.load_pretrained(accelerator, path, adapter=adapter, seed=seed)
+        chosen = [p for n, p in model.named_parameters() if "lora_" in n]
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        accelerator.frozen = frozen
+        return swa.prepare(accelerator, model, torch.optim.AdamW(chosen, lr=1e-2, foreach=False))
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for number in steps:
+            model.set_adapter("first" if number % 2 else "second")
+            for name, parameter in model.named_parameters():  # FSDP2 has no gradients of the other adapter
+                if "lora_" in name:
+                    parameter.requires_grad_(True)
+            rows = batch(number)
+            accelerator.backward(model(input_ids=rows, labels=rows).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def adapters(model: Any) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in whole(model).items() if "lora_" in n}
+
+    plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
+    with accelerator_with(plugin=plugin) as accelerator:
+        model, optimizer = life(None, 0)
+        train(model, optimizer, range(4))
+        swa.save_state(accelerator, f"{root}/alone")
+        found["saved"] = adapters(model)
+        sw.export_hf(model, f"{root}/live")
+        sw.export_hf(f"{root}/alone", f"{root}/stored")
+        train(model, optimizer, range(4, 6))
+        found["on"] = adapters(model)
+        found["bytes"] = sum(
+            t.numel() * t.element_size() * 3 for n, t in whole(model).items() if "lora_" in n
+        )
+    with accelerator_with(plugin=plugin) as accelerator:
+        model, optimizer = life(None, 7)
+        found["exact"] = swa.load_state(accelerator, f"{root}/alone").exact
+        found["loaded"] = adapters(model)
+        train(model, optimizer, range(4, 6))
+        found["resumed"] = adapters(model)
+    with accelerator_with(plugin=plugin) as accelerator:
+        model, optimizer = life("hold", 7)
+        swa.save_state(accelerator, f"{root}/whole")
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if n.endswith("embed_tokens.weight")).add_(1)
+        try:
+            swa.load_state(accelerator, f"{root}/alone")
+        except ShardwiseError as error:
+            found["another base"] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def added_later(path: str) -> dict[str, Any]:
     """Adapters that are added to a loaded model: sharded by prepare, trained, and refused once the model has run."""
     from peft import LoraConfig

@@ -130,6 +130,30 @@ def test_hooks_of_save_state(ranks: RankPool, tmp_path: Path) -> None:
     ]
 
 
+def test_adapters_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """A checkpoint of a LoRA run has its adapters and their optimizer; the base only if it's asked for."""
+    build_reference("qwen3").save_pretrained(tmp_path / "base")
+
+    def size(name: str) -> int:
+        return sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file())
+
+    for found in ranks.run_ranks(2, fns.adapters_alone, str(tmp_path / "base"), str(tmp_path), timeout_s=120):
+        assert found["exact"]
+        for name in found["on"]:
+            assert torch.equal(found["loaded"][name], found["saved"][name]), name
+            assert torch.equal(found["resumed"][name], found["on"][name]), name
+        assert not any(torch.equal(found["on"][name], found["saved"][name]) for name in found["on"])
+        assert found["another base"].startswith("StateError")
+        assert "embed_tokens.weight: digest" in found["another base"]
+        assert size("alone") <= 1.05 * (found["bytes"] + 2**20)
+    weights = sum(path.stat().st_size for path in (tmp_path / "base").glob("*.safetensors"))
+    assert size("whole/model") > weights > size("alone/model")
+    for file in ("first", "second"):
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            live = (tmp_path / "live" / file / name).read_bytes()
+            assert (tmp_path / "stored" / file / name).read_bytes() == live
+
+
 def test_adapters_added_to_a_loaded_model(ranks: RankPool, tmp_path: Path) -> None:
     build_reference("qwen3").save_pretrained(tmp_path)
     for found in ranks.run_ranks(2, fns.added_later, str(tmp_path), timeout_s=120):

@@ -2176,6 +2176,27 @@ MUTATIONS = (
         "a batch of no samples is taken",
     ),
     Mutation(
+        "state/parts.py",
+        '        if _FIRST[id(part)][1].get(name, (None, ""))[1] != _fingerprint(value)',
+        "        if False",
+        ("tests/state/test_loader_parts.py::test_what_parts_change_of_themselves",),
+        "an order that a sampler shuffles in place isn't stored",
+    ),
+    Mutation(
+        "checkpoint/snapshot.py",
+        "base is not None",
+        "base is not False",
+        ("tests/loading/test_peft.py::test_adapters_of_a_checkpoint[two]",),
+        "an adapter that isn't trained is taken for a part of the base",
+    ),
+    Mutation(
+        "integrations/accelerate.py",
+        'with ranks.agree("call the hooks of load_state"), preserve_rng():\n                    run',
+        'with ranks.agree("call the hooks of load_state"):\n                    run',
+        ("tests/integrations/test_accelerate.py::test_hooks_of_save_state",),
+        "what a hook of load_state draws changes the run",
+    ),
+    Mutation(
         "integrations/_trainer_files.py",
         "            if not is_corruption(error):\n                raise\n            damaged[path]",
         "            raise\n            damaged[path]",

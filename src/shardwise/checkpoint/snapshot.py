@@ -24,6 +24,7 @@ from ..format.manifest import document_of
 from ..format.slices import Slice, SliceTensor, StateKey, assign_owners, file_count, file_name, rank_files
 from ..host import to_host
 from ..internals.low_bit import may_keep_low_bits
+from ..internals.peft import places
 from ..internals.torch import local_tensor
 from ..internals.transformers import is_transformers_model
 from ..limits import brief
@@ -308,8 +309,14 @@ def referred(state: TrainState, live: LiveModel) -> frozenset[str]:
     if state.frozen != "refer":
         return frozenset()
     stepped = {id(p) for o in state.optimizers.values() for p, held in o.state.items() if held}
+    found = places(live.root)  # an adapter that isn't trained now may have been
     return frozenset(
-        t.name for t in live.parameters if not t.tensor.requires_grad and id(t.tensor) not in stepped
+        t.name
+        for t in live.parameters
+        if not t.tensor.requires_grad
+        and id(t.tensor) not in stepped
+        and (slot := found[t.name.rpartition(".")[0]]).base is not None
+        and slot.copy_of is None
     )
 
 

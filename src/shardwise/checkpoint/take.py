@@ -8,6 +8,7 @@ import os
 import platform
 import posixpath
 import socket
+import sys
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -282,6 +283,9 @@ def software_versions(state: TrainState) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
     for package in ("shardwise", "transformers", "numpy"):
         found[package] = _version(package)
+    for package in ("diffusers", "peft"):
+        if package in sys.modules:
+            found[package] = _version(package)
     device = next((p.device.type for m in state.models.values() for p in m.parameters()), "cpu")
     found["device"] = _device_name(device)
     found["threads"] = str(torch.get_num_threads())

@@ -522,6 +522,7 @@ def count(number: int, one: str, many: str | None = None) -> str:
 _PACKAGES = (
     "accelerate",
     "bitsandbytes",
+    "diffusers",
     "huggingface_hub",
     "numpy",
     "obstore",

@@ -146,7 +146,8 @@ class StoredJob(Job):
         self._manifest = read_manifest(self._path)
         self._model = model_named(self._manifest, model, self._path)
         catalog = catalog_of_checkpoint(self._path, self._model, manifest=self._manifest)
-        refuse_referred(catalog, "an export")
+        if not self._has_adapters:
+            refuse_referred(catalog, "an export")
         for file in catalog.files:
             check_size(file.path, file.nbytes)
         return catalog
@@ -245,6 +246,10 @@ class StoredJob(Job):
     def _only(self, names: Collection[str]) -> None:
         """Read nothing but these tensors. Raises :class:`CheckpointError` if the checkpoint lacks one."""
         if lacking := [name for name in names if name not in self._stored.specs]:
+            if (
+                set(lacking) <= self._catalog.referred
+            ):  # embeddings, which PEFT stores with an adapter of theirs
+                refuse_referred(self._catalog, "an export of adapters with tensors of the base")
             raise CheckpointError(
                 f"{self._path}: lacks {len(lacking)} tensors of its adapters: {brief(', '.join(lacking))}"
             )

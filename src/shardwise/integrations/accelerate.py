@@ -71,6 +71,7 @@ from ._accelerate import (
     device_of,
     explained,
     groups_of,
+    kept_of_base,
     put_back,
     shard,
 )
@@ -325,7 +326,8 @@ def load_from(
 def train_state(accelerator: Accelerator) -> TrainState:
     """Collect all objects that the accelerator prepared or registered, by reference, for a :class:`shardwise.Checkpointer`.
 
-    If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. A single rank
+    If a model has PEFT adapters, only digests of its frozen base are stored (``TrainState.frozen``); set :attr:`ShardwiseAccelerator.frozen` to
+    ``"hold"``, or the ``frozen`` of the state, to store the base, too. If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. A single rank
     can call it.
     """
     check_kind(accelerator)
@@ -346,6 +348,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
         dataloader=LoaderPositions(held.loaders) if held.loaders else None,
         scaler=accelerator.scaler,
         extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
+        frozen=kept_of_base(held.models, getattr(accelerator, "frozen", None)),
     )
 
 
@@ -558,6 +561,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         local: each host only stores its own ranks' files; ``output_dir`` and the project's folders are on a local disk.
             :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
             See docs/howto/several-hosts.md.
+        frozen: whether checkpoints contain frozen parameters (``"hold"``) or only their digests (``"refer"``); see
+            :attr:`shardwise.TrainState.frozen`. None: ``"refer"`` for a model with PEFT adapters that shardwise loaded, otherwise ``"hold"``.
 
     All other arguments and methods are those of ``accelerate.Accelerator``.
     """
@@ -568,8 +573,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         preemption: PreemptionPolicy | None = None,
         failures: FailurePolicy | None = None,
         local: bool = False,
+        frozen: Literal["hold", "refer"] | None = None,
         **kwargs: Any,
     ) -> None:
+        self.frozen = frozen
         self._failures = Failures.under(failures)
         self._hosts = hosts_of(local=local, fallback=self._failures.fallback)
         super().__init__(*args, **kwargs)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -70,6 +70,7 @@ from ._accelerate import (
     explained,
     groups_of,
     keep_taken_over,
+    kept_of_base,
     put_back,
     warn_if_whole,
 )
@@ -196,6 +197,9 @@ class ShardwiseTrainer(Trainer):
     """Whether a resume inside an epoch reads the epoch's earlier batches again if their items may draw random numbers (always assumed with
     ``dataloader_num_workers``, otherwise only if they were observed to). False: skip them by index, as Trainer does, which takes no time; the
     report then lists possible differences."""
+    frozen: Literal["hold", "refer"] | None = None
+    """Whether checkpoints contain frozen parameters (``"hold"``) or only their digests (``"refer"``); see :attr:`shardwise.TrainState.frozen`.
+    None: ``"refer"`` for a model with PEFT adapters that shardwise loaded, otherwise ``"hold"``."""
     save_report: SaveReport | None = None
     """The report of the last save that was attempted. If it failed and training continued, ``failure`` says why."""
     _run: Run
@@ -460,6 +464,7 @@ class ShardwiseTrainer(Trainer):
             scheduler=self.lr_scheduler if optimizer else None,
             scaler=getattr(self.accelerator, "scaler", None) if optimizer else None,
             files=files or {},
+            frozen=kept_of_base([self.model], self.frozen),
             extra={"trainer": {"global_batch_size": self._global_batch_size, **(place or {})}}
             | ({"data": self._data} if data else {})
             | (generation_state(self, source) if optimizer else {}),

@@ -599,8 +599,9 @@ class TrainState:
     If the ``state_dict`` of an object contains sharded tensors (diffusers' ``EMAModel``), its tensors are stored like those of a model."""
     frozen: Literal["hold", "refer"] = "hold"
     """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
-    digests instead of content. Such a checkpoint needs the same base: load it first, and the restore compares each digest with the live tensor
-    before it changes anything. ``load`` and ``export_hf`` can't read it. A restore follows the checkpoint, not this field."""
+    digests instead of content. All adapters are stored, including those that aren't trained. Such a checkpoint needs the same base: load it
+    first, and the restore compares each digest with the live tensor before it changes anything. ``export_hf`` writes its adapters; ``load`` can't
+    read it. A restore follows the checkpoint, not this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Small files by relative path, added to the checkpoint for other programs. Only rank 0's files are written. A restore doesn't read them."""
 
