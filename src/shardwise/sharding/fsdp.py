@@ -581,7 +581,8 @@ def shard_added(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         taken |= {id(m) for m in module.modules()}
         before |= {t.tensor: t.owners[0] for t in named_tensors(module) if isinstance(t.tensor, nn.Parameter)}
         names = path.split(".")
-        place = next(p for k in range(len(names), -1, -1) if (p := ".".join(names[:k])) in around)
+        outside = (p for k in range(len(names), -1, -1) if (p := ".".join(names[:k])) in around)
+        place = next(outside, next(iter(around)))  # the root may have no parameters of its own
         outer.setdefault((place, names[-1]), []).append(module)
     left = [name for name, p in model.named_parameters() if id(p) not in known and p not in before]
     odd = [name for name, p in model.named_parameters() if p in before and isinstance(p, DTensor)]
