@@ -77,7 +77,7 @@ def main(names: list[str]) -> int:
 
 
 def run(name: str) -> tuple[int, str]:
-    """Exit status of a step, and the last line that it wrote. All of its output goes into a file of ``build/nightly``."""
+    """Exit status of a step, and the last line that it wrote, without make's own. All of its output goes into a file of ``build/nightly``."""
     environment = os.environ | {"EVERY_EXAMPLE": "1", "OMP_NUM_THREADS": "1"}
     log = LOGS / f"{name}.log"
     with log.open("wb") as output:
@@ -85,6 +85,7 @@ def run(name: str) -> tuple[int, str]:
             STEPS[name], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
         ).returncode
     lines = [line.strip(" =") for line in log.read_text(errors="replace").splitlines() if line.strip(" =")]
+    lines = [line for line in lines if not line.startswith("make: ***")]
     return status, lines[-1].replace("|", "\\|")[:160] if lines else ""
 
 
