@@ -191,5 +191,10 @@ def test_into_a_pipeline(folder: Path, tmp_path: Path) -> None:
         assert (tmp_path / given / "vae").is_dir()
     with pytest.raises(ShardwiseError, match="has no model 'absent'; it has"):
         sw.export_hf(step, tmp_path / "none", pipeline=base, model_name="transformer=absent")
+    sw.save(sw.TrainState(state.model), tmp_path / "one", step=2)
+    with pytest.raises(
+        ShardwiseError, match="has no model 'ema'; it has model"
+    ):  # not the model in its place
+        sw.export_hf(tmp_path / "one", tmp_path / "none", pipeline=base, model_name="transformer=ema")
     with pytest.raises(ShardwiseError, match="say which component it is"):
         sw.export_hf(step, tmp_path / "none", pipeline=base)

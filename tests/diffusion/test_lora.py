@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.errors import ShardwiseError
 from tests.diffusion.models import ZOO, outputs, write
 from tests.harness.on_ranks import on_ranks
 from tests.loading._load_fns import bits, whole
@@ -119,6 +120,8 @@ def test_loaded_and_exported_on_ranks(zoo: Path, tmp_path: Path) -> None:
         sw.save(sw.TrainState(model), tmp_path / f"{kind}-step", step=1)
         sw.export_hf(tmp_path / f"{kind}-step", tmp_path / f"{kind}-stored")
         assert content(tmp_path / f"{kind}-stored" / LORA) == content(tmp_path / kind / LORA), kind
+        with pytest.raises(ShardwiseError, match="has adapters, and a pipeline needs the whole model"):
+            sw.export_hf(tmp_path / f"{kind}-step", tmp_path / "none", pipeline=zoo, model_name="transformer")
         named = {name for name, _ in sw.iter_full_tensors(model, naming="adapter")}
         assert named == load_file(tmp_path / kind / LORA).keys()
         again = sw.load_pretrained(zoo / kind, mesh, adapter=zoo / f"{kind}-lora")

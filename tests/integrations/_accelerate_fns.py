@@ -261,7 +261,7 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
 
     plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
     with accelerator_with(plugin=plugin) as accelerator:
-        model, optimizer = life(None, 0)
+        model, optimizer = life("refer", 0)
         train(model, optimizer, range(4))
         swa.save_state(accelerator, f"{root}/alone")
         found["saved"] = adapters(model)
@@ -273,7 +273,7 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
             t.numel() * t.element_size() * 3 for n, t in whole(model).items() if "lora_" in n
         )
     with accelerator_with(plugin=plugin) as accelerator:
-        model, optimizer = life(None, 7)
+        model, optimizer = life("refer", 7)
         found["exact"] = swa.load_state(accelerator, f"{root}/alone").exact
         found["loaded"] = adapters(model)
         train(model, optimizer, range(4, 6))
@@ -287,6 +287,15 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
             swa.load_state(accelerator, f"{root}/alone")
         except ShardwiseError as error:
             found["another base"] = f"{type(error).__name__}: {error}"
+        model, optimizer = life("refer", 7)
+        accelerator._models, accelerator._optimizers = [model], [optimizer]
+        swa.save_state(accelerator, f"{root}/before")
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if n.endswith("embed_tokens.weight")).add_(1)
+        try:
+            swa.save_state(accelerator, f"{root}/changed")
+        except ShardwiseError as error:
+            found["changed base"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -335,6 +344,14 @@ def added_later(path: str) -> dict[str, Any]:
             dist.all_gather(every, rows)
             step(alone, optimizer, torch.cat(every))
         found["alone"] = {n: t.detach() for n, t in alone.named_parameters() if "lora_" in n}
+
+        from peft import get_peft_model
+
+        inner = get_peft_model(swa.load_pretrained(accelerator, path), config)
+        try:
+            swa.prepare(accelerator, inner)
+        except ShardwiseError as error:
+            found["inner"] = f"{type(error).__name__}: {error}"
 
         late = swa.load_pretrained(accelerator, path)
         late(input_ids=tokens[0])

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+import shardwise as sw
 from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
 from tests.integrations import _accelerate_fns as fns
@@ -121,7 +122,12 @@ def test_hooks_of_save_state(ranks: RankPool, tmp_path: Path) -> None:
         assert found["from accelerate"] == found["accelerate loaded"] == (0, bytes(range(256)), "accelerate")
         assert found["exact"]
         assert torch.equal(found["draws"], torch.rand(3, generator=torch.Generator().manual_seed(3)))
+    assert sw.verify(tmp_path / "shardwise").ok
+    assert (tmp_path / "shardwise" / "accelerate_hooks" / "ema" / "note.bin").read_bytes() == bytes(
+        range(256)
+    )
     assert sorted(path.name for path in (tmp_path / "shardwise").iterdir()) == [
+        "accelerate_hooks",
         "manifest.json",
         "model",
         "optimizer",
@@ -145,6 +151,7 @@ def test_adapters_alone(ranks: RankPool, tmp_path: Path) -> None:
         assert not any(torch.equal(found["on"][name], found["saved"][name]) for name in found["on"])
         assert found["another base"].startswith("StateError")
         assert "embed_tokens.weight: digest" in found["another base"]
+        assert "frozen tensors have changed since the step before" in found["changed base"]
         assert size("alone") <= 1.05 * (found["bytes"] + 2**20)
     weights = sum(path.stat().st_size for path in (tmp_path / "base").glob("*.safetensors"))
     assert size("whole/model") > weights > size("alone/model")
@@ -158,6 +165,7 @@ def test_adapters_added_to_a_loaded_model(ranks: RankPool, tmp_path: Path) -> No
     build_reference("qwen3").save_pretrained(tmp_path)
     for found in ranks.run_ranks(2, fns.added_later, str(tmp_path), timeout_s=120):
         assert found["sharded"]
+        assert found["inner"].startswith("ShardError: the PeftModel was wrapped around a sharded model")
         assert found["optimized"]
         assert found["after"].keys() == found["alone"].keys()
         for name, tensor in found["alone"].items():

@@ -78,7 +78,7 @@ REASONS = {
     "export/write.py::publish_directory os.rmdir": "the empty directory that the caller gave to export into",
     "export/write.py::ToStore.discard discard_in_store": "below a prefix that was empty when this export claimed it",
     "integrations/accelerate.py::_in_the_way os.rmdir": "the empty directory that the caller gave to save into",
-    "integrations/accelerate.py::_HookFiles.write open": "in the temporary directory of this call",
+    "integrations/accelerate.py::_copy_of_hooks open": "in the temporary directory of this call",
     "integrations/_trainer_files.py::exported remove_ours": "the temporary directory that this call made",
     "integrations/_trainer_files.py::add_beside open": "in the temporary directory of an export",
     "integrations/_trainer_files.py::drop_empty_weights os.unlink": "in the folder that mkdtemp made, or that of an unfinished checkpoint",

@@ -66,12 +66,19 @@ def save(
     return save_at(target_of(absolute(path)), state, step, io)
 
 
-def save_at(target: Target, state: TrainState, step: int, io: IOOptions | None = None) -> SaveReport:
-    """As :func:`save`, at a place that may be one of several."""
+def save_at(
+    target: Target,
+    state: TrainState,
+    step: int,
+    io: IOOptions | None = None,
+    *,
+    base: dict[tuple[str, str], int] | None = None,
+) -> SaveReport:
+    """As :func:`save`, at a place that may be one of several. ``base``: :attr:`.Lineage.base` of the run's saves."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     run_id = ranks.on_first("run id", _new_run_id)
-    return write_checkpoint(state, target, step, Lineage(run_id, None), ranks)
+    return write_checkpoint(state, target, step, Lineage(run_id, None, {} if base is None else base), ranks)
 
 
 def _new_run_id() -> str:

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..catalog.checkpoint import directory
 from ..catalog.records import PIPELINE_NAME
 from ..errors import CheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.diffusers import is_pipeline, save_others
 from ..internals.sentence_transformers import is_sentence_class, save_without_weights, weighted_modules
 from ..loading.pipelines import find_pipeline
+from ..models.homes import ADAPTERS_NAME
 from ..models.hub import HubOptions
 from ..publish.lock import remove_ours
 from ..ranks.ranks import Ranks, patiently
@@ -48,23 +50,31 @@ def stored_models(path: str | os.PathLike[str], component: str | None) -> dict[s
     takes the model ``ema`` for the component ``transformer``. Raises :class:`SourceError` if that is missing.
     """
     root = os.fspath(path)
-    names: list[str | None] = [None]
-    if is_file(join(root, MANIFEST_NAME)):
-        names = [*read_manifest(root).models]
+    manifest = read_manifest(root) if is_file(join(root, MANIFEST_NAME)) else None
+    names: list[str | None] = [None] if manifest is None else [*manifest.models]
     if component is not None:
-        component, _, chosen = component.partition("=")
-        chosen = chosen or (component if component in names else _ONLY if _ONLY in names else "")
-        if chosen in names or len(names) == 1:
-            return {component: chosen if chosen in names else names[0]}
-        raise SourceError(
-            f"has no model {chosen or component!r}; it has {', '.join(map(str, names))}", path=root
-        )
-    if names == [None] or _ONLY in names:
+        component, _, name = component.partition("=")
+        chosen: str | None = name or component
+        if not name and component not in names:
+            chosen = _ONLY if _ONLY in names else names[0] if len(names) == 1 else component
+        found = {component: chosen}
+    elif names == [None] or _ONLY in names:
         raise SourceError(
             "has one model; say which component it is: model_name='transformer' (--model transformer)",
             path=root,
         )
-    return {str(name): name for name in names}
+    else:
+        found = {str(name): name for name in names}
+    for chosen in found.values():
+        if chosen not in names:
+            raise SourceError(f"has no model {chosen!r}; it has {', '.join(map(str, names))}", path=root)
+        if manifest is not None and f"{directory('model', str(chosen))}/{ADAPTERS_NAME}" in manifest.files:
+            raise SourceError(
+                f"its model {chosen!r} has adapters, and a pipeline needs the whole model: load the model with adapter=, restore the step, and export "
+                "the live model with merge=True",
+                path=root,
+            )
+    return found
 
 
 def write_pipeline(

@@ -6,22 +6,19 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
-from ..internals.peft import adapter_configs, has_adapters
 from ..internals.torch import is_checkpointed, original_class
 from ..internals.trainers import keep_masters, keeps_tie, tp_by_plan
 from ..internals.transformers import blocks_not_to_split, is_transformers_model
-from ..loading.adapters import keeps_base
-from ..loading.load import load_report
 from ..models.meta import give_addresses
 from ..names import NamedTensor, named_tensors, unwrap
 from ..sharding.fsdp import remember_sharding
@@ -237,25 +234,6 @@ def _remember(accelerator: Any, model: nn.Module) -> None:
     settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
     settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
     remember_sharding(model, lambda second: shard(settings, second))
-
-
-def kept_of_base(
-    models: Iterable[nn.Module], chosen: Literal["hold", "refer"] | None
-) -> Literal["hold", "refer"]:
-    """:attr:`shardwise.TrainState.frozen` of a run, by the caller's choice. Without one, a base under adapters isn't stored if it's what
-    shardwise has loaded: then the next run can load it again."""
-    adapted = [model for model in models if has_adapters(model)]
-    return chosen or ("refer" if adapted and all(map(_has_loaded_base, adapted)) else "hold")
-
-
-def _has_loaded_base(model: nn.Module) -> bool:
-    """Whether the base under a model's adapters is what a load made of it: some rules for first values of adapters change it."""
-    rules = [getattr(config, "init_lora_weights", True) for config in adapter_configs(model).values()]
-    try:
-        load_report(model)
-    except ValueError:
-        return False
-    return all(keeps_base(rule) for rule in rules)
 
 
 def device_of(accelerator: Accelerator) -> torch.device | str:

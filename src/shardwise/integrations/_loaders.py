@@ -24,7 +24,7 @@ from ..objects import frozen
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
 from ..state.data import make_iterator
-from ..state.parts import equal, own_orders, put_own_orders, watch_orders
+from ..state.parts import equal, own_orders, put_own_orders, unknown_orders, watch_orders
 
 # ----------------------------------------------------------------------------------------------------
 # Samplers that can draw the order of an epoch again, which a position inside an epoch needs.
@@ -118,7 +118,7 @@ class RecordedSampler(Sampler[Any]):
         yield from samples
 
     def _set(self, start: dict[str, Any]) -> None:
-        put_own_orders({"sampler": self.sampler}, start.get("orders", {}))
+        put_own_orders({"sampler": self.sampler}, start.get("orders", {}), start.get("later", ()))
         if start["rng"] is not None:
             restore_rng(start["rng"])
         own = getattr(self.sampler, "generator", None)
@@ -134,7 +134,7 @@ def record(loader: Any) -> RecordedSampler | None:
     recorded before it is prepared, and again afterwards: Accelerate may have put another sampler in.
     """
     batches, outer = _innermost(loader), loader.batch_sampler
-    watch_orders(_parts(loader), are_used=_iteration(loader) > 0 or _active_of(loader) is not None)
+    watch_orders(_parts(loader), have_run=_iteration(loader) > 0 or _active_of(loader) is not None)
     module = type(batches).__module__
     keeps_state = module.startswith("torchdata.") and batches is outer
     is_plain = isinstance(batches, BatchSampler) and module.startswith(("torch.", "torchdata."))
@@ -157,12 +157,11 @@ def _innermost(loader: Any) -> Any:
 
 
 def _parts(loader: Any) -> dict[str, Any]:
-    """What chooses batches and samples, without recorders, and what reads them."""
+    """What chooses batches and samples, without recorders."""
     batches = _innermost(loader)
     inner = getattr(batches, "sampler", None)
     sampler = inner.sampler if type(inner) is RecordedSampler else inner
-    readers = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-    return {"batch_sampler": batches, "sampler": sampler, **readers}
+    return {"batch_sampler": batches, "sampler": sampler}
 
 
 def _can_draw_again(sampler: Any) -> bool:
@@ -280,6 +279,8 @@ def _position(loader: Any) -> dict[str, Any]:
     record(loader)
     if orders := own_orders(_parts(loader)):
         position["orders"] = orders
+    if unknown := unknown_orders(_parts(loader)):
+        position["unknown_orders"] = unknown
     if (sampler := _seedable(loader)) is not None:
         position["initial_seed"] = sampler.initial_seed
     if _is_stateful(loader):
@@ -356,7 +357,10 @@ def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
     )
     if start is None and not needs_no_start:
         return False
-    start = start or {"rng": None, "generator": None}
+    start = {
+        **(start or {"rng": None, "generator": None}),
+        "later": [key for key in position.get("orders", ()) if key.startswith("sampler.")],
+    }
     epoch = position["epoch"]
 
     def finish() -> None:
@@ -394,11 +398,8 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             else f"it isn't known when a {type(unknown).__name__} draws random numbers. "
             "DataLoaderConfiguration(use_seedable_sampler=True) resumes exactly, with shuffle=True"
         )
-    if inside and any(key.startswith(("dataset.", "collate_fn.")) for key in position.get("orders", ())):
-        yield (
-            "the dataset or the collate_fn changes its own attributes as it runs: those are restored only between epochs, so the rest of "
-            "the epoch may differ"
-        )
+    for kind in position.get("unknown_orders", ()):
+        yield f"a {kind} may keep an order of its own, which isn't in the checkpoint: {_RECORD}"
     if inside and known and order and order["dataset_draws"] and not loader.num_workers:
         yield (
             "the dataset draws from the training process's global generators: the prefetched batch is drawn "

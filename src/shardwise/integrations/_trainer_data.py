@@ -258,7 +258,7 @@ class DataPlace:
         consumed, asked, start = stored["consumed"], stored["asked"], stored["start"]
         for line in self._changed(start, loader, "when its epoch began"):
             self._on_difference(line)
-        put_own_states(loader, start)
+        put_own_states(loader, start, stored["now"])
         restore_rng(start["rng"])
         epoch = self._epoch = _Epoch(
             stored["epoch"], loader, start, consumed, asked=asked, drew=stored["drew"]
@@ -344,7 +344,7 @@ def _start_workers(loader: Any) -> None:
     own = own_states(loader)
     with preserve_rng():
         iter(getattr(loader, "base_dataloader", loader))
-    put_own_states(loader, own)
+    put_own_states(loader, own, own_states(loader))
 
 
 def _has_index(loader: Any) -> bool:

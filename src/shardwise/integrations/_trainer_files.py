@@ -293,6 +293,8 @@ class Run:
     resumed_step: int = -1
     published: dict[int, str] = field(default_factory=dict)
     """Paths of the checkpoints that this run has published or resumed from, by step: none is saved again."""
+    base: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Digests of what its checkpoints only refer to, by model and name."""
     lines: dict[str, Line] = field(default_factory=dict)
     """Where its checkpoints lie, by directory or URL."""
     resumed: list[Resumed] = field(default_factory=list)

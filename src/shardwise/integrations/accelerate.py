@@ -20,10 +20,12 @@ are changed (the plugin, samplers of prepared loaders) are listed in docs/concep
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +51,7 @@ from ..internals.trainers import (
     run_state_hooks,
     without_first_batches,
 )
+from ..limits import read_small
 from ..loading.load import FillOptions, LoadReport, Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
@@ -71,7 +74,6 @@ from ._accelerate import (
     device_of,
     explained,
     groups_of,
-    kept_of_base,
     put_back,
     shard,
 )
@@ -91,6 +93,8 @@ __all__ = [
 
 
 _log = logging.getLogger(__name__)
+#: By accelerator, the digests of what its checkpoints only refer to.
+_BASES: weakref.WeakKeyDictionary[Accelerator, dict[tuple[str, str], int]] = weakref.WeakKeyDictionary()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -242,12 +246,13 @@ def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     if has_state_hooks(accelerator):
-        files = state.extra[_HOOKS] = _HookFiles()
-        with _directory_for_hooks(ranks) as directory, ranks.agree("call the hooks of save_state"):
-            run_state_hooks(accelerator, "save", directory)
-            if ranks.rank == 0:
-                files.read(directory)
-    report = save_at(hosts.target(target_of(folder)), state, step)
+        with _directory_for_hooks(ranks) as directory:
+            with ranks.agree("call the hooks of save_state"):
+                run_state_hooks(accelerator, "save", directory)
+            with ranks.agree("read the hooks' files"):  # once all ranks have written theirs
+                state.files = _files_of_hooks(directory) if ranks.rank == 0 else {}
+    base = _BASES.setdefault(accelerator, {})
+    report = save_at(hosts.target(target_of(folder)), state, step, base=base)
     root, limit = os.path.dirname(folder), project.total_limit if automatic else None
 
     def clear() -> None:
@@ -304,20 +309,19 @@ def load_from(
         hosts.settle(os.path.dirname(found), is_held=False)
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
-    with hosts.opened(found) as checkpoint:
+    with hosts.opened(found, also=lambda name: name.startswith(_HOOKS)) as checkpoint:
         is_theirs = ranks.on_first("look at checkpoint", lambda: is_third_party(checkpoint.path))
         if is_theirs:
             state.dataloader = None
-        files = _HookFiles()
-        if has_state_hooks(accelerator) and not is_theirs:
-            state.extra[_HOOKS] = files
         report = restore(state, checkpoint.path, io=checkpoint.io)
-        if is_theirs:
-            with ranks.agree("call the hooks of load_state"), preserve_rng():
-                run_state_hooks(accelerator, "load", checkpoint.path)
-        elif ranks.on_first("look for hooks' files", lambda: bool(files.content)):
-            with _directory_for_hooks(ranks) as directory:
-                ranks.on_first("write hooks' files", lambda: files.write(directory))
+        if has_state_hooks(accelerator):
+            with contextlib.ExitStack() as stack:
+                directory = checkpoint.path
+                if not is_theirs:
+                    directory = stack.enter_context(_directory_for_hooks(ranks))
+                    ranks.on_first(
+                        "copy the hooks' files", partial(_copy_of_hooks, checkpoint.path, directory)
+                    )
                 with ranks.agree("call the hooks of load_state"), preserve_rng():
                     run_state_hooks(accelerator, "load", directory)
         return replace(report, path=found)
@@ -326,8 +330,7 @@ def load_from(
 def train_state(accelerator: Accelerator) -> TrainState:
     """Collect all objects that the accelerator prepared or registered, by reference, for a :class:`shardwise.Checkpointer`.
 
-    If a model has PEFT adapters, only digests of its frozen base are stored (``TrainState.frozen``); set :attr:`ShardwiseAccelerator.frozen` to
-    ``"hold"``, or the ``frozen`` of the state, to store the base, too. If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. A single rank
+    If there are several models, they are named ``model_0``, ``model_1`` and so on, and so are optimizers and schedulers. A single rank
     can call it.
     """
     check_kind(accelerator)
@@ -348,7 +351,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
         dataloader=LoaderPositions(held.loaders) if held.loaders else None,
         scaler=accelerator.scaler,
         extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
-        frozen=kept_of_base(held.models, getattr(accelerator, "frozen", None)),
+        frozen=getattr(accelerator, "frozen", "hold"),
     )
 
 
@@ -376,43 +379,30 @@ class _Counters:
         self._accelerator.project_configuration.iteration = state["save_iteration"] + 1
 
 
-#: The extra that holds what the hooks of ``save_state`` wrote.
-_HOOKS = "accelerate_hooks"
+#: Where a checkpoint has the files that the hooks of ``save_state`` wrote.
+_HOOKS = "accelerate_hooks/"
 
 
-class _HookFiles:
-    """The files below a directory by their paths in it, as the state of an extra. Those of rank 0; the other ranks have none."""
+def _files_of_hooks(directory: str) -> dict[str, bytes]:
+    """The files below a directory by their places in a checkpoint. For rank 0."""
+    paths = [path for path in sorted(Path(directory).rglob("*")) if path.is_file()]
+    return {_HOOKS + path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
-    def __init__(self) -> None:
-        self.content: dict[str, bytes] = {}
 
-    def read(self, directory: str) -> None:
-        for path in sorted(Path(directory).rglob("*")):
-            if path.is_file():
-                self.content[path.relative_to(directory).as_posix()] = path.read_bytes()
-
-    def write(self, directory: str) -> None:
-        for name, content in self.content.items():
-            path = os.path.realpath(os.path.join(directory, name))
-            if not path.startswith(os.path.realpath(directory) + os.sep):
-                raise StateError(
-                    f"a file of the hooks of save_state would be written outside their directory: {name!r}"
-                )
+def _copy_of_hooks(checkpoint: str, directory: str) -> None:
+    """Write what hooks wrote from a checkpoint into a directory of this call. For rank 0. The manifest's names lead to no other place."""
+    for name, entry in read_manifest(checkpoint).files.items():
+        if name.startswith(_HOOKS):
+            path = os.path.join(directory, name.removeprefix(_HOOKS))
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
-                file.write(content)
-
-    def state_dict(self) -> dict[str, bytes]:
-        return self.content
-
-    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        self.content = {**state}
+                file.write(read_small(join(checkpoint, name), "file of a hook", entry.nbytes))
 
 
 @contextmanager
 def _directory_for_hooks(ranks: Ranks) -> Iterator[str]:
     """A temporary directory that all ranks see. Collective. Raises :class:`RankError` if it's on the disk of another host."""
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         made = TemporaryDirectory(prefix="shardwise-hooks-") if ranks.rank == 0 else None
         path = ranks.on_first(
             "make a directory for hooks", lambda: "" if made is None else stack.enter_context(made)
@@ -561,8 +551,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         local: each host only stores its own ranks' files; ``output_dir`` and the project's folders are on a local disk.
             :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
             See docs/howto/several-hosts.md.
-        frozen: whether checkpoints contain frozen parameters (``"hold"``) or only their digests (``"refer"``); see
-            :attr:`shardwise.TrainState.frozen`. None: ``"refer"`` for a model with PEFT adapters that shardwise loaded, otherwise ``"hold"``.
+        frozen: ``"refer"``: checkpoints contain only digests of frozen parameters, such as a LoRA run's base; see
+            :attr:`shardwise.TrainState.frozen`.
 
     All other arguments and methods are those of ``accelerate.Accelerator``.
     """
@@ -573,7 +563,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         preemption: PreemptionPolicy | None = None,
         failures: FailurePolicy | None = None,
         local: bool = False,
-        frozen: Literal["hold", "refer"] | None = None,
+        frozen: Literal["hold", "refer"] = "hold",
         **kwargs: Any,
     ) -> None:
         self.frozen = frozen

@@ -70,7 +70,6 @@ from ._accelerate import (
     explained,
     groups_of,
     keep_taken_over,
-    kept_of_base,
     put_back,
     warn_if_whole,
 )
@@ -197,9 +196,8 @@ class ShardwiseTrainer(Trainer):
     """Whether a resume inside an epoch reads the epoch's earlier batches again if their items may draw random numbers (always assumed with
     ``dataloader_num_workers``, otherwise only if they were observed to). False: skip them by index, as Trainer does, which takes no time; the
     report then lists possible differences."""
-    frozen: Literal["hold", "refer"] | None = None
-    """Whether checkpoints contain frozen parameters (``"hold"``) or only their digests (``"refer"``); see :attr:`shardwise.TrainState.frozen`.
-    None: ``"refer"`` for a model with PEFT adapters that shardwise loaded, otherwise ``"hold"``."""
+    frozen: Literal["hold", "refer"] = "hold"
+    """``"refer"``: checkpoints contain only digests of frozen parameters, such as a LoRA run's base; see :attr:`shardwise.TrainState.frozen`."""
     save_report: SaveReport | None = None
     """The report of the last save that was attempted. If it failed and training continued, ``failure`` says why."""
     _run: Run
@@ -385,7 +383,7 @@ class ShardwiseTrainer(Trainer):
             # The place that does not take the save may be gone. Once a save is published, nothing newer can be there.
             looked_at = [line] if max(run.published, default=-1) > run.resumed_step else lines
             hosts.on_own(line.root, "rename newer checkpoints", lambda: set_newer_aside(looked_at, run))
-            lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
+            lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None, run.base)
             # A store has no links, and a host has not what other hosts' ranks write.
             at_top = not is_url(line.root) and not hosts.is_local
             target = hosts.target(line.target(name))
@@ -464,7 +462,7 @@ class ShardwiseTrainer(Trainer):
             scheduler=self.lr_scheduler if optimizer else None,
             scaler=getattr(self.accelerator, "scaler", None) if optimizer else None,
             files=files or {},
-            frozen=kept_of_base([self.model], self.frozen),
+            frozen=self.frozen,
             extra={"trainer": {"global_batch_size": self._global_batch_size, **(place or {})}}
             | ({"data": self._data} if data else {})
             | (generation_state(self, source) if optimizer else {}),

@@ -183,11 +183,6 @@ WEIGHTS_NAME, TORCH_WEIGHTS_NAME = ADAPTER_WEIGHTS
 _BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")
 
 
-def keeps_base(rule: object) -> bool:
-    """Whether PEFT leaves the base's weights as they are for this ``init_lora_weights``."""
-    return (rule or False) in _BASE_IS_KEPT
-
-
 #: Settings that add tensors of other kinds, tie them, or change the base.
 _UNSUPPORTED = (
     "arrow_config",
@@ -483,7 +478,7 @@ def _obstacles(config: Any, has_files: bool) -> list[str]:
         return [f"its method is {kind}; only LoRA (with DoRA, modules_to_save, biases) can be loaded"]
     found = [f"{setting}= is not supported" for setting in _UNSUPPORTED if getattr(config, setting, None)]
     rule = config.init_lora_weights or False
-    if not keeps_base(rule):
+    if rule not in _BASE_IS_KEPT:
         found.append(
             f"init_lora_weights={rule!r} changes the base's weights, so it was not trained with the stored ones; "
             f"convert it to plain LoRA with PEFT (path_initial_model_for_weight_conversion=)"

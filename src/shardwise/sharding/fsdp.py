@@ -562,10 +562,18 @@ def shard_added(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     Raises :class:`ShardError` if the model was called already, and for added parameters that FSDP2 can't shard.
     """
     around = {path: m for path, m in model.named_modules() if isinstance(m, FSDPModule) and fsdp_groups(m)}
-    plain = {id(getattr(module(), name, None)) for module, name in _PLAIN.get(model, ())}
-    known = plain | fsdp_parameter_ids(around.values())
-    if model not in _PLAIN or not around or all(id(p) in known for p in model.parameters()):
+    sharded = next((module for module in model.modules() if module in _PLAIN), None)  # inside a PeftModel
+    if sharded is None or not around:
         return {}
+    plain = {id(getattr(module(), name, None)) for module, name in _PLAIN[sharded]}
+    known = plain | fsdp_parameter_ids(around.values())
+    if all(id(p) in known for p in model.parameters()):
+        return {}
+    if sharded is not model:
+        raise ShardError(
+            f"the {type(model).__name__} was wrapped around a sharded model, and FSDP2 can't shard what it added. Load the model with adapter=, or call "
+            "its add_adapter"
+        )
     if any(map(has_run, around.values())):
         raise ShardError(
             "modules were added to a sharded model after its first forward pass, and FSDP2 can't shard them then. Add them before it, or load "

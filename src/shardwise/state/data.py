@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ from .parts import (
     own_orders,
     parts_of,
     put_own_orders,
-    watch_orders,
 )
 
 # ----------------------------------------------------------------------------------------------------
@@ -342,7 +341,6 @@ class _ReplayedPosition:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._epoch = _Epoch(number=0)
-        watch_orders(all_parts(loader))
         self._workers_kept = False  # whether this object has started persistent workers
 
     @property
@@ -414,7 +412,10 @@ class _ReplayedPosition:
             # draw already, so a resumed run must not make it again.
             with self._preserved():
                 self._open()
-        self._epoch = _Epoch(state["epoch"], state["consumed"], state["start"], loaded=True)
+        start = state["start"]
+        if start is not None and "orders" in state["now"]:
+            start = {**start, "later": [*state["now"]["orders"]]}
+        self._epoch = _Epoch(state["epoch"], state["consumed"], start, loaded=True)
 
     # ------------------------------------------------------------------------------------------ iterating
 
@@ -477,7 +478,7 @@ class _ReplayedPosition:
             **({"orders": changed} if (changed := own_orders(all_parts(self._loader))) else {}),
         }
 
-    def _set_own_states(self, states: dict[str, Any]) -> None:
+    def _set_own_states(self, states: dict[str, Any], later: Iterable[str] = ()) -> None:
         parts = parts_of(self._loader)
         for path, generator_state in states["generators"].items():
             generator = _generator(parts[path])
@@ -486,7 +487,7 @@ class _ReplayedPosition:
         for path, epoch in states["epochs"].items():
             if epoch_of(parts[path]) != epoch:
                 parts[path].set_epoch(epoch)
-        put_own_orders(all_parts(self._loader), states.get("orders", {}))
+        put_own_orders(all_parts(self._loader), states.get("orders", {}), (*later, *states.get("later", ())))
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:
@@ -495,7 +496,7 @@ class _ReplayedPosition:
             try:
                 yield
             finally:
-                self._set_own_states(own)
+                self._set_own_states(own, own_orders(all_parts(self._loader)))
 
     def _description(self) -> dict[str, Any]:
         """The properties that must be equal for a position to fit."""

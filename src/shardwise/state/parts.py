@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -78,11 +80,14 @@ def own_states(loader: Any) -> dict[str, Any]:
     }
 
 
-def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Give the parts the result of :func:`own_states`. Skips states that no part takes (:func:`unfit_generators`)."""
+def put_own_states(loader: Any, states: Mapping[str, Any], later: Mapping[str, Any] | None = None) -> None:
+    """Give the parts the result of :func:`own_states`. Skips states that no part takes (:func:`unfit_generators`).
+
+    ``later``: a later result, if the parts have run to there before they go back.
+    """
     parts = all_parts(loader)
     put_seeds(loader, states["seeds"])
-    put_own_orders(parts, states.get("orders", {}))
+    put_own_orders(parts, states.get("orders", {}), (later or {}).get("orders", ()))
     live = dict(_generators(parts))
     for path, state in states["generators"].items():
         if path in live and takes(live[path], state):
@@ -149,25 +154,33 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", value
 
 
-#: By id of a part that isn't a library's: the part, and its plain attributes before it was used, with fingerprints.
-_FIRST: dict[int, tuple[weakref.ref[Any], dict[str, tuple[Any, str]]]] = {}
-#: A larger array is taken for data.
+#: By id of a part that isn't a library's: the part, its plain attributes before it ran, with fingerprints, and whether it ran before.
+_FIRST: dict[int, tuple[weakref.ref[Any], dict[str, tuple[Any, str]], bool]] = {}
+#: More bytes of one attribute are taken for data.
 _MOST_BYTES = 64 * 2**20
 _SCALARS = {bool, int, float, str, bytes, type(None)}
+_CONTAINERS = {list, tuple, dict, set, frozenset}
 
 
-def watch_orders(parts: Mapping[str, Any], *, are_used: bool = False) -> None:
+def watch_orders(parts: Mapping[str, Any], *, have_run: bool = False) -> None:
     """Note the plain attributes of the samplers, the collator and the dataset among ``parts`` that aren't a library's, once: what iterating
     changes of them is state.
 
-    Plain are numbers, text, arrays of up to 64 MiB, and containers of them; of a dataset only numbers and text, because the rest may be a cache.
-    ``are_used``: take all of them for changed.
+    Plain are numbers, text, arrays, and containers of them, of up to 64 MiB; of a dataset only numbers and text, because the rest may be a
+    cache. ``have_run``: what has changed before isn't known (:func:`unknown_orders`).
     """
     for path, part in _own_parts(parts):
-        if id(part) not in _FIRST:
-            values = {} if are_used else {name: copy.deepcopy(value) for name, value in _plain(path, part)}
-            first = {name: (value, _fingerprint(value)) for name, value in values.items()}
-            _FIRST[id(part)] = weakref.ref(part, functools.partial(_forget, id(part))), first
+        if id(part) in _FIRST:
+            continue
+        first = {n: (copy.deepcopy(value), _fingerprint(value)) for n, value in _plain(path, part)}
+        with contextlib.suppress(TypeError):  # a part without weak references isn't watched
+            _FIRST[id(part)] = weakref.ref(part, functools.partial(_forget, id(part))), first, have_run
+
+
+def unknown_orders(parts: Mapping[str, Any]) -> list[str]:
+    """The classes of samplers that ran before :func:`watch_orders`."""
+    found = [part for path, part in _own_parts(parts) if "sampler" in path]
+    return sorted({type(part).__qualname__ for part in found if id(part) in _FIRST and _FIRST[id(part)][2]})
 
 
 def own_orders(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,34 +189,56 @@ def own_orders(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{path}.{name}": copy.deepcopy(value)
         for path, part in _own_parts(parts)
+        if id(part) in _FIRST
         for name, value in _plain(path, part)
         if _FIRST[id(part)][1].get(name, (None, ""))[1] != _fingerprint(value)
     }
 
 
-def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Give parts the result of :func:`own_orders`, and their first attributes for what it lacks. Raises :class:`StateError` for parts
-    that aren't there, and for attributes that hold something else."""
+def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any], later: Iterable[str] = ()) -> None:
+    """Give parts the result of :func:`own_orders`.
+
+    ``later``: attributes that had changed when the position was stored; those that ``state`` lacks get their first values. Raises
+    :class:`StateError` for parts that aren't there, and for attributes that hold something else or can't be set.
+    """
     watch_orders(parts)
     own = dict(_own_parts(parts))
-    found: dict[tuple[str, str], Any] = {
-        (path, name): value for path, part in own.items() for name, (value, _) in _FIRST[id(part)][1].items()
-    }
-    for key, stored in state.items():
+    for key in dict.fromkeys((*state, *later)):
         path, _, name = key.rpartition(".")
-        live = getattr(own.get(path), name, None)
-        if path not in own or name.startswith("__") or not (_is_plain(live) and _is_plain(stored)):
+        part = own.get(path)
+        live = getattr(part, name, None)
+        value = state[key] if key in state else _FIRST[id(part)][1].get(name, (live, ""))[0] if part else None
+        if part is None or name.startswith("__") or not (_is_plain(live) and _is_plain(value)):
             raise StateError(
-                f"the data position belongs to another loader: it has {key}, a {type(stored).__name__}. "
+                f"the data position belongs to another loader: it has {key}, a {type(value).__name__}. "
                 "Make the loader as in the stored run, or resume without its position"
             )
-        found[path, name] = stored
-    for (path, name), value in found.items():
-        live = getattr(own[path], name, None)
-        if isinstance(live, list) and isinstance(value, list):
-            live[:] = copy.deepcopy(value)  # others may hold the same list
-        elif _is_plain(live):
-            setattr(own[path], name, copy.deepcopy(value))
+        if _fingerprint(live) == _fingerprint(value):
+            continue
+        try:
+            if not _set_in_place(live, copy.deepcopy(value)):
+                setattr(part, name, copy.deepcopy(value))
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise StateError(f"the data position's {key} can't be set: {error}") from error
+
+
+def _set_in_place(live: Any, value: Any) -> bool:
+    """Whether an object could take another one's content: others may hold the same object."""
+    if type(live) is not type(value):
+        return False
+    if isinstance(live, list):
+        live[:] = value
+    elif isinstance(live, (dict, set)):
+        live.clear()
+        live.update(value)
+    elif isinstance(live, (np.ndarray, torch.Tensor)) and (live.dtype, live.shape) == (
+        value.dtype,
+        value.shape,
+    ):
+        live[...] = value
+    else:
+        return False
+    return True
 
 
 def _forget(key: int, _: Any) -> None:
@@ -227,18 +262,33 @@ def _plain(path: str, part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(v) for pair in value.items() for v in pair)
-    is_array = type(value) in (torch.Tensor, np.ndarray) and value.nbytes <= _MOST_BYTES
-    return is_array or type(value) in _SCALARS
+    return _size(value) <= _MOST_BYTES
+
+
+def _size(value: Any) -> float:
+    """About the bytes of a plain value; infinite for anything that typed JSON wouldn't take."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return len(value) if kind in (str, bytes) else 16
+    if kind in _CONTAINERS:
+        total = 64.0
+        for one in value.items() if kind is dict else value:
+            total += sum(map(_size, one)) if kind is dict else _size(one)
+            if total > _MOST_BYTES:
+                return math.inf
+        return total
+    if kind is np.ndarray:
+        return math.inf if value.dtype.hasobject else float(value.nbytes)
+    is_dense = kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    if is_dense and value.device.type == "cpu" and not value.requires_grad:
+        return float(value.nbytes)
+    return math.inf
 
 
 def _fingerprint(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        value = value.numpy(force=True)
-    if isinstance(value, np.ndarray):
+        text = f"{value.dtype}{tuple(value.shape)}{_fingerprint(value.contiguous().flatten().view(torch.uint8).numpy())}"
+    elif isinstance(value, np.ndarray):
         text = f"{value.dtype}{value.shape}{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).tobytes())}"
     elif isinstance(value, dict):
         text = f"dict{[(_fingerprint(key), _fingerprint(one)) for key, one in value.items()]}"
