@@ -42,12 +42,12 @@ def cached_bytes(*files: Path) -> int:
 def drop(*files: Path) -> None:
     """Sync files and let the kernel forget their pages.
 
-    The kernel leaves pages that another thread uses at this instant, so it is asked again, for up to half a second.
+    The kernel leaves pages that another thread uses at this instant, so it is asked again, for up to five seconds.
     """
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
-        for pause_s in (0.0, 0.02, 0.08, 0.4):
+        for pause_s in (0.0, 0.02, 0.08, 0.4, 1.5, 3.0):
             time.sleep(pause_s)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if not cached_bytes(file):
