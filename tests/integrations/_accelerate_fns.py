@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.integrations import accelerate as swa
+from tests.harness.errors import error_of
 from tests.harness.models import Block
 
 
@@ -283,19 +284,13 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
         swa.save_state(accelerator, f"{root}/whole")
         with torch.no_grad():
             next(p for n, p in model.named_parameters() if n.endswith("embed_tokens.weight")).add_(1)
-        try:
-            swa.load_state(accelerator, f"{root}/alone")
-        except ShardwiseError as error:
-            found["another base"] = f"{type(error).__name__}: {error}"
+        found["another base"] = ": ".join(error_of(lambda: swa.load_state(accelerator, f"{root}/alone")))
         model, optimizer = life("refer", 7)
         accelerator._models, accelerator._optimizers = [model], [optimizer]
         swa.save_state(accelerator, f"{root}/before")
         with torch.no_grad():
             next(p for n, p in model.named_parameters() if n.endswith("embed_tokens.weight")).add_(1)
-        try:
-            swa.save_state(accelerator, f"{root}/changed")
-        except ShardwiseError as error:
-            found["changed base"] = f"{type(error).__name__}: {error}"
+        found["changed base"] = ": ".join(error_of(lambda: swa.save_state(accelerator, f"{root}/changed")))
     return found
 
 
@@ -348,17 +343,11 @@ def added_later(path: str) -> dict[str, Any]:
         from peft import get_peft_model
 
         inner = get_peft_model(swa.load_pretrained(accelerator, path), config)
-        try:
-            swa.prepare(accelerator, inner)
-        except ShardwiseError as error:
-            found["inner"] = f"{type(error).__name__}: {error}"
+        found["inner"] = ": ".join(error_of(lambda: swa.prepare(accelerator, inner)))
 
         late = swa.load_pretrained(accelerator, path)
         late(input_ids=tokens[0])
-        try:
-            swa.prepare(accelerator, *added(late))
-        except ShardwiseError as error:
-            found["late"] = f"{type(error).__name__}: {error}"
+        found["late"] = ": ".join(error_of(lambda: swa.prepare(accelerator, *added(late))))
     return found
 
 

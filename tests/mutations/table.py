@@ -2177,7 +2177,7 @@ MUTATIONS = (
     ),
     Mutation(
         "state/parts.py",
-        '        if _FIRST[id(part)][1].get(name, (None, ""))[1] != _fingerprint(value)\n',
+        "        if not same(_FIRST[id(part)][1].get(name, _ABSENT), value)\n",
         "        if False\n",
         ("tests/state/test_loader_parts.py::test_what_parts_change_of_themselves",),
         "an order that a sampler shuffles in place isn't stored",

@@ -46,7 +46,7 @@ def models_of(parts: Any) -> dict[str, nn.Module] | None:
 def stored_models(path: str | os.PathLike[str], component: str | None) -> dict[str, str | None]:
     """The models of a checkpoint by the components of a pipeline that they are, or ``component`` alone. Rank-local.
 
-    ``component`` names the model of a checkpoint that has only one beside its extras, or of another source, where it is None. ``"transformer=ema"``
+    ``component`` names the model of a checkpoint that has only one, apart from its extras, or of another source, where it is None. ``"transformer=ema"``
     takes the model ``ema`` for the component ``transformer``. Raises :class:`SourceError` if that is missing.
     """
     root = os.fspath(path)

@@ -315,10 +315,9 @@ def load_from(
             state.dataloader = None
         report = restore(state, checkpoint.path, io=checkpoint.io)
         if has_state_hooks(accelerator):
-            with contextlib.ExitStack() as stack:
-                directory = checkpoint.path
+            place = contextlib.nullcontext(checkpoint.path) if is_theirs else _directory_for_hooks(ranks)
+            with place as directory:
                 if not is_theirs:
-                    directory = stack.enter_context(_directory_for_hooks(ranks))
                     ranks.on_first(
                         "copy the hooks' files", partial(_copy_of_hooks, checkpoint.path, directory)
                     )
@@ -384,13 +383,13 @@ _HOOKS = "accelerate_hooks/"
 
 
 def _files_of_hooks(directory: str) -> dict[str, bytes]:
-    """The files below a directory by their places in a checkpoint. For rank 0."""
+    """The files in a directory, by their paths in a checkpoint. For rank 0."""
     paths = [path for path in sorted(Path(directory).rglob("*")) if path.is_file()]
     return {_HOOKS + path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
 def _copy_of_hooks(checkpoint: str, directory: str) -> None:
-    """Write what hooks wrote from a checkpoint into a directory of this call. For rank 0. The manifest's names lead to no other place."""
+    """Copy the hooks' files from a checkpoint to ``directory``. For rank 0. A manifest can't contain paths outside of its checkpoint."""
     for name, entry in read_manifest(checkpoint).files.items():
         if name.startswith(_HOOKS):
             path = os.path.join(directory, name.removeprefix(_HOOKS))
@@ -401,12 +400,10 @@ def _copy_of_hooks(checkpoint: str, directory: str) -> None:
 
 @contextmanager
 def _directory_for_hooks(ranks: Ranks) -> Iterator[str]:
-    """A temporary directory that all ranks see. Collective. Raises :class:`RankError` if it's on the disk of another host."""
-    with contextlib.ExitStack() as stack:
-        made = TemporaryDirectory(prefix="shardwise-hooks-") if ranks.rank == 0 else None
-        path = ranks.on_first(
-            "make a directory for hooks", lambda: "" if made is None else stack.enter_context(made)
-        )
+    """A temporary directory that all ranks can see. Collective. Raises :class:`StateError` or :class:`RankError` if a rank can't."""
+    own = TemporaryDirectory(prefix="shardwise-hooks-") if ranks.rank == 0 else contextlib.nullcontext("")
+    with own as made:
+        path = ranks.on_first("make a directory for hooks", lambda: made)
         with ranks.agree("find the directory for hooks"):
             if not os.path.isdir(path):
                 raise StateError(

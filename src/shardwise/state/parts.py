@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import IterableDataset
 
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
 from ..internals.torch import local_tensor, scaler_stages
+from .beyond import same
 
 # ----------------------------------------------------------------------------------------------------
 # The parts of a data loader that keep state between batches: samplers, dataset, collator, and their generators.
@@ -83,7 +83,7 @@ def own_states(loader: Any) -> dict[str, Any]:
 def put_own_states(loader: Any, states: Mapping[str, Any], later: Mapping[str, Any] | None = None) -> None:
     """Give the parts the result of :func:`own_states`. Skips states that no part takes (:func:`unfit_generators`).
 
-    ``later``: a later result, if the parts have run to there before they go back.
+    ``later``: the result from a later point, if the parts have already run that far.
     """
     parts = all_parts(loader)
     put_seeds(loader, states["seeds"])
@@ -154,25 +154,25 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", value
 
 
-#: By id of a part that isn't a library's: the part, its plain attributes before it ran, with fingerprints, and whether it ran before.
-_FIRST: dict[int, tuple[weakref.ref[Any], dict[str, tuple[Any, str]], bool]] = {}
+#: By ID of a part that doesn't come from a library: the part, its plain attributes before it ran, and whether it may have run before that.
+_FIRST: dict[int, tuple[weakref.ref[Any], dict[str, Any], bool]] = {}
 #: More bytes of one attribute are taken for data.
 _MOST_BYTES = 64 * 2**20
+_ABSENT = object()
 _SCALARS = {bool, int, float, str, bytes, type(None)}
 _CONTAINERS = {list, tuple, dict, set, frozenset}
 
 
 def watch_orders(parts: Mapping[str, Any], *, have_run: bool = False) -> None:
-    """Note the plain attributes of the samplers, the collator and the dataset among ``parts`` that aren't a library's, once: what iterating
-    changes of them is state.
+    """Record the plain attributes of the user's own samplers, collator and dataset, once. Attributes that iterating changes are state.
 
-    Plain are numbers, text, arrays, and containers of them, of up to 64 MiB; of a dataset only numbers and text, because the rest may be a
-    cache. ``have_run``: what has changed before isn't known (:func:`unknown_orders`).
+    Plain attributes are numbers, text, arrays, and containers of these, up to 64 MiB each. For a dataset, only numbers and text count, because
+    anything larger may be a cache. ``have_run``: the parts may have changed already (:func:`unknown_orders`).
     """
     for path, part in _own_parts(parts):
         if id(part) in _FIRST:
             continue
-        first = {n: (copy.deepcopy(value), _fingerprint(value)) for n, value in _plain(path, part)}
+        first = {name: copy.deepcopy(value) for name, value in _plain(path, part)}
         with contextlib.suppress(TypeError):  # a part without weak references isn't watched
             _FIRST[id(part)] = weakref.ref(part, functools.partial(_forget, id(part))), first, have_run
 
@@ -191,15 +191,15 @@ def own_orders(parts: Mapping[str, Any]) -> dict[str, Any]:
         for path, part in _own_parts(parts)
         if id(part) in _FIRST
         for name, value in _plain(path, part)
-        if _FIRST[id(part)][1].get(name, (None, ""))[1] != _fingerprint(value)
+        if not same(_FIRST[id(part)][1].get(name, _ABSENT), value)
     }
 
 
 def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any], later: Iterable[str] = ()) -> None:
-    """Give parts the result of :func:`own_orders`.
+    """Set attributes of parts to the values from :func:`own_orders`.
 
-    ``later``: attributes that had changed when the position was stored; those that ``state`` lacks get their first values. Raises
-    :class:`StateError` for parts that aren't there, and for attributes that hold something else or can't be set.
+    ``later``: attributes that had changed by the time the position was stored. If ``state`` doesn't contain them, they're reset to their first
+    values. Raises :class:`StateError` for missing parts, and for attributes that hold another kind of value or can't be set.
     """
     watch_orders(parts)
     own = dict(_own_parts(parts))
@@ -207,13 +207,15 @@ def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any], later: It
         path, _, name = key.rpartition(".")
         part = own.get(path)
         live = getattr(part, name, None)
-        value = state[key] if key in state else _FIRST[id(part)][1].get(name, (live, ""))[0] if part else None
+        value = state.get(key, live)
+        if key not in state and id(part) in _FIRST:
+            value = _FIRST[id(part)][1].get(name, live)
         if part is None or name.startswith("__") or not (_is_plain(live) and _is_plain(value)):
             raise StateError(
                 f"the data position belongs to another loader: it has {key}, a {type(value).__name__}. "
                 "Make the loader as in the stored run, or resume without its position"
             )
-        if _fingerprint(live) == _fingerprint(value):
+        if same(live, value):
             continue
         try:
             if not _set_in_place(live, copy.deepcopy(value)):
@@ -223,7 +225,7 @@ def put_own_orders(parts: Mapping[str, Any], state: Mapping[str, Any], later: It
 
 
 def _set_in_place(live: Any, value: Any) -> bool:
-    """Whether an object could take another one's content: others may hold the same object."""
+    """Copy ``value`` into ``live``, because other objects may share it. Returns False if that isn't possible."""
     if type(live) is not type(value):
         return False
     if isinstance(live, list):
@@ -266,7 +268,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _size(value: Any) -> float:
-    """About the bytes of a plain value; infinite for anything that typed JSON wouldn't take."""
+    """The approximate size of a plain value in bytes; infinite if typed JSON doesn't accept it."""
     kind = type(value)
     if kind in _SCALARS:
         return len(value) if kind in (str, bytes) else 16
@@ -283,20 +285,6 @@ def _size(value: Any) -> float:
     if is_dense and value.device.type == "cpu" and not value.requires_grad:
         return float(value.nbytes)
     return math.inf
-
-
-def _fingerprint(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        text = f"{value.dtype}{tuple(value.shape)}{_fingerprint(value.contiguous().flatten().view(torch.uint8).numpy())}"
-    elif isinstance(value, np.ndarray):
-        text = f"{value.dtype}{value.shape}{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).tobytes())}"
-    elif isinstance(value, dict):
-        text = f"dict{[(_fingerprint(key), _fingerprint(one)) for key, one in value.items()]}"
-    elif isinstance(value, (list, tuple, set, frozenset)) and not {*map(type, value)} <= _SCALARS:
-        text = f"{type(value).__name__}{[_fingerprint(one) for one in value]}"
-    else:
-        text = repr(value)
-    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def _put_numpy(generator: Any, state: Any) -> None:
