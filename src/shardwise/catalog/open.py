@@ -23,6 +23,7 @@ from .records import (
     refuse_below,
     refuse_foreign,
     refuse_named,
+    zero_folder,
 )
 from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
 from .weights import Choice, Weights, names_of, weights_in, weights_of_modules, with_config
@@ -100,6 +101,10 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         return found
     if of_ranks := rank_files_in(root, "model") or rank_files_in(root, f"{FULL_STATE_STEM}_0"):
         return _of_torch_file(of_ranks[0])
+    if (of_zero := zero_folder(root)) is not None:
+        from .zero import read_zero
+
+        return read_zero(of_zero).catalog
     if is_file(os.path.join(root, METADATA_NAME)):
         found = _of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,10 @@ from .records import Chunk, StoredFile, StoredTensor, assemble, rank_files_in, s
 from .torch_files import TENSOR_NAMES, Saved, Shard, read_one_file
 
 _PIECE_BYTES = 1024 * 1024
+_HINT = (
+    "Either the files are of different steps or runs, or each rank saved its part of FSDP1's flat parameters, which only the same number of "
+    "ranks can split: resume there, and save with SHARDED_STATE_DICT"
+)
 #: Pieces of one shard: of packed weights under tensor parallelism, or of two axes that cut one dim.
 _MOST_BLOCKS = 4096
 
@@ -38,11 +42,11 @@ def read_rank_files(path: str, pick: Callable[[Any], Any]) -> tuple[Any, tuple[S
     contents, files = [], []
     sums: dict[tuple[str, int], int] = {}
     for one in paths:
-        content, file, checksums = read_one_file(one, pick, RANK_NAMES)
+        content, file, archive = read_one_file(one, pick, RANK_NAMES)
         contents.append(content)
         files.append(file)
-        sums |= {(one, at): crc for at, crc in checksums.items()}
-    return _Merge(paths, sums).merged(contents, ()), tuple(files)
+        sums |= {(one, at): crc for at, crc in archive.checksums.items()}
+    return Merge(paths, sums, _HINT).merged(contents), tuple(files)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -172,13 +176,17 @@ def _shard(local: Any, shape: tuple[int, ...], boxes: tuple[LocalBox, ...]) -> S
 # What all ranks hold together
 
 
-class _Merge:
-    """Puts the contents of all ranks' files together."""
+class Merge:
+    """Puts the contents of all ranks' files together.
 
-    def __init__(self, paths: Sequence[str], sums: dict[tuple[str, int], int]) -> None:
-        self._paths, self._sums = paths, sums
+    ``sums``: checksums of tensors by path and offset, as far as they're known. ``hint``: why ranks may differ, for the error.
+    """
 
-    def merged(self, values: Sequence[Any], path: tuple[Any, ...]) -> Any:
+    def __init__(self, paths: Sequence[str], sums: Mapping[tuple[str, int], int], hint: str) -> None:
+        self._paths, self._sums, self._hint = paths, sums, hint
+
+    def merged(self, values: Sequence[Any], path: tuple[Any, ...] = ()) -> Any:
+        """The ``values`` of the ranks as one, at this ``path`` in their files. Raises as :func:`read_rank_files`."""
         first = values[0]
         for rank, value in enumerate(values):
             if type(value) is not type(first):
@@ -234,8 +242,7 @@ class _Merge:
         what = ".".join(map(str, path)) or "its content"
         return IntegrityError(
             f"{brief(what)} isn't the same in {os.path.basename(self._paths[0])} and {os.path.basename(self._paths[rank])}, but both ranks must "
-            f"hold the same. Either the files are of different steps or runs, or each rank saved its part of FSDP1's flat parameters, which only "
-            f"the same number of ranks can split: resume there, and save with SHARDED_STATE_DICT",
+            f"hold the same. {self._hint}",
             path=self._paths[rank],
         )
 
