@@ -16,6 +16,7 @@ from .quantized import with_quantization
 from .records import (
     FULL_STATE_STEM,
     METADATA_NAME,
+    ZERO,
     Catalog,
     is_torch_file,
     kind_of,
@@ -165,7 +166,7 @@ def _without_safetensors(root: str) -> Catalog:
         return _of_dcp(folder)
     if is_file(file):
         return _of_torch_file(file)
-    if describe_steps(root) is None and kind_of(root) is None:
+    if describe_steps(root) is None and kind_of(root) in (None, ZERO):
         refuse_below(root)
     return catalog_of_safetensors(root)  # raises the error
 

@@ -54,8 +54,10 @@ def read_rank_files(path: str, pick: Callable[[Any], Any]) -> tuple[Any, tuple[S
 
 
 def _rebuilt(rebuild: Any, kind: Any, args: Any, state: Any, *_: Any) -> Any:
-    """Stands for ``torch._tensor._rebuild_from_type_v2``, by which subclasses of tensors are pickled."""
+    """Stands for ``torch._tensor._rebuild_from_type_v2``, by which subclasses of tensors are pickled, and tensors with attributes."""
     name = _kind_of(kind)
+    if _name_of(kind) == "torch.Tensor" and rebuild in _PLAIN and type(args) is tuple:
+        return rebuild.make(*args)
     if name == "DTensor":
         held = _attributes(state)
         return _of_dtensor(held["_local_tensor"], _state(held["_spec"]))
@@ -64,15 +66,22 @@ def _rebuilt(rebuild: Any, kind: Any, args: Any, state: Any, *_: Any) -> Any:
     return Record("torch._tensor._rebuild_from_type_v2", rebuild, kind, args)
 
 
+#: The functions that make plain tensors.
+_PLAIN = [TENSOR_NAMES["torch._utils", f"_rebuild_tensor_v{version}"] for version in (2, 3)]
 #: As :data:`.ANY_NAMES`, with shards for what ranks hold of a tensor.
 RANK_NAMES: Names = AnyNames({**TENSOR_NAMES, ("torch._tensor", "_rebuild_from_type_v2"): Name(_rebuilt)})
 
 
-def _kind_of(name: Any) -> str:
-    """The class that a record or a name of :class:`.AnyNames` stands for, without its module."""
+def _name_of(name: Any) -> str:
+    """The class that a record or a name of :class:`.AnyNames` stands for."""
     if isinstance(name, Name):
         name = next(iter(getattr(name.make, "args", ())), "")
-    return str(name.kind if isinstance(name, Record) else name).rpartition(".")[2]
+    return str(name.kind if isinstance(name, Record) else name)
+
+
+def _kind_of(name: Any) -> str:
+    """The same without its module."""
+    return _name_of(name).rpartition(".")[2]
 
 
 def _attributes(state: Any) -> dict[str, Any]:

@@ -363,6 +363,15 @@ PIPELINE = Kind(
     "such as {path}/transformer, {path}/unet or {path}/vae",
 )
 
+ZERO = Kind(
+    name="a DeepSpeed checkpoint (ZeRO)",
+    marks=(
+        r"zero_to_fp32\.py|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
+    ),
+    works=_RESTORED,
+    instead=_CONVERT,
+)
+
 #: In this order: the first whose marks are all there.
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -388,14 +397,7 @@ KINDS: tuple[Kind, ...] = (
         file=r"common\.pt",
         instead=_MEGATRON,
     ),
-    Kind(
-        name="a DeepSpeed checkpoint (ZeRO)",
-        marks=(
-            r"zero_to_fp32\.py|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
-        ),
-        works=_RESTORED,
-        instead=_CONVERT,
-    ),
+    ZERO,
     Kind(
         name="one rank's file of a DeepSpeed checkpoint (ZeRO)",
         file=r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt",

@@ -22,9 +22,9 @@ from ..storage import names_in
 from ..storage.records import join
 from ..tensors.boxes import boxes_of_range
 from .pickles import Record
-from .rank_files import Merge
+from .rank_files import RANK_NAMES, Merge
 from .records import ZERO_FILE, Catalog, Chunk, StoredFile, StoredTensor
-from .torch_files import ANY_NAMES, read_one_file, refuse_overlap
+from .torch_files import read_one_file, refuse_overlap
 
 _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 _OPTIMIZER = ("base_optimizer_state", "optimizer_state_dict")
@@ -40,10 +40,8 @@ class ZeroCheckpoint:
 
     catalog: Catalog
     """The model: fp32 master weights by module names, frozen parameters and buffers as they are stored."""
-    states: Mapping[str, Mapping[str, Any]]
-    """By parameter, each state of its optimizer: a tensor, or a value of the pickle."""
-    groups: Sequence[Mapping[str, Any]]
-    """The settings of each group of the optimizer, with its parameters' names under ``params``."""
+    optimizer: Mapping[str, Any] | None
+    """As ``optimizer.state_dict()``, with names in place of numbers; None if there is none, or one of an elastic checkpoint."""
     world_size: int
     step: int | None
     scheduler: Any
@@ -136,14 +134,16 @@ class _Step:
         shapes = {name: shape for group in self.shapes for name, shape in group.items()}
         tensors = {name: _gathered(name, shape, layout[name], flats) for name, shape in shapes.items()}
         tensors |= self._others(models, tensors)
-        states, groups = self._optimizer([one["optimizer"] for one in held], layout)
+        optimizers = [one["optimizer"] for one in held]
+        optimizer = (
+            self._optimizer(optimizers, layout) if all(type(one) is dict for one in optimizers) else None
+        )
         refuse_overlap(tensors.values(), self.files, self.folder)
         catalog = Catalog("full state", self.folder, tensors, tuple(self.files))
         step = model.get("global_steps")
         return ZeroCheckpoint(
             catalog,
-            states,
-            groups,
+            optimizer,
             self.world_size,
             step if is_count(step) else None,
             model.get("lr_scheduler"),
@@ -152,7 +152,7 @@ class _Step:
     # -- the files
 
     def _content(self, path: str, pick: Any) -> Any:
-        content, file, archive = read_one_file(path, pick, ANY_NAMES)
+        content, file, archive = read_one_file(path, pick, RANK_NAMES)
         saved_as, name = archive.saved_as + ".pt", os.path.basename(path)
         if saved_as != name and ZERO_FILE.fullmatch(saved_as):
             raise FormatError(f"was saved as {saved_as}: the files of ranks are mixed up", path=path)
@@ -373,17 +373,10 @@ class _Step:
 
     # -- the optimizer
 
-    def _optimizer(
-        self, found: Sequence[Any], layout: Mapping[str, Sequence[_Run]]
-    ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """The states of each parameter, and the groups."""
+    def _optimizer(self, found: Sequence[Any], layout: Mapping[str, Sequence[_Run]]) -> dict[str, Any]:
         paths = self.paths["optim"]
         for one, path in zip(found, paths, strict=True):
-            if (
-                type(one) is not dict
-                or type(one.get("state")) is not dict
-                or type(one.get("param_groups")) is not list
-            ):
+            if type(one.get("state")) is not dict or type(one.get("param_groups")) is not list:
                 raise FormatError(f"its optimizer is {brief(one)}, not the state dict of one", path=path)
         # A rank's vectors are its own. Everything else is the same on all ranks, the step first of all.
         Merge(paths, self.sums, _HINT).merged([_without_vectors(one) for one in found])
@@ -405,7 +398,7 @@ class _Step:
             if type(numbers) is not list or not all(is_count(n) and n < len(self.shapes) for n in numbers):
                 raise FormatError(f"its optimizer has a group of {brief(numbers)}", path=paths[0])
             groups.append({**group, "params": [name for n in numbers for name in self.shapes[n]]})
-        return states, groups
+        return {"state": states, "param_groups": groups}
 
 
 def _of_optimizer(content: Any) -> dict[str, Any]:
