@@ -846,7 +846,7 @@ MUTATIONS = (
     ),
     Mutation(
         "planning/match.py",
-        "    others = tuple([made.tiles for made in found[1:]]) if len(found) > 1 else ()",
+        "    others = tuple([made.tiles for made in found[1:] if not _are_same_bytes(first, made, catalog)])",
         "    others: tuple[tuple[Tile, ...], ...] = ()",
         ("tests/planning/test_plan.py::test_second_copies_of_a_tie_are_checked_not_loaded_twice",),
         "second copies of a tie are not compared",
