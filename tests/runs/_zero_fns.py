@@ -83,16 +83,19 @@ def takes_over(path: str) -> dict[str, Any]:
     }
 
 
-def error_of(path: str) -> tuple[str, bool]:
-    """The error of a load, and whether any element was placed."""
-    state = _state(7)
+def errors_of(paths: list[str]) -> list[tuple[str, bool]]:
+    """The error of each restore, and whether the model is as before."""
+    state, found = _state(7), []
     before = whole(state.models["model"])
-    try:
-        sw.restore(state, path)
-    except ShardwiseError as error:
+    for path in paths:
+        text = ""
+        try:
+            sw.restore(state, path)
+        except ShardwiseError as error:
+            text = str(error)
         after = whole(state.models["model"])
-        return str(error), all(torch.equal(after[name], before[name]) for name in before)
-    return "", False
+        found.append((text, all(torch.equal(after[name], before[name]) for name in before)))
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------

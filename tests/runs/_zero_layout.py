@@ -32,7 +32,7 @@ _CLASSES: dict[str, Any] = {
 
 
 @contextmanager
-def _classes() -> Iterator[None]:
+def classes() -> Iterator[None]:
     """Lets pickle find the classes under their names in DeepSpeed."""
     before, made = dict(sys.modules), {}
     for name, cls in _CLASSES.items():
@@ -116,7 +116,7 @@ def write(
             ]
         prefix = "bf16_" if dtype == torch.bfloat16 else ""
         path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        with _classes():
+        with classes():
             torch.save({"optimizer_state_dict": held, **common}, path)
         if stage < 3 and rank:
             continue

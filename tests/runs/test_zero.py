@@ -9,23 +9,33 @@ import contextlib
 import importlib
 import io
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardwise as sw
+from shardwise.catalog.open import open_catalog
 from shardwise.catalog.zero import read_zero
+from shardwise.cli import main
+from shardwise.errors import SourceError
 from tests.docs.blocks import ROOT
+from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.runs import _zero_fns as fns
-from tests.runs._zero_layout import Tensors, write
+from tests.runs._zero_layout import Tensors, classes, write
+from tests.runs.test_numbered import qwen
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Damage = Callable[[Path, Path], None]
 EVERY = [(stage, dtype) for stage in (1, 2, 3) for dtype in DTYPES]
 
 
@@ -140,3 +150,343 @@ def test_other_layouts_of_deepspeed_itself(
     model = fns.Net()
     sw.load(model, tmp_path / "run")
     assert differences(model.state_dict(), expected["model"]) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_command_reads_it(tmp_path: Path, stage: int) -> None:
+    """The root with the file ``latest``, or the folder of one step."""
+    root = tmp_path / "run"
+    expected = made(root, stage, "bf16")
+    for path in (root, root / "global_step2"):
+        assert set(open_catalog(path).tensors) == set(expected["model"])
+    (root / "latest").unlink()
+    with pytest.raises(
+        SourceError, match=r"its folder global_step2 is a DeepSpeed checkpoint \(ZeRO\); give .*/global_step2"
+    ):
+        open_catalog(root)
+    (root / "latest").write_text("global_step2\n")
+    with pytest.raises(
+        SourceError, match=r"one rank's file of a DeepSpeed checkpoint .* Give its directory: "
+    ):
+        open_catalog(next((root / "global_step2").glob("*optim_states.pt")))
+
+    def run(*words: object, status: int = 0) -> str:
+        done = runner().invoke(main, [*map(str, words)], prog_name="shardwise")
+        assert done.exit_code == status, done.output
+        return done.output
+
+    assert "embed.weight" in run("inspect", root)
+    out = tmp_path / "step-00000002"
+    assert "latest" not in run("convert", root, out, "--to", "checkpoint")
+    run("verify", out)
+    model = fns.Net()
+    optimizer = torch.optim.AdamW(fns.groups_of(model))
+    assert sw.restore(sw.TrainState(model=model, optimizer=optimizer), out).step == 2
+    assert differences(model.state_dict(), expected["model"]) == []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert torch.equal(optimizer.state[p]["exp_avg"], expected["moments"][f"{name}.exp_avg"])
+    other = tmp_path / "other"
+    shutil.copytree(root, other)
+    assert "no differences" in run("diff", root, other)
+    first = sorted((other / "global_step2").glob("*optim_states.pt"))[0]
+    with classes():
+        content = torch.load(first, weights_only=False)
+        held = content["optimizer_state_dict"]
+        held.get("fp32_flat_groups", held.get("single_partition_of_fp32_groups"))[0][0] += 1
+        held.get("base_optimizer_state", held.get("optimizer_state_dict"))["state"][1]["exp_avg"][0] += 1
+        torch.save(content, first)
+    changed = sw.diff(root, other).changed
+    assert [c.name for c in changed] == [
+        "model:embed.weight",
+        "model:head.weight",
+        "optimizer:body.0.bias.exp_avg",
+    ]
+
+
+def test_a_transformers_model(tmp_path: Path) -> None:
+    """With its config.json next to the file ``latest``: load_pretrained, export and convert, in the dtype that's asked for."""
+    root = tmp_path / "run"
+    model = qwen()
+    trained = {n: torch.randn(p.shape) for n, p in model.named_parameters()}
+    shared = {n: next(iter(model.all_tied_weights_keys.values())) for n in model.all_tied_weights_keys}
+    write(root, 3, 3, torch.bfloat16, [trained], {}, frozen={}, buffers={}, shared=shared)
+    model.config.save_pretrained(root)
+    loaded = sw.load_pretrained(root, dtype=torch.float32)
+    assert differences(dict(loaded.named_parameters()), trained) == []
+    for words in (("export",), ("convert", "--to", "hf")):
+        out = tmp_path / words[0]
+        done = runner().invoke(main, [words[0], str(root), str(out), *words[1:]], prog_name="shardwise")
+        assert done.exit_code == 0, done.output
+        again = type(model).from_pretrained(out, dtype=torch.float32)
+        assert differences(dict(again.named_parameters()), trained) == []
+
+
+def test_a_trainers_folder(tmp_path: Path) -> None:
+    """The HF Trainer's, with the files of DeepSpeed in a folder of it: a restore takes the masters, whatever weights are next to them."""
+    expected = made(tmp_path / "checkpoint-2", 2, "bf16")
+    (tmp_path / "checkpoint-2/trainer_state.json").write_text('{"global_step": 2}')
+    save_file({"scale": torch.zeros(1)}, tmp_path / "checkpoint-2/model.safetensors")
+    model = fns.Net()
+    state = sw.TrainState(model=model, optimizer=torch.optim.AdamW(fns.groups_of(model)))
+    assert sw.restore(state, tmp_path / "checkpoint-2").step == 2
+    assert differences(model.state_dict(), expected["model"]) == []
+
+
+# ----------------------------------------------------------------------------------------------------
+# Damage
+
+
+def _optim(folder: Path, rank: int) -> Path:
+    return folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def _model(folder: Path, rank: int = 0) -> Path:
+    found = folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    return found if found.exists() else folder / "mp_rank_00_model_states.pt"
+
+
+def _changed(file: Path, change: Callable[[Any], None]) -> None:
+    with classes():
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+
+
+def _held(file: Path, change: Callable[[Any], None]) -> None:
+    _changed(file, lambda content: change(content["optimizer_state_dict"]))
+
+
+def _without(which: Callable[[Path], Path]) -> Damage:
+    return lambda folder, _: which(folder).unlink()
+
+
+def _cut(which: Callable[[Path], Path], nbytes: int) -> Damage:
+    def cut(folder: Path, _: Path) -> None:
+        file = which(folder)
+        file.write_bytes(file.read_bytes()[:-nbytes])
+
+    return cut
+
+
+def _of_other(name: str, *, which: Callable[[Path], Path] = lambda folder: _optim(folder, 1)) -> Damage:
+    """One rank's file of another run takes the place of this run's."""
+
+    def replaced(folder: Path, others: Path) -> None:
+        (other,) = (others / name).glob("global_step*")
+        shutil.copy(which(other), which(folder))
+
+    return replaced
+
+
+def _swapped(which: Callable[[Path, int], Path]) -> Damage:
+    def swap(folder: Path, _: Path) -> None:
+        first, second = which(folder, 0), which(folder, 1)
+        content = first.read_bytes()
+        second.replace(first)
+        second.write_bytes(content)
+
+    return swap
+
+
+def _swap_mappings(folder: Path, _: Path) -> None:
+    """What the files of two ranks say of their partitions, but not the partitions."""
+    with classes():
+        files = [torch.load(_optim(folder, rank), weights_only=False) for rank in (0, 1)]
+        first, second = (file["optimizer_state_dict"] for file in files)
+        key = "param_slice_mappings"
+        first[key], second[key] = second[key], first[key]
+        for rank, file in enumerate(files):
+            torch.save(file, _optim(folder, rank))
+
+
+def _other_start(held: Any) -> None:
+    next(iter(held["param_slice_mappings"][0].values())).start += 4
+
+
+def _fewer(key: str) -> Damage:
+    def shorten(held: Any) -> None:
+        held[key][0] = held[key][0][:-40].clone()
+
+    return lambda folder, _: _held(_optim(folder, 1), shorten)
+
+
+def _set(which: Callable[[Path], Path], key: str, value: Any, *, inside: bool = False) -> Damage:
+    def change(content: Any) -> None:
+        (content["optimizer_state_dict"] if inside else content)[key] = value
+
+    return lambda folder, _: _changed(which(folder), change)
+
+
+def _other_names(content: Any) -> None:
+    """Two parameters of one group, in each other's place."""
+    shapes = content["param_shapes"][0]
+    names = [*shapes]
+    names[1], names[2] = names[2], names[1]
+    content["param_shapes"][0] = {name: shapes[name] for name in names}
+
+
+def _shorter_moments(held: Any) -> None:
+    state = held.get("base_optimizer_state", held.get("optimizer_state_dict"))["state"][0]
+    state["exp_avg"] = state["exp_avg"][:100].clone()
+
+
+def _frozen_fragment(content: Any) -> None:
+    content["frozen_param_fragments"]["frozen.weight"] = torch.zeros(7, dtype=torch.bfloat16)
+
+
+def _second(folder: Path) -> Path:
+    return _optim(folder, 1)
+
+
+def _tensor_parallel(folder: Path, _: Path) -> None:
+    shutil.copy(_model(folder), folder / "mp_rank_01_model_states.pt")
+
+
+def _other_prefix(folder: Path, _: Path) -> None:
+    shutil.copy(_second(folder), folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+
+
+#: Stage, what is done to the files, and the error. ``others`` has the same run at another step, and on another number of ranks.
+DAMAGES: dict[str, tuple[int, Damage, str]] = {
+    "no partitions of the last rank": (
+        2,
+        _without(_second),
+        r"has no file of rank\(s\) \[1\] of 2 \(\*_optim_states.pt\)",
+    ),
+    "no partitions of the first rank": (
+        3,
+        _without(lambda f: _optim(f, 0)),
+        r"has no file of rank\(s\) \[0\] of 2",
+    ),
+    "no model of the last rank": (
+        3,
+        _without(lambda f: _model(f, 1)),
+        r"has no file of rank\(s\) \[1\] of 2 \(\*_model_states",
+    ),
+    "no model": (1, _without(_model), r"has no file of rank\(s\) \[0\] of 1 \(\*_model_states"),
+    "partitions cut short": (
+        2,
+        _cut(_second, 900),
+        r"rank_1_mp_rank_00_optim_states.pt: not a torch.save file",
+    ),
+    "a model cut short": (3, _cut(_model, 1), r"rank_0_mp_rank_00_model_states.pt: not a torch.save file"),
+    "a file cut in half": (1, _cut(_second, 20_000), "optim_states.pt: not a torch.save file"),
+    "partitions of another step": (
+        2,
+        _of_other("step"),
+        r"'optimizer.*step'|'state\.0\.step' isn't the same in .*rank_0.* and .*rank_1",
+    ),
+    "partitions of another step (3)": (
+        3,
+        _of_other("step"),
+        r"'state\.0\.step' isn't the same in .*rank_0.* and .*rank_1",
+    ),
+    "a model of another step": (2, _of_other("step", which=_model), "is of step 9, in the folder of step 2"),
+    "a rank's model of another step": (
+        3,
+        _of_other("step", which=lambda f: _model(f, 1)),
+        "'global_steps' isn't the same",
+    ),
+    "partitions of a run on 3 ranks": (
+        2,
+        _of_other("ranks"),
+        "is of a run on 3 ranks, and the folder has partitions of 2|has no file",
+    ),
+    "partitions of a run on 3 ranks (3)": (3, _of_other("ranks"), "is of a run on 3 ranks|has no file"),
+    "a model of a run on 3 ranks": (
+        2,
+        _of_other("ranks", which=_model),
+        "is of a run on 3 ranks, and the folder has partitions of 2",
+    ),
+    "ranks' partitions swapped": (
+        2,
+        _swapped(_optim),
+        r"was saved as bf16_zero_pp_rank_1_.*: the files of ranks are mixed up",
+    ),
+    "ranks' partitions swapped (3)": (
+        3,
+        _swapped(_optim),
+        r"was saved as bf16_zero_pp_rank_1_.*: the files of ranks are mixed up",
+    ),
+    "ranks' models swapped": (3, _swapped(_model), r"was saved as zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    "ranks' mappings swapped": (
+        2,
+        _swap_mappings,
+        "rank_0_.*: its param_slice_mappings describe other parts than those of rank 0",
+    ),
+    "a mapping that begins elsewhere": (
+        1,
+        lambda f, _: _held(_second(f), _other_start),
+        "rank_1_.*: its param_slice_mappings describe",
+    ),
+    "no mappings that can be read": (
+        1,
+        _set(_second, "param_slice_mappings", 7, inside=True),
+        "its param_slice_mappings describe other",
+    ),
+    "parameters in another order": (
+        2,
+        lambda f, _: _changed(_model(f), _other_names),
+        "its param_slice_mappings describe other parts",
+    ),
+    "parameters in another order on one rank": (
+        3,
+        lambda f, _: _changed(_model(f, 1), _other_names),
+        "'param_shapes.*' isn't the same",
+    ),
+    "a short partition": (
+        2,
+        _fewer("single_partition_of_fp32_groups"),
+        "its group 0 have .* elements, and the ranks' partitions",
+    ),
+    "a short partition (3)": (
+        3,
+        _fewer("fp32_flat_groups"),
+        "its group 0 have .* elements on each rank, and the ranks' partitions",
+    ),
+    "short moments": (2, lambda f, _: _held(_second(f), _shorter_moments), r"'.*\.exp_avg' needs elements"),
+    "a short frozen part": (
+        3,
+        lambda f, _: _changed(_model(f, 1), _frozen_fragment),
+        "'frozen.weight' needs elements",
+    ),
+    "another number of groups": (
+        2,
+        _set(_model, "param_shapes", [{"scale": (1,)}]),
+        "has 2 partitions of 1 groups",
+    ),
+    "another number of partitions": (
+        2,
+        _set(_second, "partition_count", [2, 4], inside=True),
+        "its groups are cut into .2, 4. partitions",
+    ),
+    "shapes that aren't": (3, _set(_model, "param_shapes", [{"scale": (-1,)}]), "malformed|isn't the same"),
+    "no shapes": (2, _set(_model, "param_shapes", None), "isn't a model's file of DeepSpeed ZeRO"),
+    "no partitions in the file": (
+        2,
+        _set(_second, "single_partition_of_fp32_groups", None, inside=True),
+        "it has no fp32 partitions",
+    ),
+    "another stage": (2, _set(_second, "zero_stage", 1, inside=True), "'zero_stage' isn't the same"),
+    "tensor parallelism": (2, _tensor_parallel, "of DeepSpeed with tensor, pipeline or expert parallelism"),
+    "two files of a rank": (2, _other_prefix, "has two files of rank 1"),
+}
+
+
+def test_what_does_not_fit_together_is_named_before_anything_is_placed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    folders = {}
+    for stage in (1, 2, 3):
+        made(tmp_path / f"run-{stage}", stage, "bf16")
+        made(tmp_path / f"others-{stage}/step", stage, "bf16", step=9)
+        made(tmp_path / f"others-{stage}/ranks", stage, "bf16", ranks=3)
+    for k, (what, (stage, damage, _)) in enumerate(DAMAGES.items()):
+        folders[what] = Path(shutil.copytree(tmp_path / f"run-{stage}", tmp_path / f"damaged-{k}"))
+        damage(folders[what] / "global_step2", tmp_path / f"others-{stage}")
+    results = ranks.run_ranks(2, fns.errors_of, [str(path) for path in folders.values()])
+    for of_rank in results:
+        for (text, untouched), (what, (_, _, expected)) in zip(of_rank, DAMAGES.items(), strict=True):
+            assert re.search(expected, text), (what, text)
+            assert untouched, what

@@ -172,7 +172,9 @@ class _Step:
                 raise FormatError(f"its {key} are {brief(found[key])}, expected a dict")
         names = found["buffer_names"] if type(found["buffer_names"]) is list else []
         buffers = {name for name in names if type(name) is str}
-        flat = {name for group in found["param_shapes"] if type(group) is dict for name in group}
+        # As pairs, so that the order, which decides where parameters are, is compared, too.
+        found["param_shapes"] = [[*group.items()] for group in found["param_shapes"] if type(group) is dict]
+        flat = {name for group in found["param_shapes"] for name, _ in group}
         # In ZeRO 3 the module has empty tensors in place of parameters. In ZeRO 1 it alone has the frozen ones.
         wanted = buffers if self.is_3 else module.keys() - flat - found["shared_params"].keys()
         return found | {"module": {name: value for name, value in module.items() if name in wanted}}
@@ -209,12 +211,11 @@ class _Step:
     def _groups(self, found: Sequence[Any]) -> list[Shapes]:
         """The shapes of each group's parameters."""
         path = self.paths["model"][0]
-        for group in found:
-            for name, shape in group.items() if type(group) is dict else [(None, group)]:
-                numel_of(shape, check_name(name, "the name of a parameter", path), path)
-        if len({name for group in found for name in group}) != sum(map(len, found)):
+        for name, shape in (pair for group in found for pair in group):
+            numel_of(shape, check_name(name, "the name of a parameter", path), path)
+        if len({name for group in found for name, _ in group}) != sum(map(len, found)):
             raise FormatError("two groups have a parameter of the same name", path=path)
-        return [{name: tuple(shape) for name, shape in group.items()} for group in found]
+        return [{name: tuple(shape) for name, shape in group} for group in found]
 
     def _flat(self, found: Any, groups: int, path: str) -> list[StoredTensor]:
         if type(found) is not list or len(found) != groups:
