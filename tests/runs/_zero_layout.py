@@ -63,11 +63,13 @@ def write(
     step: int = 2,
     align_params: bool = False,
     deal: bool = False,
+    own_adam: str = "",
 ) -> Path:
     """The checkpoint of one step in ``root``; gives the folder of its files.
 
     ``groups``: fp32 masters by group. ``moments``: by state, then by parameter. ``align_params``: each parameter begins at a multiple of four.
-    ``deal``: the order of ``round_robin_gradients``.
+    ``deal``: the order of ``round_robin_gradients``. ``own_adam``: DeepSpeed's in place of torch's, which counts steps by "parameter" (ops/adam
+    cpu_adam.py and fused_adam.py), or by "group", as before 0.14.
     """
     folder = root / f"global_step{step}"
     folder.mkdir(parents=True)
@@ -101,6 +103,12 @@ def write(
             }
             for k in range(len(groups))
         }
+        if own_adam:
+            for one in settings:
+                one |= {"bias_correction": True, **({"step": step} if own_adam == "group" else {})}
+            for of in states.values():
+                of.pop("step")
+                of |= {"step": step} if own_adam == "parameter" else {}
         inner = {"state": states, "param_groups": settings}
         held: dict[str, Any] = {"zero_stage": _STAGES(stage), "loss_scaler": _SCALER(), "overflow": False}
         if stage == 3:

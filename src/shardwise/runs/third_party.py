@@ -554,7 +554,7 @@ class ThirdPartyRun:
             raise StateError(f"{self.path}: {self._no_optimizer(k)}; leave it out of the state")
         source, head = stored[k]
         if self._zero is not None:
-            return _of_state_dict(self._zero.optimizer, self._zero.catalog.files, source)
+            return _as_torchs(_of_state_dict(self._zero.optimizer, self._zero.catalog.files, source))
         if is_file(source):
             return _of_state_dict(*read_torch_file(source), source)
         return _of_dcp(self._dcp(source), head)
@@ -780,6 +780,21 @@ def _of_state_dict(content: Any, files: tuple[StoredFile, ...], path: str) -> St
                 values.setdefault(str(owner), {})[str(key)] = plain.of(value)
     settings = [_group(plain.of(group), path) for group in groups]
     return StoredOptimizer(Catalog("full state", path, tensors, files), values, settings, {})
+
+
+def _as_torchs(stored: StoredOptimizer) -> StoredOptimizer:
+    """The state of DeepSpeed's own Adam as that of torch's, which has the step as a tensor and always corrects the bias."""
+    groups = [dict(group) for group in stored.groups or ()]
+    values = {owner: dict(own) for owner, own in stored.values.items()}
+    for group in groups:
+        if group.get("bias_correction") in (True, 1):
+            del group["bias_correction"]
+        steps = {name: values.get(name, {}).get("step", group.get("step")) for name in group["params"]}
+        group.pop("step", None)  # older ones count by group
+        for name, step in steps.items():
+            if is_count(step):
+                values.setdefault(name, {})["step"] = torch.tensor(float(step))
+    return replace(stored, groups=groups, values=values)
 
 
 def _has_tensor(value: Any) -> bool:
