@@ -69,7 +69,7 @@ def write(
 
     ``groups``: fp32 masters by group. ``moments``: by state, then by parameter. ``align_params``: each parameter begins at a multiple of four.
     ``deal``: the order of ``round_robin_gradients``. ``own_adam``: DeepSpeed's in place of torch's, which counts steps by "parameter" (ops/adam
-    cpu_adam.py and fused_adam.py), or by "group", as before 0.14.
+    cpu_adam.py and fused_adam.py), or by "group", as older versions did.
     """
     folder = root / f"global_step{step}"
     folder.mkdir(parents=True)
