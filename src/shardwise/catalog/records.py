@@ -366,7 +366,7 @@ PIPELINE = Kind(
 ZERO = Kind(
     name="a DeepSpeed checkpoint (ZeRO)",
     marks=(
-        r"zero_to_fp32\.py|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
+        r"zero_to_fp32\.py|latest_universal|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
     ),
     works=_RESTORED,
     instead=_CONVERT,
@@ -616,16 +616,17 @@ def stem_of_ranks(path: str) -> str | None:
 
 
 def zero_folder(path: str) -> str | None:
-    """The folder of one step of DeepSpeed ZeRO: ``path``, or the one below it that its file ``latest`` names; None if there is none.
+    """The folder of one step of DeepSpeed ZeRO: ``path``, or the one below it that its file ``latest`` (or ``latest_universal``) names; None if there is none.
 
     Lists the folders. Raises :class:`SourceError` if ``latest`` can't be read, or leads elsewhere.
     """
     names = _names(path)
     folder = path.rstrip("/")
-    if "latest" in names:
-        tag = read_small(join(path, "latest"), "DeepSpeed's latest", 1024).decode(errors="replace").strip()
+    if latest := next((name for name in ("latest", "latest_universal") if name in names), None):
+        tag = read_small(join(path, latest), f"DeepSpeed's {latest}", 1024).decode(errors="replace").strip()
         folder, names = inside(path, tag), _names(inside(path, tag))
-    return folder if any(name.endswith("_optim_states.pt") for name in names) else None
+    is_universal = "zero" in names and any(map(ZERO_FILE.fullmatch, names))
+    return folder if is_universal or any(name.endswith("_optim_states.pt") for name in names) else None
 
 
 def refuse_foreign(path: str) -> None:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError, SourceError
-from ..limits import brief, check_name, is_count, numel_of
+from ..limits import brief, check_name, inside, is_count, numel_of
 from ..objects import frozen
-from ..storage import names_in
+from ..storage import is_file, names_in
 from ..storage.records import join
-from ..tensors.boxes import boxes_of_range
+from ..tensors.boxes import boxes_of_range, whole
 from .pickles import Record
 from .rank_files import RANK_NAMES, Merge
 from .records import ZERO_FILE, Catalog, Chunk, StoredFile, StoredTensor
@@ -72,6 +72,7 @@ class _Run(NamedTuple):
 
 
 Layout = dict[str, list[_Run]]
+Tensors = dict[str, StoredTensor]
 
 
 class _Step:
@@ -105,14 +106,16 @@ class _Step:
         }
         self.files: list[StoredFile] = []
         self.sums: dict[tuple[str, int], int] = {}
+        self.is_universal = not names["optim"]
         for part, of_ranks in names.items():
-            self._complete(part, of_ranks, max(of_ranks, default=0) + 1)
+            if of_ranks or part == "model":
+                self._complete(part, of_ranks, max(of_ranks, default=0) + 1)
 
     def read(self) -> ZeroCheckpoint:
         held = [self._content(path, _of_partitions) for path in self.paths["optim"]]
         models = [self._content(path, self._of_model) for path in self.paths["model"]]
-        self._check_sizes(held, models)
-        for part, ranks in (("optim", held), ("model", models)):
+        self.world_size = self._world_size(held, models)
+        for part, ranks in (("optim", held), ("model", models)) if held else (("model", models),):
             self._same(part, [{key: one[key] for key in _SHARED[part]} for one in ranks])
         model, step = models[0], models[0]["global_steps"]
         named = re.fullmatch(r"global_step(\d{1,12})", os.path.basename(self.folder))
@@ -121,6 +124,18 @@ class _Step:
                 f"is of step {step}, in the folder of step {named[1]}", path=self.paths["model"][0]
             )
         groups = self._groups(model["param_shapes"])
+        tensors, optimizer = self._universal(groups) if self.is_universal else self._partitioned(groups, held)
+        tensors |= self._others(models, tensors)
+        refuse_overlap(tensors.values(), self.files, self.folder)
+        catalog = Catalog("full state", self.folder, tensors, tuple(self.files))
+        return ZeroCheckpoint(
+            catalog, optimizer, model["lr_scheduler"], step if is_count(step) else None, self.world_size
+        )
+
+    def _partitioned(
+        self, groups: Sequence[Shapes], held: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tensors, Any]:
+        """The parameters, and the optimizer, in flat partitions."""
         flats = [
             self._flat(one["flat"], len(groups), path)
             for one, path in zip(held, self.paths["optim"], strict=True)
@@ -128,19 +143,40 @@ class _Step:
         numels = [[flat.shape[0] for flat in rank] for rank in flats]
         layout = self._layout(groups, numels, held[0]["param_alignment_paddings"])
         self._check_mappings([one["mappings"] for one in held], groups, numels, layout, held[0])
-        shapes = {name: shape for group in groups for name, shape in group.items()}
-        tensors = {name: _gathered(name, shape, layout[name], flats) for name, shape in shapes.items()}
-        tensors |= self._others(models, tensors)
-        refuse_overlap(tensors.values(), self.files, self.folder)
+        tensors = {
+            name: _gathered(name, shape, layout[name], flats)
+            for group in groups
+            for name, shape in group.items()
+        }
         optimizers = [one["optimizer"] for one in held]
         is_whole = all(type(one) is dict for one in optimizers)
-        return ZeroCheckpoint(
-            Catalog("full state", self.folder, tensors, tuple(self.files)),
-            self._optimizer(optimizers, groups, layout) if is_whole else None,
-            model["lr_scheduler"],
-            step if is_count(step) else None,
-            len(held),
-        )
+        return tensors, self._optimizer(optimizers, groups, layout) if is_whole else None
+
+    def _universal(self, groups: Sequence[Shapes]) -> tuple[Tensors, Any]:
+        """The same of a universal checkpoint (``checkpoint/ds_to_universal.py``), which has a file for each state of a parameter."""
+        root = join(self.folder, "zero")
+        common = self._content(join(root, "optimizer_state.pt"), _of_universal)
+        tensors: Tensors = {}
+        states: dict[str, dict[str, Any]] = {}
+        for k, (name, shape) in ((k, pair) for k, group in enumerate(groups) for pair in group.items()):
+            folder = inside(root, name)
+            if not is_file(join(folder, "fp32.pt")):
+                raise SourceError(f"has no fp32.pt of {brief(name)}", path=folder)
+            # ZeRO 3 has no step.pt, only the step of each group.
+            states[name] = {key: value for key, value in common["states"].get(k, {}).items() if key == "step"}
+            for file in sorted(file for file in names_in(folder) if file.endswith(".pt")):
+                key, path = file.removesuffix(".pt"), join(folder, file)
+                value = self._content(
+                    path, lambda found: found["param"] if type(found) is dict and "param" in found else found
+                )
+                if isinstance(value, StoredTensor) and key != "step":
+                    if value.shape not in (shape, (math.prod(shape),)):
+                        raise FormatError(f"has shape {list(value.shape)}, expected {list(shape)}", path=path)
+                    chunks = tuple(replace(chunk, box=whole(shape)) for chunk in value.chunks)
+                    value = StoredTensor(f"{name}.{key}", value.dtype, shape, chunks)
+                states[name][key] = value
+            tensors[name] = replace(states[name].pop("fp32"), name=name)
+        return tensors, {"state": states, "param_groups": _named_groups(common["param_groups"], groups, root)}
 
     # -- the files
 
@@ -179,9 +215,11 @@ class _Step:
         wanted = buffers if self.is_3 else module.keys() - flat - found["shared_params"].keys()
         return found | {"module": {name: value for name, value in module.items() if name in wanted}}
 
-    def _check_sizes(self, held: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the numbers of ranks that the files say with those of the files."""
-        found = len(held)
+    def _world_size(self, held: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> int:
+        """The number of ranks, which is the same in all files."""
+        found = models[0]["dp_world_size"] if self.is_universal else len(held)
+        if not is_count(found) or not 0 < found <= _MOST_RANKS:
+            raise FormatError(f"is of a run on {brief(found)} ranks", path=self.paths["model"][0])
         for path, one in zip(self.paths["optim"], held, strict=True):
             sizes = one["partition_count"]
             sizes = sizes if type(sizes) is list else [sizes]
@@ -197,6 +235,7 @@ class _Step:
         for path, one in zip(self.paths["model"], models, strict=True):
             if is_count(one["dp_world_size"]) and one["dp_world_size"] != found:
                 raise self._other_size(one["dp_world_size"], found, path)
+        return int(found)
 
     def _other_size(self, size: int, found: int, path: str) -> FormatError:
         return FormatError(
@@ -326,7 +365,7 @@ class _Step:
         # Vectors are a rank's own; the step, other values and settings are the same on all ranks.
         self._same("optim", [_without_vectors(one) for one in found])
         state, settings = (found[0].get(key) for key in ("state", "param_groups"))
-        if type(state) is not dict or type(settings) is not list:
+        if type(state) is not dict:
             raise FormatError("its optimizer isn't stored as a state dict", path=paths[0])
         states: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group}
         for k, group in enumerate(groups):
@@ -342,13 +381,8 @@ class _Step:
                     states[name][str(key)] = (
                         _gathered(f"{name}.{key}", shape, layout[name], flats) if is_vector else value
                     )
-        members = []
-        for one in settings:
-            numbers = one.get("params") if type(one) is dict else None
-            if type(numbers) is not list or not all(is_count(k) and k < len(groups) for k in numbers):
-                raise FormatError(f"its optimizer has a group of {brief(numbers)}", path=paths[0])
-            members.append({**one, "params": [name for k in numbers for name in groups[k]]})
-        return {"state": {name: one for name, one in states.items() if one}, "param_groups": members}
+        named = _named_groups(settings, groups, paths[0])
+        return {"state": {name: one for name, one in states.items() if one}, "param_groups": named}
 
 
 def _of_partitions(content: Any) -> dict[str, Any]:
@@ -371,6 +405,28 @@ def _of_partitions(content: Any) -> dict[str, Any]:
         if type(mappings) is list
         else [],
     }
+
+
+def _of_universal(content: Any) -> dict[str, Any]:
+    """Of the file with what parameters share: the groups of the optimizer, and in ZeRO 3 the state of a rank."""
+    found = content if type(content) is dict else {}
+    inner = found.get("optimizer_state_dict")
+    states = inner.get("state") if type(inner) is dict else None
+    own = {k: one for k, one in states.items() if type(one) is dict} if type(states) is dict else {}
+    return {"param_groups": found.get("param_groups"), "states": own}
+
+
+def _named_groups(found: Any, groups: Sequence[Shapes], path: str) -> list[dict[str, Any]]:
+    """The optimizer's groups with names for the numbers of flat partitions."""
+    if type(found) is not list:
+        raise FormatError("its optimizer isn't stored as a state dict", path=path)
+    named = []
+    for one in found:
+        numbers = one.get("params") if type(one) is dict else None
+        if type(numbers) is not list or not all(is_count(k) and k < len(groups) for k in numbers):
+            raise FormatError(f"its optimizer has a group of {brief(numbers)}", path=path)
+        named.append({**one, "params": [name for k in numbers for name in groups[k]]})
+    return named
 
 
 def _plain(value: Any) -> Any:
