@@ -157,6 +157,27 @@ def write(
     return folder
 
 
+def make_universal(folder: Path, stage: int, states: dict[str, Tensors]) -> None:
+    """Put the states of parameters in files of their own, in place of the partitions: ``checkpoint/ds_to_universal.py``."""
+    files = sorted(folder.glob("*_optim_states.pt"))
+    with classes():
+        held = torch.load(files[0], weights_only=False)["optimizer_state_dict"]
+        inner = held["optimizer_state_dict"] if stage == 3 else held.pop("base_optimizer_state")
+        for key, of in states.items():
+            for name, t in of.items():
+                (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
+                torch.save(
+                    t.reshape(-1) if stage == 3 else {"param": t, "cat_dim": 0},
+                    folder / f"zero/{name}/{key}.pt",
+                )
+                if stage < 3:
+                    torch.save(inner["state"][0]["step"], folder / f"zero/{name}/step.pt")
+        torch.save({**held, "param_groups": inner["param_groups"]}, folder / "zero/optimizer_state.pt")
+    for file in files:
+        file.unlink()
+    (folder.parent / "latest").rename(folder.parent / "latest_universal")
+
+
 def _equal_parts(t: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     part = math.ceil(t.numel() / ranks)
     padded = torch.zeros(part * ranks, dtype=t.dtype)

@@ -31,7 +31,7 @@ from tests.docs.blocks import ROOT
 from tests.harness.command import runner
 from tests.harness.pool import RankPool
 from tests.runs import _zero_fns as fns
-from tests.runs._zero_layout import Tensors, classes, write
+from tests.runs._zero_layout import Tensors, classes, make_universal, write
 from tests.runs.test_numbered import qwen
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,6 +135,32 @@ def test_a_run_of_deepspeed_itself(ranks: RankPool, tmp_path: Path, stage: int, 
     expected = really_made(tmp_path / "run", stage, dtype, 2)
     for now in (1, 2, 3):
         check(ranks, tmp_path / "run", expected, now)
+    words = [
+        "--input_folder",
+        tmp_path / "run/global_step2",
+        "--output_folder",
+        tmp_path / "universal/global_step2",
+    ]
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words, "--inject_missing_state"]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(ranks, tmp_path / "universal", expected, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    expected = made(tmp_path / "run", stage, "bf16", 3)
+    folder = tmp_path / "run/global_step2"
+    trained = {n.removesuffix(".exp_avg") for n in expected["moments"] if n.endswith(".exp_avg")}
+    states = {key: {n: expected["moments"][f"{n}.{key}"] for n in trained} for key in fns.MOMENTS}
+    make_universal(folder, stage, {"fp32": {n: expected["model"][n] for n in trained}, **states})
+    check(ranks, tmp_path / "run", expected, 2)
+    (folder / "zero/conv.bias/fp32.pt").rename(tmp_path / "bias.pt")
+    with pytest.raises(SourceError, match=r"has no fp32\.pt of 'conv\.bias'"):
+        open_catalog(tmp_path / "run")
+    shutil.copy(folder / "zero/conv.weight/fp32.pt", folder / "zero/conv.bias/fp32.pt")
+    with pytest.raises(SourceError, match=r"conv\.bias/fp32\.pt: has shape \[.*\], expected \[36\]"):
+        open_catalog(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
