@@ -116,7 +116,7 @@ class _Step:
         models = [self._content(path, self._of_model) for path in self.paths["model"]]
         self.world_size = self._world_size(held, models)
         for part, ranks in (("optim", held), ("model", models)) if held else (("model", models),):
-            self._same(part, [{key: one[key] for key in _SHARED[part]} for one in ranks])
+            self._check_same(part, [{key: one[key] for key in _SHARED[part]} for one in ranks])
         model, step = models[0], models[0]["global_steps"]
         named = re.fullmatch(r"global_step(\d{1,12})", os.path.basename(self.folder))
         if named and is_count(step) and step != int(named[1]):
@@ -140,9 +140,10 @@ class _Step:
             self._flat(one["flat"], len(groups), path)
             for one, path in zip(held, self.paths["optim"], strict=True)
         ]
-        numels = [[flat.shape[0] for flat in rank] for rank in flats]
-        layout = self._layout(groups, numels, held[0]["param_alignment_paddings"])
-        self._check_mappings([one["mappings"] for one in held], groups, numels, layout, held[0])
+        self.numels = [[flat.shape[0] for flat in rank] for rank in flats]
+        self.paddings = held[0]["param_alignment_paddings"]
+        layout = self._layout(groups)
+        self._check_mappings([one["mappings"] for one in held], groups, layout)
         tensors = {
             name: _gathered(name, shape, layout[name], flats)
             for group in groups
@@ -220,6 +221,7 @@ class _Step:
         found = models[0]["dp_world_size"] if self.is_universal else len(held)
         if not is_count(found) or not 0 < found <= _MOST_RANKS:
             raise FormatError(f"is of a run on {brief(found)} ranks", path=self.paths["model"][0])
+        said: dict[str, Any] = {}
         for path, one in zip(self.paths["optim"], held, strict=True):
             sizes = one["partition_count"]
             sizes = sizes if type(sizes) is list else [sizes]
@@ -229,20 +231,17 @@ class _Step:
                     path=path,
                 )
             self._complete("optim", dict(enumerate(held)), min(sizes[0], _MOST_RANKS))
-            if sizes[0] != found:
-                raise self._other_size(sizes[0], found, path)
+            said[path] = sizes[0]
         self._complete("model", dict(enumerate(models)), found if self.is_3 else 1)
-        for path, one in zip(self.paths["model"], models, strict=True):
-            if is_count(one["dp_world_size"]) and one["dp_world_size"] != found:
-                raise self._other_size(one["dp_world_size"], found, path)
+        said |= {path: one["dp_world_size"] for path, one in zip(self.paths["model"], models, strict=True)}
+        for path, size in said.items():
+            if size not in (None, found):
+                raise FormatError(
+                    f"is of a run on {brief(size)} ranks, and the folder has partitions of {found}", path=path
+                )
         return int(found)
 
-    def _other_size(self, size: int, found: int, path: str) -> FormatError:
-        return FormatError(
-            f"is of a run on {size} ranks, and the folder has partitions of {found}", path=path
-        )
-
-    def _same(self, part: str, values: Sequence[Any]) -> None:
+    def _check_same(self, part: str, values: Sequence[Any]) -> None:
         Merge(self.paths[part], self.sums, _HINT).merged(values)
 
     # -- the layout
@@ -262,12 +261,13 @@ class _Step:
             raise FormatError(f"has {what} partitions of {groups} groups of parameters. {_HINT}", path=path)
         return [_vector(one, path) for one in found]
 
-    def _layout(self, groups: Sequence[Shapes], numels: Sequence[Sequence[int]], paddings: Any) -> Layout:
-        """Where each parameter's elements are; ``numels``: of each rank's partitions. Raises :class:`FormatError` if they don't fit."""
+    def _layout(self, groups: Sequence[Shapes]) -> Layout:
+        """Where each parameter's elements are. Raises :class:`FormatError` if the partitions don't fit."""
         found: Layout = {}
         for k, group in enumerate(groups):
-            at, parts = 0, [rank[k] for rank in numels]
-            after = paddings[k] if type(paddings) is list and k < len(paddings) else [0] * len(group)
+            at, parts, after = 0, [rank[k] for rank in self.numels], [0] * len(group)
+            if type(self.paddings) is list and k < len(self.paddings):
+                after = self.paddings[k]
             if type(after) is not list or len(after) != len(group) or not all(map(is_count, after)):
                 raise FormatError(
                     f"pads {len(group)} parameters by {brief(after)}", path=self.paths["optim"][0]
@@ -295,34 +295,21 @@ class _Step:
                 )
         return found
 
-    def _check_mappings(
-        self,
-        mappings: Sequence[Any],
-        groups: Sequence[Shapes],
-        numels: Sequence[Sequence[int]],
-        layout: Layout,
-        first: Mapping[str, Any],
-    ) -> None:
+    def _check_mappings(self, mappings: Sequence[Any], groups: Sequence[Shapes], layout: Layout) -> None:
         """Compare what each rank's file says of its own partitions (``param_slice_mappings``, before ZeRO 3) with the layout."""
-        wanted = _mappings(layout, len(groups), len(mappings))
+        n = len(mappings)
+        wanted = _mappings(layout, len(groups), n)
         if None in mappings or mappings == wanted:
             return
+        # With round_robin_gradients, DeepSpeed describes the order that a group had before it was dealt out to the ranks.
+        dealt = []
+        for k, group in enumerate(groups):
+            before = [*dict.fromkeys(name for one in mappings for name in (one[k] if k < len(one) else ()))]
+            if [name for r in range(n) for name in before[r::n]] == [*group]:
+                dealt.append({name: group[name] for name in before})
+        if len(dealt) == len(groups) and mappings == _mappings(self._layout(dealt), len(groups), n):
+            return
         rank = next(rank for rank, one in enumerate(mappings) if one != wanted[rank])
-        if all(len(one) == len(groups) for one in mappings):
-            # With round_robin_gradients, DeepSpeed describes the order that a group had before it was dealt out to the ranks.
-            before = [
-                [*dict.fromkeys(name for one in mappings for name in one[k])] for k in range(len(groups))
-            ]
-            n = len(mappings)
-            if all(
-                [name for r in range(n) for name in b[r::n]] == [*g]
-                for b, g in zip(before, groups, strict=True)
-            ):
-                dealt = [{name: g[name] for name in b} for b, g in zip(before, groups, strict=True)]
-                if mappings == _mappings(
-                    self._layout(dealt, numels, first["param_alignment_paddings"]), len(groups), n
-                ):
-                    return
         raise IntegrityError(
             f"its param_slice_mappings describe other parts than those of rank {rank} by the shapes in "
             f"{os.path.basename(self.paths['model'][0])}. {_HINT}",
@@ -339,7 +326,7 @@ class _Step:
         found = {name: one for name, one in model["module"].items() if isinstance(one, StoredTensor)}
         for name, one in model["frozen_param_fragments"].items():
             shape = model["frozen_param_shapes"].get(name)
-            numel = numel_of(shape, brief(name), paths[0])
+            numel, shape = numel_of(shape, brief(name), paths[0]), tuple(shape)
             if not self.is_3:
                 if not isinstance(one, StoredTensor) or one.shape != shape:
                     raise FormatError(
@@ -363,7 +350,7 @@ class _Step:
     def _optimizer(self, found: Sequence[Any], groups: Sequence[Shapes], layout: Layout) -> dict[str, Any]:
         paths = self.paths["optim"]
         # Vectors are a rank's own; the step, other values and settings are the same on all ranks.
-        self._same("optim", [_without_vectors(one) for one in found])
+        self._check_same("optim", [_without_vectors(one) for one in found])
         state, settings = (found[0].get(key) for key in ("state", "param_groups"))
         if type(state) is not dict:
             raise FormatError("its optimizer isn't stored as a state dict", path=paths[0])
@@ -390,20 +377,15 @@ def _of_partitions(content: Any) -> dict[str, Any]:
     held = content.get("optimizer_state_dict") if type(content) is dict else None
     held = held if type(held) is dict else {}
     mappings = held.get("param_slice_mappings")
-    flat = held.get(
-        "single_partition_of_fp32_groups", held.get("fp32_flat_groups")
-    )  # up to ZeRO 2, and ZeRO 3
+    mappings = mappings if mappings is None or type(mappings) is list else [mappings]
+    flat = held.get("single_partition_of_fp32_groups", held.get("fp32_flat_groups"))  # of ZeRO 3
     if flat is None:
         raise FormatError("isn't a rank's file of DeepSpeed ZeRO: it has no fp32 partitions")
     return {
         **{key: _plain(held.get(key)) for key in _SHARED["optim"]},
         "flat": flat,
         "optimizer": held.get("base_optimizer_state", held.get("optimizer_state_dict")),
-        "mappings": None
-        if mappings is None
-        else [*map(_addresses, mappings)]
-        if type(mappings) is list
-        else [],
+        "mappings": mappings and [*map(_addresses, mappings)],
     }
 
 

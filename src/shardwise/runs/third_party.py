@@ -792,7 +792,7 @@ def _as_torchs(stored: StoredOptimizer) -> StoredOptimizer:
         steps = {name: values.get(name, {}).get("step", group.get("step")) for name in group["params"]}
         group.pop("step", None)  # older ones count by group
         for name, step in steps.items():
-            if is_count(step):
+            if type(step) is int and is_count(step):
                 values.setdefault(name, {})["step"] = torch.tensor(float(step))
     return replace(stored, groups=groups, values=values)
 
