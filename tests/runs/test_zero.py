@@ -275,6 +275,14 @@ def test_a_transformers_model(tmp_path: Path) -> None:
         assert differences(dict(again.named_parameters()), trained) == []
 
 
+def test_a_latest_of_another_program(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+    (tmp_path / "latest").mkdir()
+    model = torch.nn.ParameterDict({"weight": torch.zeros(2)})
+    assert sw.restore(sw.TrainState(model=model), tmp_path).step == 4
+
+
 def test_a_trainers_folder(tmp_path: Path) -> None:
     """The HF Trainer's, with the files of DeepSpeed in a folder of it: a restore takes the masters, whatever weights are next to them."""
     expected = made(tmp_path / "checkpoint-2", 2, "bf16")

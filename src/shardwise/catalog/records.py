@@ -621,6 +621,8 @@ def zero_folder(path: str) -> str | None:
     Lists the folders. Raises :class:`SourceError` if ``latest`` can't be read, or leads elsewhere.
     """
     names = _names(path)
+    if kind_in(names) is not ZERO:  # others have a latest, too
+        return None
     folder = path.rstrip("/")
     if latest := next((name for name in ("latest", "latest_universal") if name in names), None):
         tag = read_small(join(path, latest), f"DeepSpeed's {latest}", 1024).decode(errors="replace").strip()

@@ -454,7 +454,7 @@ def is_third_party(path: str) -> bool:
 
 
 def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
-    """The training run at ``path``. Reads only names of files.
+    """The training run at ``path``. Reads only names of files, and the one in DeepSpeed's ``latest``.
 
     Raises :class:`SourceError` if there is none, or by its name if it can't be read.
     """
