@@ -128,6 +128,8 @@ def test_a_run_is_restored_at_any_number_of_ranks(
     check(ranks, tmp_path / "run", made(tmp_path / "run", stage, dtype), now)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("stage", "dtype"), EVERY)
 def test_a_run_of_deepspeed_itself(ranks: RankPool, tmp_path: Path, stage: int, dtype: str) -> None:
     if find_spec("deepspeed") is None:
@@ -179,6 +181,8 @@ def test_other_layouts(tmp_path: Path, stage: int, ranks: int, options: dict[str
     assert differences(model.state_dict(), expected["model"]) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("stage", "ranks", "options"), [(2, 3, ["dealt"]), (3, 3, ["subgroups"])])
 def test_other_layouts_of_deepspeed_itself(
     tmp_path: Path, stage: int, ranks: int, options: list[str]
