@@ -16,14 +16,7 @@ from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, Coded, StoredTensor
 from ..catalog.weights import ADAPTER_CONFIG, CONFIG_NAME, Choice, modules_in
 from ..dtypes import code_of, named_dtype, torch_dtype
-from ..errors import (
-    FormatError,
-    PlanError,
-    ShardError,
-    ShardwiseError,
-    SourceError,
-    UnsupportedConversionError,
-)
+from ..errors import FormatError, PlanError, ShardError, ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.diffusers import build_from_config as build_diffusers
 from ..internals.diffusers import is_diffusers_model, note_path
@@ -352,9 +345,8 @@ def load_pretrained(
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
         allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to those that the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
-        vocab_size: number of tokens that the model gets, if it needs more than are stored. The class's own ``resize_token_embeddings`` changes
-            the model on meta, with the ties, the head's bias and the config. The tensors that get longer are grown by ``"mean"``, unless
-            ``grow`` says otherwise. Fewer tokens than stored are an error.
+        vocab_size: number of tokens of the model, if it needs more than are stored. It replaces that of the config. Tensors with as many
+            rows, of which fewer are stored, are grown by ``"mean"``, unless ``grow`` says otherwise.
         grow: as for :func:`shardwise.load`: for tensors with more rows than stored, pattern → ``"mean"`` or ``"init"``.
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the active one first. The
             result is then a ``PeftModel`` around the sharded base. Its adapters are trainable; adapters without a directory
@@ -521,8 +513,9 @@ def prepare(
         setattr(config, field, value)
     settings = asked_of(request.quantized, config, catalog, directory)
     config = plain_config(config, catalog, directory, given=request.config is not None)
-    base = base if base is not None else _build(config, model_class, directory, catalog, asked.dtype)
-    longer = set() if request.vocab_size is None else _resize(base, request.vocab_size)
+    if base is None or request.vocab_size is not None:
+        config = _with_tokens(config, request.vocab_size)
+        base = _build(config, model_class, directory, catalog, asked.dtype)
     layers = {} if settings is None else put_into(base, settings, base.dtype)
     kept = kept_in(base)
     catalog = kept_parts(catalog) if kept else dequantized(catalog, lambda: named_tensors(base))
@@ -530,7 +523,7 @@ def prepare(
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     embeddings = embedding_names(base)  # before PEFT renames them
-    rules = replace(rules, embeddings=lambda: embeddings, grow=growth(request.grow or {}, longer))
+    rules = replace(rules, embeddings=lambda: embeddings, grow=growth(request.grow or {}, request.vocab_size))
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:
@@ -545,26 +538,17 @@ def prepare(
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
 
-def _resize(model: Any, vocab_size: int) -> set[str]:
-    """Give a model on meta more tokens, as its class does; returns the names of the tensors that get longer.
-
-    Raises :class:`ValueError` for fewer tokens than the model has, :class:`UnsupportedConversionError` if the class can't do it.
-    """
-    before = {name: t.tensor.shape for t in named_tensors(model) for name in t.names}
-    try:
-        tokens = model.get_input_embeddings().weight.shape[0]
-        if vocab_size >= tokens:
-            model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    except Exception as error:  # the class may have other embeddings, or none
-        raise UnsupportedConversionError(
-            f"vocab_size={vocab_size}: {type(model).__name__} can't change its number of tokens: {type(error).__name__}: {error}"
-        ) from error
-    if vocab_size < tokens:
+def _with_tokens(config: Any, vocab_size: int | None) -> Any:
+    """The config with another number of tokens, in its text part; as it is for None. Raises :class:`ValueError` if it has no such number."""
+    if vocab_size is None:
+        return config
+    part = None if isinstance(config, dict) else config.get_text_config()
+    if not isinstance(getattr(part, "vocab_size", None), int):
         raise ValueError(
-            f"vocab_size={vocab_size}, but the model has {tokens} tokens, and a load drops none: to remove the last ones, load the "
-            f"model in one process, call model.resize_token_embeddings({vocab_size}) and model.save_pretrained(…), and load that"
+            f"vocab_size={vocab_size}: the config ({type(config).__name__}) has no number of tokens"
         )
-    return {name for t in named_tensors(model) for name in t.names if t.tensor.shape != before.get(name)}
+    part.vocab_size = vocab_size
+    return config
 
 
 def with_callers(

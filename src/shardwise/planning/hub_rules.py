@@ -526,8 +526,10 @@ def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
         own = frozenset(rules.embeddings())
         return own | {name for name, base in names.items() if base in own}
 
-    def either(declared: Callable[[str], str | None]) -> Callable[[str], str | None]:
-        return lambda name: declared(name) or (declared(names[name]) if name in names else None)
+    def either(declared: Callable[..., str | None]) -> Callable[..., str | None]:
+        return lambda name, *rest: (
+            declared(name, *rest) or (declared(names[name], *rest) if name in names else None)
+        )
 
     return replace(
         rules,

@@ -107,6 +107,7 @@ class Declaration:
 
 #: How a load makes the rows of a tensor that are not stored: the mean of the stored ones, or the model's own initial values.
 GrowRule = Literal["mean", "init"]
+Grow = Callable[[str, int], str | None]
 
 
 @frozen
@@ -206,7 +207,7 @@ def same_names(stored: Mapping[str, StoredTensor]) -> list[Made]:
     return [as_stored(t, t.name) for t in stored.values()]
 
 
-def undeclared(*_: str) -> None:
+def undeclared(*_: object) -> None:
     """No declaration."""
 
 
@@ -221,8 +222,8 @@ class Rules:
     resolve: Resolve = same_names
     allow_unused: Callable[[str, str], str | None] = undeclared
     allow_missing: Callable[[str], str | None] = undeclared
-    grow: Callable[[str], str | None] = undeclared
-    """The rule for the rows of a wanted tensor that are not stored, or None if all must be."""
+    grow: Grow = undeclared
+    """Says for a wanted tensor and its number of rows by which rule those are made that aren't stored; None if all must be."""
     caller_declares: bool = False
     """Whether the call takes ``allow_unused=``, ``allow_missing=``, ``grow=`` and renames. Only then problems advise them."""
     embeddings: Callable[[], Collection[str]] = tuple
@@ -231,8 +232,8 @@ class Rules:
     """Wanted tensor → the adapter's file that must store it. One that is missing there is not new."""
 
 
-def growth(grow: Mapping[str, GrowRule], names: Collection[str] = ()) -> Callable[[str], str | None]:
-    """The rule for new rows of a tensor: that of the first pattern of ``grow`` that matches its name, and ``"mean"`` for ``names``.
+def growth(grow: Mapping[str, GrowRule], vocab_size: int | None = None) -> Grow:
+    """The rule of the first pattern of ``grow`` that matches a tensor's name, or else ``"mean"`` for one with ``vocab_size`` rows.
 
     Raises :class:`TypeError` for anything but a mapping of patterns to rules, :class:`ValueError` for an unknown rule.
     """
@@ -246,9 +247,9 @@ def growth(grow: Mapping[str, GrowRule], names: Collection[str] = ()) -> Callabl
                 f"grow={{{pattern!r}: {rule!r}}}: there is no such rule; expected 'mean' or 'init'"
             )
 
-    def rule_of(name: str) -> str | None:
+    def rule_of(name: str, rows: int) -> str | None:
         named = (rule for pattern, rule in grow.items() if fnmatchcase(name, pattern))
-        return next(named, "mean" if name in names else None)
+        return next(named, "mean" if rows == vocab_size else None)
 
     return rule_of
 
@@ -340,20 +341,19 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
 
 def _grown(w: Wanted, made: Made, rules: Rules) -> Grown | None:
     """The growth of a tensor that is declared to have more rows than are stored; None if it has none."""
-    if not _has_more_rows(w, made) or w.dtype not in _FLOATS:
+    rows = _more_rows(w, made)
+    if not rows or w.dtype not in _FLOATS:
         return None
-    rule = next((rule for name in (w.name, *w.aliases) if (rule := rules.grow(name))), None)
-    if rule is None:
-        return None
-    return Grown(w.name, made.shape, w.shape, "built" if w.kind == "buffer" else rule)
+    rule = next((rule for name in (w.name, *w.aliases) if (rule := rules.grow(name, rows))), None)
+    return rule and Grown(w.name, made.shape, w.shape, "built" if w.kind == "buffer" else rule)
 
 
-def _has_more_rows(w: Wanted, made: Made) -> bool:
-    """Whether a tensor is longer than the stored one in one dim, and as long in the others."""
+def _more_rows(w: Wanted, made: Made) -> int:
+    """The length of a tensor in the one dim in which it's longer than the stored one; 0 if they differ in any other way."""
     if len(made.shape) != len(w.shape):
-        return False
+        return 0
     other = [(stored, n) for stored, n in zip(made.shape, w.shape, strict=True) if stored != n]
-    return len(other) == 1 and 0 < other[0][0] < other[0][1]
+    return other[0][1] if len(other) == 1 and 0 < other[0][0] < other[0][1] else 0
 
 
 def _misfit(w: Wanted, made: Made, catalog: Catalog, rules: Rules) -> str | None:
@@ -385,10 +385,11 @@ def _other_rows(w: Wanted, made: Made, rules: Rules) -> str:
     )
     counts = f"; it has {made.shape[0]} tokens, but the model has {w.shape[0]}" if are_tokens else ""
     if are_tokens and made.shape[0] > w.shape[0]:
-        return f"{counts}: pass config= with vocab_size={made.shape[0]}"
-    if not rules.caller_declares or not _has_more_rows(w, made):
+        return f"{counts}, and a load drops none: load_pretrained(…, vocab_size={made.shape[0]})"
+    if not rules.caller_declares or not _more_rows(w, made):
         return counts
-    return f"{counts}; if its other rows are new, give grow={{{w.name!r}: 'mean'}}"
+    also = f"load_pretrained(…, vocab_size={w.shape[0]}), or " if are_tokens else ""
+    return f"{counts}; if its other rows are new: {also}grow={{{w.name!r}: 'mean'}}"
 
 
 def _in_blocks(w: Wanted, made: Made) -> str:
