@@ -23,6 +23,7 @@ from tests.loading._load_fns import (
     ordinary_model,
     whole,
 )
+from tests.loading._peft_fns import known_warnings
 
 OLD, NEW = 101, 128
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -271,3 +272,64 @@ def in_place(file: str) -> None:
         mean = value.double().mean(0)
         expected = torch.where(mean.isfinite(), mean, torch.nan).float().expand(now[rows:].shape)
         assert torch.equal(now[rows:].nan_to_num(9), expected.nan_to_num(9)), name
+
+
+# ----------------------------------------------------------------------------------------------------
+# Trained, saved, resumed, exported
+
+
+def run_of(directory: str, adapter: Any = None, **options: Any) -> sw.TrainState:
+    """A grown model and its optimizer."""
+    mesh = mesh_of((dist.get_world_size(),))
+    with known_warnings():
+        model = sw.load_pretrained(f"{directory}/old", mesh, vocab_size=NEW, adapter=adapter, **options)
+    return sw.TrainState(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    )
+
+
+def step_of(state: sw.TrainState) -> float:
+    """One step on old and new tokens."""
+    ids = torch.tensor([[1, 5, OLD, NEW - 1, 7, OLD + 3]])
+    loss = state.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    state.optimizer.step()  # type: ignore[union-attr]
+    state.optimizer.zero_grad()  # type: ignore[union-attr]
+    return loss.item()
+
+
+def saves(directory: str, adapter: Any = None) -> tuple[Any, float]:
+    """Train a grown model, save it, and take another step. Returns its digests when it was saved, and the loss of that step."""
+    state = run_of(directory, adapter)
+    step_of(state)
+    sw.save(state, f"{directory}/step", step=1)
+    digests = sw.digest(state.model)
+    with known_warnings():
+        sw.export_hf(state.model, f"{directory}/out")
+    return digests, step_of(state)
+
+
+def resumes(directory: str, adapter: Any = None) -> tuple[Any, float]:
+    """The same after a resume."""
+    state = run_of(directory, adapter, seed=9)
+    report = sw.restore(state, f"{directory}/step")
+    assert all(one.startswith("world size: ") for one in report.differences), report.differences
+    return sw.digest(state.model), step_of(state)
+
+
+def reopens(directory: str) -> Any:
+    """Digests of a grown base with the adapter that was exported."""
+    return sw.digest(run_of(directory, f"{directory}/out").model)
+
+
+def copies_of_modules(directory: str, adapter: Any) -> None:
+    """PEFT's copies of embeddings and head are those of the grown model, old rows and new ones."""
+    model = run_of(directory, adapter).model
+    ordinary = resized(directory)
+    for path, layer in (
+        ("model.model.embed_tokens", ordinary.model.embed_tokens),
+        ("model.lm_head", ordinary.lm_head),
+    ):
+        for place in ("original_module", "modules_to_save.default"):
+            held = whole(model.get_parameter(f"base_model.{path}.{place}.weight"))
+            assert torch.equal(held, layer.weight), (path, place)

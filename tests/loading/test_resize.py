@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from tests.harness.models import fill_with_noise, write_hub_directory
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly
 from tests.loading import _resize_fns as fns
+from tests.loading._peft_fns import known_warnings
 
 #: Architecture and whether its embeddings are tied; the quick ones have a head's bias, a buffer, a nested config.
 CASES = [(name, tied) for name in fns.ARCHITECTURES for tied in (True, False)]
@@ -93,6 +95,42 @@ def test_any_module(ranks: RankPool, tmp_path: Path) -> None:
     torch.save(stored, f"{file}.expected")
     for world_size in (1, 3):
         ranks.run_ranks(world_size, fns.in_place, str(file))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Trained, saved, resumed, exported
+
+IDS = torch.tensor([[1, 5, fns.OLD, fns.NEW - 1, 7]])
+
+
+@pytest.mark.parametrize("tied", [False, *nightly(True)])
+def test_resume_on_other_ranks(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
+    """Once it's there, a grown model is any other one: two ranks save it, three resume it, and its export opens."""
+    fns.write_case("qwen2", tied=tied, directory=tmp_path)
+    digests, loss = ranks.run_ranks(2, fns.saves, str(tmp_path))[0]
+    found, other = ranks.run_ranks(3, fns.resumes, str(tmp_path))[0]
+    assert found == digests
+    assert other == pytest.approx(loss, rel=1e-2 if tied else 1e-5)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.config.vocab_size == fns.NEW
+    assert sw.digest(exported) == digests
+
+
+def test_adapters_with_new_tokens(ranks: RankPool, tmp_path: Path) -> None:
+    """Copies of embeddings and head (``modules_to_save``) are grown, trained, saved, resumed and exported as those of PEFT."""
+    fns.write_case("qwen2", tied=False, directory=tmp_path)
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    ranks.run_ranks(2, fns.copies_of_modules, str(tmp_path), adapter)
+    digests, loss = ranks.run_ranks(2, fns.saves, str(tmp_path), adapter)[0]
+    for world_size in (2, 3):
+        found, other = ranks.run_ranks(world_size, fns.resumes, str(tmp_path), adapter)[0]
+        assert found == digests
+        assert other == pytest.approx(loss, rel=1e-5)
+    assert ranks.run_ranks(2, fns.reopens, str(tmp_path))[0] == digests
+    with known_warnings():
+        opened = peft.PeftModel.from_pretrained(fns.resized(str(tmp_path)), tmp_path / "out")
+        live = sw.load_pretrained(tmp_path / "old", vocab_size=fns.NEW, adapter=tmp_path / "out")
+    assert torch.equal(opened(input_ids=IDS).logits, live(input_ids=IDS).logits)
 
 
 # ----------------------------------------------------------------------------------------------------
