@@ -17,6 +17,7 @@ from tests.harness.models import fill_with_noise
 from tests.loading._load_fns import (
     assert_same_shards,
     assert_same_whole,
+    bits,
     forward,
     mesh_of,
     nothing_else_changes,
@@ -254,24 +255,24 @@ def more_labels(directory: str, rule: str) -> dict[str, str]:
 
 
 def in_place(file: str) -> None:
-    """Any module, sharded by the caller, and a column that is not finite."""
-    with sw.meta_init():
-        model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 12))
-    sw.shard(model, mesh_of((dist.get_world_size(),)))
-    report = sw.load(model, file, grow={"1.*": "mean", "0.weight": "mean"})
-    assert [(one.name, one.stored, one.shape) for one in report.grown] == [
-        ("0.weight", (7, 5), (9, 5)),
-        ("1.weight", (4, 5), (12, 5)),
-        ("1.bias", (4,), (12,)),
-    ]
-    old = torch.load(f"{file}.expected")
-    for name, value in old.items():
-        now = whole(model.get_parameter(name))
-        rows = value.shape[0]
-        assert torch.equal(now[:rows].nan_to_num(9), value.nan_to_num(9)), name
-        mean = value.double().mean(0)
-        expected = torch.where(mean.isfinite(), mean, torch.nan).float().expand(now[rows:].shape)
-        assert torch.equal(now[rows:].nan_to_num(9), expected.nan_to_num(9)), name
+    """Any module, sharded by the caller or whole on each rank, and columns that aren't finite."""
+    for is_sharded in (True, False):
+        with sw.meta_init():
+            model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 12))
+        if is_sharded:
+            sw.shard(model, mesh_of((dist.get_world_size(),)))
+        report = sw.load(model, file, grow={"1.*": "mean", "0.weight": "mean"})
+        assert [(one.name, one.stored, one.shape) for one in report.grown] == [
+            ("0.weight", (7, 5), (9, 5)),
+            ("1.weight", (4, 5), (12, 5)),
+            ("1.bias", (4,), (12,)),
+        ]
+        for name, value in torch.load(f"{file}.expected").items():
+            now, rows = whole(model.get_parameter(name)), value.shape[0]
+            assert torch.equal(bits(now[:rows]), bits(value)), name
+            mean = value.double().mean(0)
+            expected = torch.where(mean.isfinite(), mean, torch.nan).float().expand(now[rows:].shape)
+            assert torch.equal(now[rows:].nan_to_num(9), expected.nan_to_num(9)), name
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fewer_tokens_are_refused(base: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"vocab_size=100, but the model has 101 tokens.*resize_token_embeddings"
+        sw.errors.PlanError, match="it has 101 tokens, but the model has 100, and a load drops"
     ):
         sw.load_pretrained(base, vocab_size=100)
 

@@ -115,7 +115,7 @@ def fill_by_rule(
         materialize(live, default_device(live.parameters) if device is None else device)
         wanted = tuple(t.refreshed() for t in wanted)
     managed = fsdp_parameter_ids(live.fsdp_modules)
-    held = {}
+    held: dict[str, _Held] = {}
     for t in wanted:
         boxes = local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed)
         if within is not None and t.name in within:
@@ -125,8 +125,8 @@ def fill_by_rule(
         for job in jobs:
             _run(job, seed, held)
     by_parameter = magnitudes(live.root) if norms else {}
-    for t in (held[name] for name in norms):
-        by_parameter[id(t.tensor)].fill(t.boxes)
+    for norm in (held[name] for name in norms):
+        by_parameter[id(norm.tensor)].fill(norm.boxes)
     return tuple(t.name for t in wanted)
 
 

@@ -320,8 +320,8 @@ def fingerprint(plan: Plan, recorded: Mapping[str, int]) -> str:
     for w in plan.wanted:
         recipe = plan.recipes.get(w.name)
         short = None if recipe is None else _short_form(recipe, w.shape, known)
-        rule = grown.get(w.name)
-        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, short, rule, recorded.get(w.name))).encode())
+        kind = w.name, w.aliases, w.shape, grown.get(w.name)
+        digest.update(repr((*kind, w.dtype, short, recorded.get(w.name))).encode())
     return digest.hexdigest()
 
 

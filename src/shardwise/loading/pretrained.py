@@ -542,7 +542,7 @@ def _with_tokens(config: Any, vocab_size: int | None) -> Any:
     """The config with another number of tokens, in its text part; as it is for None. Raises :class:`ValueError` if it has no such number."""
     if vocab_size is None:
         return config
-    part = None if isinstance(config, dict) else config.get_text_config()
+    part: Any = None if isinstance(config, dict) else config.get_text_config()
     if not isinstance(getattr(part, "vocab_size", None), int):
         raise ValueError(
             f"vocab_size={vocab_size}: the config ({type(config).__name__}) has no number of tokens"

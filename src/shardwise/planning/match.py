@@ -325,8 +325,8 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
         found.sort(key=lambda made: order.index(made.target))
     first = found[0]
     grown = _grown(w, first, rules)
-    stored = w if grown is None else replace(w, shape=grown.stored)
-    problems = [problem for made in found if (problem := _misfit(stored, made, catalog, rules))]
+    expected = w if grown is None else replace(w, shape=grown.stored)
+    problems = [problem for made in found if (problem := _misfit(expected, made, catalog, rules))]
     if problems:
         result.problems += problems
         return
@@ -345,7 +345,9 @@ def _grown(w: Wanted, made: Made, rules: Rules) -> Grown | None:
     if not rows or w.dtype not in _FLOATS:
         return None
     rule = next((rule for name in (w.name, *w.aliases) if (rule := rules.grow(name, rows))), None)
-    return rule and Grown(w.name, made.shape, w.shape, "built" if w.kind == "buffer" else rule)
+    if rule is None:
+        return None
+    return Grown(w.name, made.shape, w.shape, "built" if w.kind == "buffer" else rule)
 
 
 def _more_rows(w: Wanted, made: Made) -> int:
