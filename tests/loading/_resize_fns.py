@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers as t
@@ -316,6 +317,50 @@ def resumes(directory: str, adapter: Any = None) -> tuple[Any, float]:
     report = sw.restore(state, f"{directory}/step")
     assert all(one.startswith("world size: ") for one in report.differences), report.differences
     return sw.digest(state.model), step_of(state)
+
+
+def resumes_with_more_tokens(directory: str) -> dict[str, torch.Tensor]:
+    """A run saved with ``OLD`` tokens goes on with ``NEW``. Returns the whole states of the optimizer, after checking the model."""
+    mesh = mesh_of((dist.get_world_size(),))
+    small = sw.load_pretrained(f"{directory}/step", mesh)
+    state = run_of(directory, seed=9)
+    with pytest.raises(sw.errors.PlanError, match=f"it has {OLD} tokens, but the model has {NEW}"):
+        sw.restore(state, f"{directory}/step")
+    report = sw.restore(state, f"{directory}/step", grow={"*": "mean"})
+    assert not report.exact
+    assert not report.digest
+    assert any(
+        f"embed_tokens.weight ({OLD} of {NEW} rows stored, the others: mean)" in d for d in report.differences
+    )
+    for name, tensor in small.state_dict().items():
+        old, now = whole(tensor), whole(state.model.state_dict()[name])  # type: ignore[union-attr]
+        rows = old.shape[0]
+        assert torch.equal(now[:rows], old), name
+        assert torch.equal(now[rows:], old.double().mean(0).to(old.dtype).expand(now[rows:].shape)), name
+    names = {id(p): n for n, p in state.model.named_parameters()}  # type: ignore[union-attr]
+    states = {
+        f"{names[id(p)]}.{key}": whole(value).clone()
+        for p, of in state.optimizer.state.items()  # type: ignore[union-attr]
+        for key, value in of.items()
+    }
+    step_of(state)
+    return states
+
+
+def saves_small(directory: str) -> dict[str, torch.Tensor]:
+    """Train with ``OLD`` tokens, save, and return the states of the optimizer."""
+    model = sw.load_pretrained(f"{directory}/old", mesh_of((dist.get_world_size(),)))
+    state = sw.TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    ids = torch.tensor([[1, 5, 7, 2, 90]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    state.optimizer.step()  # type: ignore[union-attr]
+    sw.save(state, f"{directory}/step", step=1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    return {
+        f"{names[id(p)]}.{key}": whole(value)
+        for p, of in state.optimizer.state.items()  # type: ignore[union-attr]
+        for key, value in of.items()
+    }
 
 
 def reopens(directory: str) -> Any:

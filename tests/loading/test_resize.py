@@ -116,6 +116,20 @@ def test_resume_on_other_ranks(ranks: RankPool, tmp_path: Path, tied: bool) -> N
     assert sw.digest(exported) == digests
 
 
+@pytest.mark.parametrize("tied", [False, *nightly(True)])
+def test_resume_with_more_tokens(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
+    """A run that was saved with fewer tokens: the optimizer's states of new rows are zeros."""
+    fns.write_case("qwen2", tied=tied, directory=tmp_path)
+    before = ranks.run_ranks(2, fns.saves_small, str(tmp_path))[0]
+    after = ranks.run_ranks(3, fns.resumes_with_more_tokens, str(tmp_path))[0]
+    assert after.keys() == before.keys()
+    for name, old in before.items():
+        now = after[name]
+        assert torch.equal(now[: len(old)] if old.dim() else now, old), name
+        assert not now.dim() or not now[len(old) :].any(), name
+    assert {len(now) for name, now in after.items() if now.shape != before[name].shape} == {fns.NEW}
+
+
 def test_adapters_with_new_tokens(ranks: RankPool, tmp_path: Path) -> None:
     """Copies of embeddings and head (``modules_to_save``) are grown, trained, saved, resumed and exported as those of PEFT."""
     fns.write_case("qwen2", tied=False, directory=tmp_path)

@@ -177,6 +177,9 @@ def fill_new_rows(live: LiveModel, grown: Sequence[Grown], seed: int, ranks: Ran
         for one, mean in zip(by_mean, means, strict=True):
             for part, box in _parts_in(live, one, one.new, ranks.rank):
                 part.copy_(mean[_columns(box, one.dim)].expand(part.shape))
+        for one in (one for one in grown if one.rule == "zeros"):
+            for part, _ in _parts_in(live, one, one.new, ranks.rank):
+                part.zero_()
 
 
 class _Columns:

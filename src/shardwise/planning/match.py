@@ -119,7 +119,7 @@ class Grown:
     """The stored shape."""
     shape: tuple[int, ...]
     rule: str
-    """``"mean"`` or ``"init"``; ``"built"`` for a buffer, which keeps the values that it was built with."""
+    """``"mean"`` or ``"init"``; ``"built"`` for a buffer, which keeps the values that it was built with; ``"zeros"`` for an optimizer's state."""
 
     @property
     def dim(self) -> int:
