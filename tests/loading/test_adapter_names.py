@@ -133,7 +133,7 @@ def test_more_tokens_than_stored(base: Path) -> None:
         sw.load_pretrained(base, config=config)
     assert len(refused.value.problems) == 2
     for line in refused.value.problems:
-        assert f"if its other rows are new: load_pretrained(…, vocab_size={MORE}), or grow=" in line
+        assert f"if its other rows are new: load_pretrained(…, vocab_size={MORE}), or load," in line
     sw.load_pretrained(base, vocab_size=MORE)
 
 

@@ -225,7 +225,7 @@ class Rules:
     grow: Grow = undeclared
     """Says for a wanted tensor and its number of rows by which rule those are made that aren't stored; None if all must be."""
     caller_declares: bool = False
-    """Whether the call takes ``allow_unused=``, ``allow_missing=``, ``grow=`` and renames. Only then problems advise them."""
+    """Whether the call takes ``allow_unused=``, ``allow_missing=`` and renames. Only then problems advise them."""
     embeddings: Callable[[], Collection[str]] = tuple
     """Names of wanted tensors with a row for each token, for which a wrong shape means another vocabulary."""
     expected_in: Mapping[str, str] = field(default_factory=dict)
@@ -388,10 +388,10 @@ def _other_rows(w: Wanted, made: Made, rules: Rules) -> str:
     counts = f"; it has {made.shape[0]} tokens, but the model has {w.shape[0]}" if are_tokens else ""
     if are_tokens and made.shape[0] > w.shape[0]:
         return f"{counts}, and a load drops none: load_pretrained(…, vocab_size={made.shape[0]})"
-    if not rules.caller_declares or not _more_rows(w, made):
+    if not _more_rows(w, made):
         return counts
     also = f"load_pretrained(…, vocab_size={w.shape[0]}), or " if are_tokens else ""
-    return f"{counts}; if its other rows are new: {also}grow={{{w.name!r}: 'mean'}}"
+    return f"{counts}; if its other rows are new: {also}load, load_pretrained or restore with grow={{{w.name!r}: 'mean'}}"
 
 
 def _in_blocks(w: Wanted, made: Made) -> str:
