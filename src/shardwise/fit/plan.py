@@ -368,8 +368,9 @@ def plan(
         policy: how to wrap the model, including the run's mixed precision and offload.
         training: batch, optimizer and device of the run. None: plan the load only.
         device_limit_bytes, host_limit_bytes: memory of one device and of one host; only with ``training``.
-        auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, vocab_size, grow, adapter, quantized, io, options:
-            as for ``load_pretrained``.
+        auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, quantized, io, options: as for
+            ``load_pretrained``.
+        vocab_size, grow: as for ``load_pretrained``.
 
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load wouldn't be complete,
     :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
