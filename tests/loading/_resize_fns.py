@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -256,13 +257,16 @@ def more_labels(directory: str, rule: str) -> dict[str, str]:
 
 
 def in_place(file: str) -> None:
-    """Any module, sharded by the caller or whole on each rank, and columns that aren't finite."""
-    for is_sharded in (True, False):
+    """Any module, sharded by the caller or whole on each rank, by each strategy, and columns that aren't finite."""
+    strategies: tuple[Any, ...] = ("own", "node", "once") if dist.get_world_size() > 1 else ("own",)
+    for is_sharded, strategy in product((True, False), strategies):
         with sw.meta_init():
             model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 12))
         if is_sharded:
             sw.shard(model, mesh_of((dist.get_world_size(),)))
-        report = sw.load(model, file, grow={"1.*": "mean", "0.weight": "mean"})
+        report = sw.load(
+            model, file, grow={"1.*": "mean", "0.weight": "mean"}, io=sw.IOOptions(strategy=strategy)
+        )
         assert [(one.name, one.stored, one.shape) for one in report.grown] == [
             ("0.weight", (7, 5), (9, 5)),
             ("1.weight", (4, 5), (12, 5)),
