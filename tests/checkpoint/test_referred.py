@@ -15,6 +15,7 @@ from shardwise.errors import CheckpointError, FormatError, PlanError, StateError
 from shardwise.format.manifest import checksum_of, parse_manifest, read_manifest
 from tests.checkpoint import _referred_fns as fns
 from tests.harness.command import runner
+from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
 
 BASE = {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
@@ -171,5 +172,15 @@ def test_manifests_that_say_nonsense(step: Path) -> None:
 
 
 def test_a_word_that_is_no_choice() -> None:
-    with pytest.raises(StateError, match="frozen='drop': expected 'hold' or 'refer'"):
+    with pytest.raises(StateError, match="frozen='drop': expected 'hold', 'refer' or 'auto'"):
         fns.state_of(fns.net(), frozen="drop")
+
+
+def test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again(ranks: RankPool, tmp_path: Path) -> None:
+    """Under "auto": not if another rank's part of it changed, and not if a checkpoint that held it replaced what was loaded."""
+    build_reference("qwen3").save_pretrained(tmp_path / "base")
+    for as_loaded, changed, restored, loaded in ranks.run_ranks(
+        2, fns.changed_on_one_rank, str(tmp_path / "base"), str(tmp_path)
+    ):
+        assert as_loaded
+        assert (changed, restored, loaded) == (0, 0, 0)

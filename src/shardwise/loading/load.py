@@ -31,6 +31,7 @@ from ..engine.shared import (
     boxes_of_transfers,
 )
 from ..errors import IntegrityError, PlanError, ShardError
+from ..internals.peft import has_adapters
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
 from ..models.build import forget_quantization
@@ -574,6 +575,12 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> LoadReport:
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
     forget_meta_buffers(live.root)
+    # A checkpoint may be the only file that has its base.
+    if has_adapters(live.root) and not catalog.has_module_names:
+        from ..digests import remember_base
+
+        with phase("sum digests"), ranks.agree("sum the base"):
+            remember_base(live.refreshed(), ranks)
     if recorded:
         with phase("compare digests"):
             check_digests(live, catalog, recorded, ranks, sums)
