@@ -1501,7 +1501,7 @@ MUTATIONS = (
         "a rank without rows describes a state as a plain one",
     ),
     Mutation(
-        "checkpoint/stored.py",
+        "loading/load.py",
         "        found = differing_digests(held, live.geometries, ranks, digests)",
         "        found = differing_digests(held, live.geometries, ranks, {})",
         ("tests/checkpoint/test_referred.py::test_another_base_is_refused_before_anything_changes",),
