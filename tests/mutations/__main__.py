@@ -6,7 +6,8 @@ that fails or hangs has caught the mutation. First all tests of the table run on
 proves nothing.
 
 ``--only TEXT`` tries the mutations whose path, tests or description contain TEXT, ``--sample N --seed S`` some of them,
-``--trust`` leaves out the run on the unchanged copy. The exit status is 1 if a mutation survived, or if the table is wrong.
+``--jobs N`` at a time (default: one for each core), ``--trust`` leaves out the run on the unchanged copy. The exit
+status is 1 if a mutation survived, or if the table is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="TEXT", help="those whose path, tests or description contain TEXT")
     parser.add_argument("--sample", type=int, metavar="N", help="so many of them")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="so many at a time"
+    )
     parser.add_argument("--trust", action="store_true", help="don't run the tests on an unchanged copy first")
     options = parser.parse_args(argv)
     chosen = _chosen(options.only, options.sample, options.seed)
@@ -87,10 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"the tests pass without mutations: {time.monotonic() - started:.0f} s", flush=True)
     rooms: Counter[str] = Counter()
     bad = 0
-    for mutation in chosen:
-        began = time.monotonic()
-        run = _try(mutation)
-        _print(mutation, run, time.monotonic() - began)
+    for mutation, run, seconds in _try_all(chosen, options.jobs):
+        _print(mutation, run, seconds)
         rooms[mutation.room] += 1
         bad += run.verdict != CAUGHT
     print(", ".join(f"{room} {count}" for room, count in rooms.items()))
@@ -119,8 +121,10 @@ def _problems_without(chosen: Sequence[Mutation]) -> list[str]:
     tests = list(dict.fromkeys(test for mutation in chosen for test in mutation.caught_by))
     whole = {test for test in tests if "::" not in test}
     asked = [test for test in tests if test in whole or test.partition("::")[0] not in whole]
-    with _copy() as copy:
-        run = _pytest(copy, asked, ("--maxfail=1000",), LIMIT_S * len(asked))
+    trial = Trial(asked, ("--maxfail=1000",), LIMIT_S * len(asked))
+    trial.start()
+    while (run := trial.ended()) is None:
+        time.sleep(0.5)
     found = [f"{name} can't be collected" for name in run.broken]
     found += [f"{name} fails without a mutation" for name in run.failed]
     found += [
@@ -133,56 +137,93 @@ def _problems_without(chosen: Sequence[Mutation]) -> list[str]:
     return [*found, run.output] if found else []
 
 
-def _try(mutation: Mutation) -> Run:
-    with _copy() as copy:
-        file = copy / mutation.path
-        file.write_text(mutation.mutated(file.read_text(encoding="utf-8")), encoding="utf-8")
-        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
-            compiled.unlink()
-        return _pytest(copy, mutation.caught_by, ("-x",), LIMIT_S)
+def _try_all(chosen: Sequence[Mutation], jobs: int) -> Iterator[tuple[Mutation, Run, float]]:
+    """Each mutation, its outcome and its seconds, as they end. All forks are of this thread: it holds no lock of another one."""
+    waiting = deque(chosen)
+    running: list[tuple[Mutation, float, Trial]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mutation = waiting.popleft()
+                running.append((mutation, time.monotonic(), _try(mutation)))
+            for item in list(running):
+                mutation, began, trial = item
+                if (run := trial.ended()) is not None:
+                    running.remove(item)
+                    yield mutation, run, time.monotonic() - began
+            time.sleep(0.05)
+    finally:
+        for _, _, trial in running:
+            trial.stop()
 
 
-@contextlib.contextmanager
-def _copy() -> Iterator[Path]:
-    """A copy of the package in a folder of its own. Compiled files stay valid: a copy keeps the times of its source."""
-    with tempfile.TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True) as folder:
-        copy = Path(folder) / "src" / "shardwise"
-        shutil.copytree(SOURCE, copy)
-        yield copy
+def _try(mutation: Mutation) -> Trial:
+    trial = Trial(mutation.caught_by, ("-x",), LIMIT_S)
+    file = trial.copy / mutation.path
+    file.write_text(mutation.mutated(file.read_text(encoding="utf-8")), encoding="utf-8")
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink()
+    trial.start()
+    return trial
 
 
-def _pytest(copy: Path, tests: Sequence[str], options: Sequence[str], limit_s: float) -> Run:
-    """Run tests of ``make test`` on a copy of the package, as ``python -m pytest`` would, in a fork of this process."""
-    folder = copy.parents[1]
-    arguments = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.mutations.guard",
-        "-m",
-        "not slow and not nightly",
-    ]
-    # Plugins that torch or transformers imported before: no test of ours is in them.
-    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    arguments += ["--hypothesis-seed=0", f"--basetemp={folder / 'tmp'}", *options, *tests]
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        status = 3
-        try:
-            status = _in_child(copy, arguments)
-        except BaseException:
-            traceback.print_exc()
-        finally:  # nothing of the parent's is run or written a second time
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    status = _wait(child, limit_s)
-    report, log = folder / "report.json", folder / "log"
-    said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    parts = (tuple(said.get(name, ())) for name in ("collected", "broken", "failed"))
-    return Run(status, *parts, log.read_text(encoding="utf-8", errors="replace")[-6000:])
+class Trial:
+    """One run of pytest on tests of ``make test`` and a copy of the package, as ``python -m pytest`` would, in a fork of this process.
+
+    The copy stays in a folder of its own. Its compiled files stay valid: a copy keeps the times of its source.
+    """
+
+    def __init__(self, tests: Sequence[str], options: Sequence[str], limit_s: float) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="mutation-"))
+        self.copy = self.folder / "src" / "shardwise"
+        shutil.copytree(SOURCE, self.copy)
+        self.arguments = ["-q", "-p", "no:cacheprovider", "-p", "tests.mutations.guard"]
+        self.arguments += ["-m", "not slow and not nightly"]
+        # Plugins that torch or transformers imported before: no test of ours is in them.
+        self.arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        self.arguments += ["--hypothesis-seed=0", f"--basetemp={self.folder / 'tmp'}", *options, *tests]
+        self.limit_s = limit_s
+        self.child = 0
+
+    def start(self) -> None:
+        """Fork."""
+        sys.stdout.flush()
+        self.end = time.monotonic() + self.limit_s
+        self.child = os.fork()
+        if not self.child:
+            status = 3
+            try:
+                status = _in_child(self.copy, self.arguments)
+            except BaseException:
+                traceback.print_exc()
+            finally:  # nothing of the parent's is run or written a second time
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+
+    def ended(self) -> Run | None:
+        """What came of it; None while it runs. Past its limit it is killed."""
+        found, status = os.waitpid(self.child, os.WNOHANG)
+        if not found and time.monotonic() <= self.end:
+            return None
+        if not found:
+            os.killpg(self.child, signal.SIGKILL)
+            os.waitpid(self.child, 0)
+        self.child = 0
+        report, log = self.folder / "report.json", self.folder / "log"
+        said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        collected, broken, failed = (tuple(said.get(name, ())) for name in ("collected", "broken", "failed"))
+        output = log.read_text(encoding="utf-8", errors="replace")[-6000:]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return Run(os.waitstatus_to_exitcode(status) if found else None, collected, broken, failed, output)
+
+    def stop(self) -> None:
+        """Kill it, if it still runs."""
+        if self.child:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child, signal.SIGKILL)
+            os.waitpid(self.child, 0)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _in_child(copy: Path, arguments: list[str]) -> int:
@@ -201,20 +242,6 @@ def _in_child(copy: Path, arguments: list[str]) -> int:
     }
     sys.path.insert(0, str(copy.parent))
     return int(pytest.main(arguments))
-
-
-def _wait(child: int, limit_s: float) -> int | None:
-    """The exit status of a child; None if it had to be killed."""
-    end = time.monotonic() + limit_s
-    while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return None
-        time.sleep(0.05)
 
 
 #: They take seconds to import; neither shardwise nor the tests are among them.

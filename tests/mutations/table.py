@@ -1523,7 +1523,7 @@ MUTATIONS = (
         "a rank without rows describes a state as a plain one",
     ),
     Mutation(
-        "checkpoint/stored.py",
+        "loading/load.py",
         "        found = differing_digests(held, live.geometries, ranks, digests)",
         "        found = differing_digests(held, live.geometries, ranks, {})",
         ("tests/checkpoint/test_referred.py::test_another_base_is_refused_before_anything_changes",),
@@ -1542,6 +1542,24 @@ MUTATIONS = (
         "",
         ("tests/checkpoint/test_referred.py::test_what_was_trained_is_held",),
         "a tensor with optimizer state is referred to",
+    ),
+    Mutation(
+        "checkpoint/snapshot.py",
+        "list(map(all, zip(*every, strict=True)))",
+        "list(map(any, zip(*every, strict=True)))",
+        (
+            "tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",
+        ),
+        "a base that another rank changed is referred to",
+    ),
+    Mutation(
+        "loading/load.py",
+        "if has_adapters(live.root) and not catalog.has_module_names:",
+        "if has_adapters(live.root):",
+        (
+            "tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",
+        ),
+        "a base that only a checkpoint holds is referred to",
     ),
     Mutation(
         "checkpoint/snapshot.py",

@@ -17,9 +17,9 @@ from ..catalog.checkpoint import catalog_of_checkpoint
 from ..catalog.records import Catalog, StoredFile
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
-from ..format.manifest import CONVERTED, GRADIENT, Manifest, TensorEntry
+from ..format.manifest import CONVERTED, GRADIENT, Manifest
 from ..internals.torch import local_tensor
-from ..loading.load import Filling, FillOptions, LoadReport, fill
+from ..loading.load import Filling, FillOptions, LoadReport, compare_referred, fill
 from ..objects import gc_paused
 from ..operations.operation import phase, this_operation
 from ..planning.match import Grow, GrowRule, Rules, growth
@@ -55,7 +55,7 @@ from .optimizer import OptimizerInCheckpoint, StoredStates, trained_by
 from .own import OwnState, Watched, changed_anywhere
 from .receivers import Buffers, Generators, check_documents, receivers_of, restore_documents
 from .resume_report import ResumeReport
-from .stored import StoredCheckpoint, compare_referred, read_checkpoint, referred_by
+from .stored import StoredCheckpoint, read_checkpoint
 from .take import software_versions
 
 # ----------------------------------------------------------------------------------------------------
@@ -76,8 +76,6 @@ class Run(ABC):
     mesh: str = "not recorded"
     catalogs: Mapping[str, Catalog]
     """Where the tensors of each model are stored."""
-    referred: Mapping[str, Mapping[str, TensorEntry]] = {}
-    """By model, what the run holds only digests of."""
 
     @property
     def files(self) -> list[StoredFile]:
@@ -146,11 +144,9 @@ class Restored:
         What a checkpoint only refers to is compared first, and must be there: raises :class:`StateError`.
         """
         names, catalogs = list(names), self.run.catalogs
-        for name in names:
-            if referred := self.run.referred.get(name):
-                compare_referred(referred, self.lives[name], catalogs[name].root, self.ranks)
-        for name in names:
-            live, options = self.lives[name].without(self.run.referred.get(name, ())), FillOptions(io=self.io)
+        bases = {name: compare_referred(catalogs[name], self.lives[name], self.ranks) for name in names}
+        for name, base in bases.items():
+            live, options = self.lives[name].without(base), FillOptions(io=self.io)
             rules = Rules(grow=self.grow)
             self.loads.append(fill(partial(Filling, live, catalogs[name], rules, options), self.ranks))
             self.differences += [f"{name}: {one}" for one in self.loads[-1].grown]
@@ -310,7 +306,6 @@ class _Checkpoint(Run):
         self._receivers = receivers_of(state, lives, stored)
         check_documents([*self._receivers, self._generators], stored.documents)
         self._own = OwnState(stored.documents, manifest, stored.places)
-        self.referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
         for name, live in lives.items():  # the first that changes anything
             if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
                 lives[name] = describe(live.root)

@@ -351,7 +351,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
         dataloader=LoaderPositions(held.loaders) if held.loaders else None,
         scaler=accelerator.scaler,
         extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
-        frozen=getattr(accelerator, "frozen", "hold"),
+        frozen=getattr(accelerator, "frozen", "auto"),
     )
 
 
@@ -553,7 +553,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         local: each host only stores its own ranks' files; ``output_dir`` and the project's folders are on a local disk.
             :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
             See docs/howto/several-hosts.md.
-        frozen: ``"refer"``: checkpoints contain only digests of frozen parameters, such as a LoRA run's base; see
+        frozen: whether checkpoints of a LoRA run contain the base (``"hold"``) or only its digests; see
             :attr:`shardwise.TrainState.frozen`.
 
     All other arguments and methods are those of ``accelerate.Accelerator``.
@@ -565,7 +565,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         preemption: PreemptionPolicy | None = None,
         failures: FailurePolicy | None = None,
         local: bool = False,
-        frozen: Literal["hold", "refer"] = "hold",
+        frozen: Literal["hold", "refer", "auto"] = "auto",
         **kwargs: Any,
     ) -> None:
         self.frozen = frozen

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, Coded, packed_catalog, unpacked_catalog
 from ..catalog.weights import Choice as WeightsChoice
+from ..dtypes import code_of
 from ..engine.engine import ConvertingReader, Destination, Staging, compare, execute, execute_own
 from ..engine.files import page_cache_for
 from ..engine.objects import SourceReader
@@ -30,7 +31,8 @@ from ..engine.shared import (
     boxes_of_spans,
     boxes_of_transfers,
 )
-from ..errors import IntegrityError, PlanError, ShardError
+from ..errors import IntegrityError, PlanError, ShardError, StateError
+from ..internals.peft import has_adapters
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
 from ..models.build import forget_quantization
@@ -468,6 +470,11 @@ def load(
         opened = open_for_all(source, ranks)
     hub: HubRules | None = None
     live: LiveModel
+    base: Collection[str] = ()
+    if opened.referred:
+        with ranks.agree("describe the model"):
+            live = describe(model)
+        base = compare_referred(opened, live, ranks)
 
     def prepare() -> Filling:
         nonlocal hub, live
@@ -477,7 +484,7 @@ def load(
         rule_of = growth(grow or {})
         if names is not None and key_mapping is not None:
             raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
-        live = describe(model)
+        live = describe(model).without(base)
         catalog = dequantized(opened, lambda: live.tensors)
         if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
             forget_quantization(live.base.config)  # of a model that was built from the config of the source
@@ -596,6 +603,12 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> LoadReport:
 
         fill_new_rows(live, plan.grown, options.seed, ranks)
     forget_meta_buffers(live.root)
+    # A checkpoint may be the only file that has its base.
+    if has_adapters(live.root) and not catalog.has_module_names:
+        from ..digests import remember_base
+
+        with phase("sum digests"), ranks.agree("sum the base"):
+            remember_base(live.refreshed(), ranks)
     if recorded:
         with phase("compare digests"):
             check_digests(live, catalog, recorded, ranks, sums)
@@ -735,3 +748,61 @@ def _stored_whole(recipe: Recipe | None) -> str | None:
     (tile, *more) = recipe.tiles
     straight = all((v.source_dim, v.source_step) == (v.target_dim, v.target_step) for v in tile.loops)
     return tile.source if straight and not more and tile.source_start == tile.target_start else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Frozen tensors of which a checkpoint holds only digests: the live ones must be those that were saved.
+
+
+def compare_referred(catalog: Catalog, live: LiveModel, ranks: Ranks) -> Collection[str]:
+    """Prove that the live tensors are those of the base that the run was saved with, and name them.
+
+    Collective; changes nothing, and does nothing for a source that holds all of its tensors. Raises :class:`StateError`, naming the
+    tensors: the checkpoint is whole, but this is not its base.
+    """
+    if not catalog.referred:
+        return ()
+    path = catalog.root
+    expected = {live.first_names.get(name, name): entry for name, entry in catalog.referred.items()}
+    tensors = {t.name: t.tensor for t in live.stored}
+    with ranks.agree("look for the base"):
+        unlike = [
+            f"{name}: {entry.dtype} {list(entry.shape)} when saved, {_held(tensors.get(name))} now"
+            for name, entry in expected.items()
+            if _held(tensors.get(name)) != f"{entry.dtype} {list(entry.shape)}"
+        ]
+        _refuse(unlike, path)
+    from ..digests import differing_digests
+
+    digests = {name: entry.digest for name, entry in expected.items()}
+    try:
+        held = {name: tensors[name] for name in expected}
+        found = differing_digests(held, live.geometries, ranks, digests)
+    except IntegrityError as error:  # the replicas differ: the checkpoint is not at fault
+        raise StateError(f"{path}: refers to frozen tensors of a base, but here {error}") from error
+    with ranks.agree("compare the base"):
+        _refuse(
+            [
+                f"{name}: digest {digests[name]:016x} when saved, {digest:016x} now"
+                for name, digest in found.items()
+            ],
+            path,
+        )
+    return expected
+
+
+def _held(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return "nothing"
+    if tensor.is_meta:
+        return "no content (it is on meta)"
+    return f"{code_of(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _refuse(unlike: list[str], path: str) -> None:
+    if unlike:
+        raise StateError(
+            f"{path}: holds only digests of its base, which is not the one of this run: {'; '.join(unlike[:5])}"
+            f"{f'; and {len(unlike) - 5} more' if len(unlike) > 5 else ''}. Load the base that the saved run began with, "
+            f"quantized the same way, first"
+        )

@@ -516,7 +516,7 @@ def _missing(
         if w.name in catalog.referred:
             hint, advice = (
                 "",
-                "; the checkpoint holds only its digest: load the base, and sw.restore the checkpoint into it",
+                "; the checkpoint holds only its digest: load the base, and sw.load the checkpoint into it",
             )
         yield f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}{advice}"
 
