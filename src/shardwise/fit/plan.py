@@ -103,7 +103,7 @@ class PlanReport(Printed):
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
     grown: tuple[Grown, ...]
-    """Tensors of which only the first rows are stored, and the rule that makes the others."""
+    """Tensors with more rows than are stored, and the rule that makes the other rows."""
     converted: tuple[Converted, ...]
     """Conversions that can't be compiled to byte ranges. Each rank that needs a part of a result runs them in full."""
     dequantized: tuple[Dequantized, ...]

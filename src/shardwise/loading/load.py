@@ -120,7 +120,7 @@ class LoadReport(Printed):
     initialized: tuple[Declaration, ...]
     """Tensors that were initialized by the model's own rule, and who declared that they may be."""
     grown: tuple[Grown, ...]
-    """Tensors of which only the first rows are stored, and the rule that made the others."""
+    """Tensors with more rows than are stored, and the rule that made the other rows."""
     converted: tuple[Converted, ...]
     """Conversions that couldn't be compiled to byte ranges. Each rank that needs a part of a result ran them in full."""
     dequantized: tuple[Dequantized, ...]

@@ -345,8 +345,8 @@ def load_pretrained(
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
         allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to those that the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
-        vocab_size: number of tokens of the model, if it needs more than are stored. It replaces that of the config. Tensors with as many
-            rows, of which fewer are stored, are grown by ``"mean"``, unless ``grow`` says otherwise.
+        vocab_size: number of tokens of the model, if it needs more than are stored. It replaces the config's number. If a tensor with as
+            many rows is stored with fewer, it's grown by ``"mean"``, unless ``grow`` says otherwise.
         grow: as for :func:`shardwise.load`: for tensors with more rows than stored, pattern → ``"mean"`` or ``"init"``.
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the active one first. The
             result is then a ``PeftModel`` around the sharded base. Its adapters are trainable; adapters without a directory

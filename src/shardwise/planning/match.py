@@ -112,7 +112,7 @@ Grow = Callable[[str, int], str | None]
 
 @frozen
 class Grown:
-    """A tensor of which only the first rows are stored, and the rule that makes the others."""
+    """A tensor with more rows than are stored, and the rule that makes the other rows."""
 
     name: str
     stored: tuple[int, ...]
