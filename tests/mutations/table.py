@@ -562,6 +562,28 @@ MUTATIONS = (
         ("tests/checkpoint/test_damage_fallback.py::test_verify_says_what_a_name_promises",),
         "an old step under a newer name is taken",
     ),
+    # ------------------------------------------------------------------------------------- rows that aren't stored
+    Mutation(
+        "loading/initialize.py",
+        "            if self._ranks.rank in replicas(self._live.geometries[one.name])[0]:",
+        "            if True:",
+        ("tests/loading/test_resize.py::test_any_module",),
+        "replicas count as further rows",
+    ),
+    Mutation(
+        "loading/initialize.py",
+        "        if within is not None and t.name in within:",
+        "        if within is not None and t.name not in within:",
+        ("tests/loading/test_resize.py::test_more_labels",),
+        "new rows are drawn over stored ones",
+    ),
+    Mutation(
+        "planning/match.py",
+        "        known[one.name] = Recipe(one.name, first, tuple(others))",
+        "        pass",
+        ("tests/loading/test_resize.py::test_resume_on_other_ranks",),
+        "an export leaves out new rows",
+    ),
     # ------------------------------------------------------------------------------------- digests
     Mutation(
         "loading/load.py",

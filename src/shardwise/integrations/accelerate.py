@@ -57,6 +57,7 @@ from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..models.hub import FromPretrained, Pretrained
 from ..models.meta import meta_init
+from ..planning.match import GrowRule
 from ..planning.plan import IOOptions
 from ..publish.places import delete_sealed, set_aside, target_of
 from ..publish.write import make_directories, refuse_without_conditions
@@ -424,6 +425,8 @@ def load_pretrained(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    vocab_size: int | None = None,
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     quantized: Any = "dequantize",
     seed: int = 0,
@@ -462,6 +465,7 @@ def load(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     seed: int = 0,
     io: IOOptions | None = None,
@@ -485,6 +489,7 @@ def load(
         key_mapping=key_mapping,
         allow_unused=allow_unused,
         allow_missing=allow_missing,
+        grow=grow,
         adapter=adapter,
         seed=seed,
         device=device_of(accelerator),
