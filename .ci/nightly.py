@@ -32,6 +32,7 @@ STEPS: dict[str, list[str]] = {
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",
+        "--durations=60",
     ],
     "mutations": ["make", "mutations", "MUTATIONS=--trust"],
     "fuzz": ["make", "fuzz", "FUZZ_SECONDS=3600"],

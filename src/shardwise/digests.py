@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,7 +18,9 @@ from .dtypes import code_of, itemsize
 from .errors import IntegrityError
 from .format.slices import replicas
 from .host import to_host
+from .internals.peft import is_of_base, places
 from .internals.torch import local_tensor
+from .names import unwrap
 from .ranks.ranks import Ranks
 from .tensors.live import LiveModel, describe
 from .tensors.placements import Geometry, cut_boxes, geometry_of
@@ -644,6 +648,13 @@ def own_sums(
     tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry], ranks: Ranks
 ) -> NDArray[np.uint64]:
     """What this rank adds to the digests of live tensors, as :class:`.ReplicaTotals` wants it. Rank-local: waits for no rank."""
+    return _totals(tensors, geometries).share(local_sums(tensors, geometries, ranks), ranks.rank)
+
+
+def local_sums(
+    tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry], ranks: Ranks
+) -> NDArray[np.uint64]:
+    """The sum of each tensor over the boxes that this rank holds. Rank-local."""
     indices: list[int] = []
 
     def boxes() -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
@@ -655,7 +666,7 @@ def own_sums(
 
     sums, found = np.zeros(len(tensors), dtype=np.uint64), partial_sums(boxes())
     np.add.at(sums, indices, np.array(found, dtype=np.uint64))
-    return _totals(tensors, geometries).share(sums, ranks.rank)
+    return sums
 
 
 def _totals(tensors: Iterable[str], geometries: Mapping[str, Geometry]) -> ReplicaTotals:
@@ -714,6 +725,49 @@ def differing_from(
 
 def _plain_buffers(live: LiveModel) -> set[str]:
     return {t.name for t in live.stored if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Remembers a base under adapters as its load left it. A checkpoint needs no copy of what the load can read again.
+
+
+@dataclass
+class LoadedBase:
+    """Frozen parameters as a load filled them: by name, what this rank adds to their digests."""
+
+    sums: Mapping[str, int]
+    is_unchanged: bool | None = None
+    """What ranks agreed on when they compared it with the live parameters; None: they have not yet."""
+
+
+# Keyed by the model object, not stored on it: a model's attributes are its owner's.
+_BASES: weakref.WeakKeyDictionary[nn.Module, LoadedBase] = weakref.WeakKeyDictionary()
+
+
+def remember_base(live: LiveModel, ranks: Ranks) -> None:
+    """Sum up the base's frozen parameters in a model that was just filled. Rank-local; reads them once."""
+    found = places(live.root)
+    frozen = [t.name for t in live.parameters if not t.tensor.requires_grad and is_of_base(t.name, found)]
+    _BASES[unwrap(live.root)] = LoadedBase(_sums_of(live, frozen, ranks))
+
+
+def loaded_base(model: nn.Module) -> LoadedBase | None:
+    """What :func:`remember_base` noted of a model, if it did."""
+    return _BASES.get(unwrap(model))
+
+
+def still_as_loaded(base: LoadedBase, live: LiveModel, ranks: Ranks) -> bool:
+    """Whether this rank's part of a base has the sums that it had after the load. Rank-local; reads it once."""
+    try:
+        return _sums_of(live, base.sums, ranks) == base.sums
+    except KeyError:  # renamed or removed
+        return False
+
+
+def _sums_of(live: LiveModel, names: Iterable[str], ranks: Ranks) -> dict[str, int]:
+    held = {t.name: t.tensor for t in live.parameters}
+    tensors = {name: held[name] for name in names}
+    return dict(zip(tensors, local_sums(tensors, live.geometries, ranks).tolist(), strict=True))
 
 
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -107,3 +108,24 @@ def frozen_on_one_rank(path: str) -> str:
     except sw.errors.ShardwiseError as error:
         return str(error)
     return ""
+
+
+def changed_on_one_rank(path: str, root: str) -> list[int]:
+    """How many tensors each save under "auto" refers to: a base as loaded, one that rank 1 changed, and the changed one restored and loaded."""
+    from peft import LoraConfig
+
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+    found = []
+    for name in ("as loaded", "changed", "restored", "loaded"):
+        model = sw.load_pretrained(path, mesh_of("fsdp"), adapter=LoraConfig(r=2, target_modules=["q_proj"]))
+        state = state_of(model, frozen="auto")
+        if name == "changed" and dist.get_rank() == 1:
+            with torch.no_grad():
+                next(p for p in model.parameters() if not p.requires_grad).to_local()[-1].add_(1)
+        if name == "restored":
+            sw.restore(state, f"{root}/changed")
+        if name == "loaded":
+            sw.load(model, f"{root}/changed")
+        sw.save(state, f"{root}/{name}")
+        found.append(sw.verify(f"{root}/{name}").referred)
+    return found

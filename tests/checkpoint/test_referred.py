@@ -11,10 +11,11 @@ import torch
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.errors import CheckpointError, FormatError, PlanError, StateError
+from shardwise.errors import CheckpointError, FormatError, StateError
 from shardwise.format.manifest import checksum_of, parse_manifest, read_manifest
 from tests.checkpoint import _referred_fns as fns
 from tests.harness.command import runner
+from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
 
 BASE = {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
@@ -101,10 +102,26 @@ def test_a_base_that_is_not_there(step: Path, change: Any, text: str) -> None:
     assert torch.equal(model.head.weight, before)
 
 
+def test_a_load_fills_the_rest(step: Path) -> None:
+    """Over the same base. Over another one, and on meta, it changes nothing."""
+    saved, loaded, other = fns.net(), fns.net(), fns.net(1)
+    fns.step(fns.state_of(saved), 1)
+    with torch.no_grad():
+        loaded.head.weight.zero_()
+    sw.load(loaded, step)
+    assert sw.digest(loaded) == sw.digest(saved)
+    before = sw.digest(other)
+    with pytest.raises(StateError, match=r"base\.0\.weight: digest"):
+        sw.load(other, step)
+    assert sw.digest(other) == before
+    with sw.meta_init():
+        empty = fns.Net()
+    with pytest.raises(StateError, match=r"base\.0\.weight: F32 \[24, 24\] when saved, no content"):
+        sw.load(empty, step)
+
+
 def test_it_is_no_source(step: Path, tmp_path: Path) -> None:
     """Each entry point that needs the base says so."""
-    with pytest.raises(PlanError, match="holds only its digest: load the base"):
-        sw.load(fns.net(), step)
     with pytest.raises(CheckpointError, match=r"digests of 4 frozen tensors.*an export needs their content"):
         sw.export_hf(step, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"digests of 4 frozen tensors.*a conversion needs"):
@@ -171,5 +188,15 @@ def test_manifests_that_say_nonsense(step: Path) -> None:
 
 
 def test_a_word_that_is_no_choice() -> None:
-    with pytest.raises(StateError, match="frozen='drop': expected 'hold' or 'refer'"):
+    with pytest.raises(StateError, match="frozen='drop': expected 'hold', 'refer' or 'auto'"):
         fns.state_of(fns.net(), frozen="drop")
+
+
+def test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again(ranks: RankPool, tmp_path: Path) -> None:
+    """Under "auto": not if another rank's part of it changed, and not if a checkpoint that held it replaced what was loaded."""
+    build_reference("qwen3").save_pretrained(tmp_path / "base")
+    for as_loaded, changed, restored, loaded in ranks.run_ranks(
+        2, fns.changed_on_one_rank, str(tmp_path / "base"), str(tmp_path)
+    ):
+        assert as_loaded
+        assert (changed, restored, loaded) == (0, 0, 0)

@@ -231,11 +231,27 @@ def hooks(source: str, root: str) -> dict[str, Any]:
     return found
 
 
-def adapters_alone(path: str, root: str) -> dict[str, Any]:
-    """Two adapters, trained in turn; their checkpoint without the base, resumed and exported, and one with the base."""
+ADAPTERS = [f"a{number}" for number in range(8)]
+
+
+def adapters_on_one_rank(path: str, root: str) -> dict[str, torch.Tensor]:
+    """The adapters of :func:`adapters_alone`, resumed on another number of ranks."""
     from peft import LoraConfig
 
-    adapter = {name: LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) for name in ("first", "second")}
+    adapter = {name: LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) for name in ADAPTERS}
+    with accelerator_with(plugin={"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}) as accelerator:
+        model = swa.load_pretrained(accelerator, path, adapter=adapter, seed=3)
+        chosen = [p.requires_grad_() for n, p in model.named_parameters() if "lora_" in n]
+        model, _ = swa.prepare(accelerator, model, torch.optim.AdamW(chosen, lr=1e-2, foreach=False))
+        swa.load_state(accelerator, f"{root}/alone")
+        return {n: t for n, t in whole(model).items() if "lora_" in n}
+
+
+def adapters_alone(path: str, root: str) -> dict[str, Any]:
+    """Eight adapters, trained in turn; their checkpoint without the base, resumed and exported, and some with the base."""
+    from peft import LoraConfig
+
+    adapter = {name: LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) for name in ADAPTERS}
     found: dict[str, Any] = {}
 
     def life(frozen: Any, seed: int) -> Any:
@@ -243,12 +259,13 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
         chosen = [p for n, p in model.named_parameters() if "lora_" in n]
         for parameter in chosen:
             parameter.requires_grad_(True)
-        accelerator.frozen = frozen
+        if frozen != "auto":  # the default
+            accelerator.frozen = frozen
         return swa.prepare(accelerator, model, torch.optim.AdamW(chosen, lr=1e-2, foreach=False))
 
     def train(model: Any, optimizer: Any, steps: range) -> None:
         for number in steps:
-            model.set_adapter("first" if number % 2 else "second")
+            model.set_adapter(ADAPTERS[number % 8])
             for name, parameter in model.named_parameters():  # FSDP2 has no gradients of the other adapter
                 if "lora_" in name:
                     parameter.requires_grad_(True)
@@ -262,22 +279,22 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
 
     plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
     with accelerator_with(plugin=plugin) as accelerator:
-        model, optimizer = life("refer", 0)
-        train(model, optimizer, range(4))
+        model, optimizer = life("auto", 0)
+        train(model, optimizer, range(10))
         swa.save_state(accelerator, f"{root}/alone")
         found["saved"] = adapters(model)
         sw.export_hf(model, f"{root}/live")
         sw.export_hf(f"{root}/alone", f"{root}/stored")
-        train(model, optimizer, range(4, 6))
+        train(model, optimizer, range(10, 13))
         found["on"] = adapters(model)
         found["bytes"] = sum(
             t.numel() * t.element_size() * 3 for n, t in whole(model).items() if "lora_" in n
         )
     with accelerator_with(plugin=plugin) as accelerator:
-        model, optimizer = life("refer", 7)
+        model, optimizer = life("auto", 7)
         found["exact"] = swa.load_state(accelerator, f"{root}/alone").exact
         found["loaded"] = adapters(model)
-        train(model, optimizer, range(4, 6))
+        train(model, optimizer, range(10, 13))
         found["resumed"] = adapters(model)
     with accelerator_with(plugin=plugin) as accelerator:
         model, optimizer = life("hold", 7)
@@ -285,7 +302,10 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
         with torch.no_grad():
             next(p for n, p in model.named_parameters() if n.endswith("embed_tokens.weight")).add_(1)
         found["another base"] = ": ".join(error_of(lambda: swa.load_state(accelerator, f"{root}/alone")))
-        model, optimizer = life("refer", 7)
+        accelerator.frozen = "auto"  # whose base is no longer what the load read
+        swa.save_state(accelerator, f"{root}/merged")
+        found["merged"] = swa.load_state(accelerator, f"{root}/merged").exact
+        model, optimizer = life("auto", 7)
         accelerator._models, accelerator._optimizers = [model], [optimizer]
         swa.save_state(accelerator, f"{root}/before")
         with torch.no_grad():

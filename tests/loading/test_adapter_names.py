@@ -117,12 +117,11 @@ def test_an_adapter_with_new_tokens(base: Path, tmp_path: Path, kind: str) -> No
     adapter = write_adapter(resized(base), tmp_path / "adapter", kind)
     ids = torch.arange(90, MORE)[None]
     expected = logits(peft.PeftModel.from_pretrained(resized(base), adapter), ids)
-    with pytest.raises(sw.errors.PlanError, match=f"pass config= with vocab_size={MORE}"):
+    with pytest.raises(sw.errors.PlanError, match=rf"load_pretrained\(…, vocab_size={MORE}\)"):
         sw.load_pretrained(base, adapter=adapter)
-    config = AutoConfig.from_pretrained(base)
-    config.vocab_size = MORE
-    model, report = sw.load_pretrained(base, adapter=adapter, config=config, return_report=True)
+    model, report = sw.load_pretrained(base, adapter=adapter, vocab_size=MORE, return_report=True)
     assert not report.initialized
+    assert not report.grown, "the adapter has all tokens"
     assert torch.equal(logits(model, ids), expected)
 
 
@@ -134,7 +133,8 @@ def test_more_tokens_than_stored(base: Path) -> None:
         sw.load_pretrained(base, config=config)
     assert len(refused.value.problems) == 2
     for line in refused.value.problems:
-        assert f"model.resize_token_embeddings({MORE}) and model.save_pretrained" in line
+        assert f"if its other rows are new: load_pretrained(…, vocab_size={MORE}), or load," in line
+    sw.load_pretrained(base, vocab_size=MORE)
 
 
 def test_a_saved_resized_model_loads(base: Path, tmp_path: Path) -> None:

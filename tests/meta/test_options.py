@@ -72,6 +72,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "auto_class": "the model has a class",
             "config": "the model has one",
             "trust_remote_code": "the model is built",
+            "vocab_size": "the model is built",
             "quantized": "the model is built, of layers in codes or not",
             "return_report": "it returns the report",
             "options": "the model is built; a source is a local path",

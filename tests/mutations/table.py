@@ -562,6 +562,28 @@ MUTATIONS = (
         ("tests/checkpoint/test_damage_fallback.py::test_verify_says_what_a_name_promises",),
         "an old step under a newer name is taken",
     ),
+    # ------------------------------------------------------------------------------------- rows that aren't stored
+    Mutation(
+        "loading/initialize.py",
+        "            if self._ranks.rank in replicas(self._live.geometries[one.name])[0]:",
+        "            if True:",
+        ("tests/loading/test_resize.py::test_any_module",),
+        "replicas count as further rows",
+    ),
+    Mutation(
+        "loading/initialize.py",
+        "        if within is not None and t.name in within:",
+        "        if within is not None and t.name not in within:",
+        ("tests/loading/test_resize.py::test_more_labels",),
+        "new rows are drawn over stored ones",
+    ),
+    Mutation(
+        "planning/match.py",
+        "        known[one.name] = Recipe(one.name, first, tuple(others))",
+        "        pass",
+        ("tests/loading/test_resize.py::test_resume_on_other_ranks",),
+        "an export leaves out new rows",
+    ),
     # ------------------------------------------------------------------------------------- digests
     Mutation(
         "loading/load.py",
@@ -1515,7 +1537,7 @@ MUTATIONS = (
         "a rank without rows describes a state as a plain one",
     ),
     Mutation(
-        "checkpoint/stored.py",
+        "loading/load.py",
         "        found = differing_digests(held, live.geometries, ranks, digests)",
         "        found = differing_digests(held, live.geometries, ranks, {})",
         ("tests/checkpoint/test_referred.py::test_another_base_is_refused_before_anything_changes",),
@@ -1534,6 +1556,24 @@ MUTATIONS = (
         "",
         ("tests/checkpoint/test_referred.py::test_what_was_trained_is_held",),
         "a tensor with optimizer state is referred to",
+    ),
+    Mutation(
+        "checkpoint/snapshot.py",
+        "list(map(all, zip(*every, strict=True)))",
+        "list(map(any, zip(*every, strict=True)))",
+        (
+            "tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",
+        ),
+        "a base that another rank changed is referred to",
+    ),
+    Mutation(
+        "loading/load.py",
+        "if has_adapters(live.root) and not catalog.has_module_names:",
+        "if has_adapters(live.root):",
+        (
+            "tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",
+        ),
+        "a base that only a checkpoint holds is referred to",
     ),
     Mutation(
         "checkpoint/snapshot.py",

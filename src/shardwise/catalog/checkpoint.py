@@ -208,7 +208,7 @@ def catalog_of_manifest(path: str, manifest: Manifest, model: str | None = None)
     aliases = {a for t in manifest.models[name].values() for a in t.stored_aliases}
     tensors = {n: t for n, t in catalog.tensors.items() if n not in aliases}
     digests = {n: t.digest for n, t in manifest.models[name].items() if not t.refers}
-    referred = frozenset(n for n, t in manifest.models[name].items() if t.refers)
+    referred = {n: t for n, t in manifest.models[name].items() if t.refers}
     return Catalog("checkpoint", path, tensors, catalog.files, digests=digests, referred=referred)
 
 

@@ -25,6 +25,8 @@ from ..tensors.boxes import Box, find_overlap, whole
 if TYPE_CHECKING:
     import torch
 
+    from ..format.manifest import TensorEntry
+
 
 # ----------------------------------------------------------------------------------------------------
 # The records that describe every kind of source.
@@ -243,8 +245,8 @@ class Catalog:
     """Tensors that the source stores in parts, by the path of their chunk."""
     kept: tuple[Coded, ...] = ()
     """Tensors that the source stores in parts, and whose parts the model holds as they are stored."""
-    referred: frozenset[str] = frozenset()
-    """Names of tensors of which a checkpoint holds only digests; they are not among ``tensors``."""
+    referred: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Tensors of which a checkpoint holds only digests; they are not among ``tensors``."""
     passed_over: tuple[str, ...] = ()
     """Files among ``ignored_files`` that are another model, or another part of this one."""
     unheld: Mapping[str, str] = field(default_factory=dict)

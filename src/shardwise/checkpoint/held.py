@@ -73,7 +73,7 @@ from .save import (
     write_rank,
 )
 from .sites import has_slices, make_view, reading_from
-from .snapshot import OwnPart, Piece, agree_on_forms
+from .snapshot import OwnPart, Piece, agree_on_base, agree_on_forms
 from .take import (
     Collected,
     InMemoryCheckpoints,
@@ -433,6 +433,7 @@ class MemorySteps:
         self._settle_if_done()
         if not self._has_line:
             self.begin_line(None, ranks)
+        agree_on_base(state, ranks)
         forms = agree_on_forms(state, ranks)
         level = (
             logging.INFO if self._has_warned else logging.WARNING

@@ -18,7 +18,7 @@ from ..format.slices import StateKey, by_name
 from ..limits import brief
 from ..loading.load import Filling, FillOptions
 from ..objects import frozen
-from ..planning.match import Rules, renamed
+from ..planning.match import Grow, Rules, renamed
 from ..planning.plan import IOOptions
 from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_rank
 from ..state.optimizer import TrainedBy, check_groups, check_stored
@@ -64,8 +64,10 @@ class StoredStates:
         tensors: Mapping[str, Mapping[str, torch.Tensor]],
         memory: HostMemory,
         io: IOOptions,
+        *,
+        grow: Grow,
     ) -> Filling:
-        """What a load needs to fill ``tensors`` and :attr:`whole`.
+        """What a load needs to fill ``tensors`` and :attr:`whole`. ``grow``: as in :class:`.Rules`.
 
         ``tensors``: parameter → state → tensor allocated from ``memory``, spread like its parameter in ``live``.
         """
@@ -74,7 +76,7 @@ class StoredStates:
         geometries = by_name(of_parameters) | dict.fromkeys(self.whole, everywhere)
         rename = renamed(lambda names: {n: self.renames.get(n, n) for n in names})
         states = live.of_states(by_name(tensors) | dict(self.whole), geometries)
-        return Filling(states, self.catalog, Rules(rename), FillOptions(io=io), memory)
+        return Filling(states, self.catalog, Rules(rename, grow=grow), FillOptions(io=io), memory)
 
 
 # ----------------------------------------------------------------------------------------------------

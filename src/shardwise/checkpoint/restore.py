@@ -17,12 +17,12 @@ from ..catalog.checkpoint import catalog_of_checkpoint
 from ..catalog.records import Catalog, StoredFile
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
-from ..format.manifest import CONVERTED, GRADIENT, Manifest, TensorEntry
+from ..format.manifest import CONVERTED, GRADIENT, Manifest
 from ..internals.torch import local_tensor
-from ..loading.load import Filling, FillOptions, LoadReport, fill
+from ..loading.load import Filling, FillOptions, LoadReport, compare_referred, fill
 from ..objects import gc_paused
 from ..operations.operation import phase, this_operation
-from ..planning.match import Rules
+from ..planning.match import Grow, GrowRule, Rules, growth
 from ..planning.plan import IOOptions
 from ..publish.lock import manifest_seen_by_first
 from ..ranks.ranks import Ranks
@@ -55,7 +55,7 @@ from .optimizer import OptimizerInCheckpoint, StoredStates, trained_by
 from .own import OwnState, Watched, changed_anywhere
 from .receivers import Buffers, Generators, check_documents, receivers_of, restore_documents
 from .resume_report import ResumeReport
-from .stored import StoredCheckpoint, compare_referred, read_checkpoint, referred_by
+from .stored import StoredCheckpoint, read_checkpoint
 from .take import software_versions
 
 # ----------------------------------------------------------------------------------------------------
@@ -76,8 +76,6 @@ class Run(ABC):
     mesh: str = "not recorded"
     catalogs: Mapping[str, Catalog]
     """Where the tensors of each model are stored."""
-    referred: Mapping[str, Mapping[str, TensorEntry]] = {}
-    """By model, what the run holds only digests of."""
 
     @property
     def files(self) -> list[StoredFile]:
@@ -115,6 +113,8 @@ class Restored:
     run: Run
     ranks: Ranks
     io: IOOptions
+    grow: Grow
+    """As in :class:`.Rules`."""
     loads: list[LoadReport] = field(default_factory=list)
     """The first load of each model, then those after its own code or another object had changed it."""
     optimizers: list[LoadReport] = field(default_factory=list)
@@ -144,12 +144,12 @@ class Restored:
         What a checkpoint only refers to is compared first, and must be there: raises :class:`StateError`.
         """
         names, catalogs = list(names), self.run.catalogs
-        for name in names:
-            if referred := self.run.referred.get(name):
-                compare_referred(referred, self.lives[name], catalogs[name].root, self.ranks)
-        for name in names:
-            live, options = self.lives[name].without(self.run.referred.get(name, ())), FillOptions(io=self.io)
-            self.loads.append(fill(partial(Filling, live, catalogs[name], Rules(), options), self.ranks))
+        bases = {name: compare_referred(catalogs[name], self.lives[name], self.ranks) for name in names}
+        for name, base in bases.items():
+            live, options = self.lives[name].without(base), FillOptions(io=self.io)
+            rules = Rules(grow=self.grow)
+            self.loads.append(fill(partial(Filling, live, catalogs[name], rules, options), self.ranks))
+            self.differences += [f"{name}: {one}" for one in self.loads[-1].grown]
             self.lives[name] = self.lives[name].refreshed()
 
     def fill_optimizer(self, name: str, optimizer: Optimizer) -> None:
@@ -159,6 +159,7 @@ class Restored:
         for other groups or parameters than the stored ones.
         """
         memory = HostMemory(self.io.pages)
+        longer = {one.shape[one.dim] for load in self.loads for one in load.grown}
         part: TrainedBy
         stored: StoredStates
         tensors: States = {}
@@ -170,7 +171,9 @@ class Restored:
             stored = self.run.states_of(part)
             fill_groups(part, stored.groups)
             tensors, before = place_states(part, stored.spread, memory, stored.low_bit)
-            return stored.filling(part.live, tensors, memory, self.io)
+            return stored.filling(
+                part.live, tensors, memory, self.io, grow=lambda _, rows: "zeros" if rows in longer else None
+            )
 
         self.optimizers.append(fill(prepare, self.ranks))
         with self.ranks.agree("place optimizer state"):
@@ -183,7 +186,13 @@ class Restored:
 
 
 def restore_run(
-    state: TrainState, ranks: Ranks, io: IOOptions, label: str, find: Callable[[dict[str, LiveModel]], Run]
+    state: TrainState,
+    ranks: Ranks,
+    io: IOOptions,
+    label: str,
+    find: Callable[[dict[str, LiveModel]], Run],
+    *,
+    grow: Mapping[str, GrowRule] | None = None,
 ) -> ResumeReport:
     """Put a stored run into the live objects of ``state``. Collective; the pipeline of ``restore`` and ``Checkpointer.resume``.
 
@@ -200,7 +209,7 @@ def restore_run(
                 refuse_unreduced(optimizer, live)
         run, given = find(lives), given_settings_of(state)
         claim.alike([[file.path, file.version] for file in run.files if file.version is not None])
-        restored = Restored(lives, run, ranks, io)
+        restored = Restored(lives, run, ranks, io, growth(grow or {}))
         restored.expect()
     restored.fill_models(lives)
     run.give_to_models(restored)
@@ -219,7 +228,7 @@ def restore_run(
         world_size=ranks.world_size,
         saved_mesh=run.mesh,
         mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
-        digest=run.digest,
+        digest="" if any(load.grown for load in restored.loads) else run.digest,
         exact=not (restored.differences or restored.skipped or restored.caveats),
         differences=tuple(restored.differences),
         tensors=sum(load.tensors for load in restored.loads[: len(lives)]),
@@ -244,11 +253,18 @@ def restore_run(
 
 
 @gc_paused()
-def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
+def restore_into(
+    state: TrainState,
+    path: str,
+    ranks: Ranks,
+    io: IOOptions,
+    *,
+    grow: Mapping[str, GrowRule] | None = None,
+) -> ResumeReport:
     """Restore one of our checkpoints, and count the requests to stores. Collective."""
     with counting() as asked:
         found = partial(_Checkpoint, state, path, manifest_seen_by_first(path, ranks), ranks)
-        report = restore_run(state, ranks, io, "read manifest", found)
+        report = restore_run(state, ranks, io, "read manifest", found, grow=grow)
     return replace(report, requests=asked.total)
 
 
@@ -290,7 +306,6 @@ class _Checkpoint(Run):
         self._receivers = receivers_of(state, lives, stored)
         check_documents([*self._receivers, self._generators], stored.documents)
         self._own = OwnState(stored.documents, manifest, stored.places)
-        self.referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
         for name, live in lives.items():  # the first that changes anything
             if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
                 lives[name] = describe(live.root)

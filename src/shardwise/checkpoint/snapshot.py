@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..catalog.checkpoint import directory, packed_name
-from ..digests import partial_sums, refuse_other_tensors
+from ..digests import loaded_base, partial_sums, refuse_other_tensors, still_as_loaded
 from ..dtypes import code_of, itemsize
 from ..errors import StateError
 from ..format.header import checked_step
@@ -24,7 +24,7 @@ from ..format.manifest import document_of
 from ..format.slices import Slice, SliceTensor, StateKey, assign_owners, file_count, file_name, rank_files
 from ..host import to_host
 from ..internals.low_bit import may_keep_low_bits
-from ..internals.peft import places
+from ..internals.peft import is_of_base, places
 from ..internals.torch import local_tensor
 from ..internals.transformers import is_transformers_model
 from ..limits import brief
@@ -58,7 +58,7 @@ from ..state.optimizer import (
 from ..state.parts import is_several, refuse_unfinished_step, why_unstorable
 from ..state.typed_json import Encoded, encode
 from ..tensors.boxes import LocalBox
-from ..tensors.live import LiveModel, world_size
+from ..tensors.live import LiveModel, describe, world_size
 from ..tensors.placements import Geometry, cut_boxes, replicated
 
 # ----------------------------------------------------------------------------------------------------
@@ -304,9 +304,30 @@ def _beyond_documents(
     return {**documents, "not_stored": lost} if lost else documents
 
 
+def agree_on_base(state: TrainState, ranks: Ranks) -> None:
+    """For ``frozen="auto"``: compare each base under adapters with what its load read, before the first save of it. Collective.
+
+    Reads the base once. Without such a base, or once it is known, nothing is exchanged.
+    """
+    found = {name: loaded_base(model) for name, model in state.models.items()}
+    new = {name: base for name, base in found.items() if base is not None and base.is_unchanged is None}
+    if state.frozen != "auto" or not new:
+        return
+
+    def told() -> list[bool]:
+        return [still_as_loaded(base, describe(state.models[name]), ranks) for name, base in new.items()]
+
+    agreed = ranks.combine(
+        "compare the base with its load", told, lambda every: list(map(all, zip(*every, strict=True)))
+    )
+    for base, is_unchanged in zip(new.values(), agreed, strict=True):
+        base.is_unchanged = is_unchanged
+
+
 def referred(state: TrainState, live: LiveModel) -> frozenset[str]:
     """Names of the parameters that a checkpoint of the state holds only the digests of, by ``TrainState.frozen``."""
-    if state.frozen != "refer":
+    loaded = loaded_base(live.root)
+    if state.frozen == "hold" or (state.frozen == "auto" and not (loaded and loaded.is_unchanged)):
         return frozenset()
     stepped = {id(p) for o in state.optimizers.values() for p, held in o.state.items() if held}
     found = places(live.root)  # an adapter that isn't trained now may have been
@@ -314,9 +335,9 @@ def referred(state: TrainState, live: LiveModel) -> frozenset[str]:
         t.name
         for t in live.parameters
         if not t.tensor.requires_grad
+        and (state.frozen == "refer" or (loaded and t.name in loaded.sums))
         and id(t.tensor) not in stepped
-        and (slot := found[t.name.rpartition(".")[0]]).base is not None
-        and slot.copy_of is None
+        and is_of_base(t.name, found)
     )
 
 

@@ -45,6 +45,7 @@ from .snapshot import (
     OwnPart,
     Piece,
     Snapshot,
+    agree_on_base,
     agree_on_forms,
     comparable,
     differing_in,
@@ -178,6 +179,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 
     Raises :class:`StateError` or :class:`RankError` on every rank.
     """
+    agree_on_base(state, ranks)
     forms = agree_on_forms(state, ranks)
     found = compare(lambda: take(state, step, lineage, forms, ranks.rank), ranks)
     assert found is not None

@@ -247,7 +247,7 @@ class StoredJob(Job):
         """Read nothing but these tensors. Raises :class:`CheckpointError` if the checkpoint lacks one."""
         if lacking := [name for name in names if name not in self._stored.specs]:
             if (
-                set(lacking) <= self._catalog.referred
+                set(lacking) <= self._catalog.referred.keys()
             ):  # embeddings, which PEFT stores with an adapter of theirs
                 refuse_referred(self._catalog, "an export of adapters with tensors of the base")
             raise CheckpointError(

@@ -29,7 +29,7 @@ from ..models.meta import at_most
 from ..objects import frozen, gc_paused
 from ..operations.operation import size
 from ..operations.printed import Printed, some
-from ..planning.match import Converted, Declaration
+from ..planning.match import Converted, Declaration, Grown, GrowRule
 from ..planning.plan import IOOptions
 from ..planning.proof import Cast, casts_of
 from ..quantized.open import Dequantized, described
@@ -102,6 +102,8 @@ class PlanReport(Printed):
     """Bytes on each rank of parameters that FSDP2 can't shard and that are therefore replicated."""
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
+    grown: tuple[Grown, ...]
+    """Tensors with more rows than are stored, and the rule that makes the other rows."""
     converted: tuple[Converted, ...]
     """Conversions that can't be compiled to byte ranges. Each rank that needs a part of a result runs them in full."""
     dequantized: tuple[Dequantized, ...]
@@ -146,6 +148,7 @@ class PlanReport(Printed):
             else "",
             "left unused": some(map(str, self.unused)),
             "initialized": some(map(str, self.initialized)),
+            "grown": some(map(str, self.grown)),
             "converted in full": some(map(str, self.converted)),
             "dequantized": some(format_text(one) for one in self.dequantized if one not in kept),
             "held in codes": some(map(format_text, kept)),
@@ -331,6 +334,8 @@ def plan(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    vocab_size: int | None = None,
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     quantized: Any = "dequantize",
     io: IOOptions | None = None,
@@ -365,6 +370,7 @@ def plan(
         device_limit_bytes, host_limit_bytes: memory of one device and of one host; only with ``training``.
         auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, quantized, io, options: as for
             ``load_pretrained``.
+        vocab_size, grow: as for ``load_pretrained``.
 
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load wouldn't be complete,
     :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
@@ -586,6 +592,7 @@ def _plan_ranks(
         replicated_bytes=sum(g.replicated_bytes for g in groups),
         unused=first.unused,
         initialized=first.initialized,
+        grown=first.grown,
         converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
         dequantized=described(first.coded.values(), first.kept),
         casts=casts_of(first.rounded),

@@ -57,6 +57,7 @@ from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..models.hub import FromPretrained, Pretrained
 from ..models.meta import meta_init
+from ..planning.match import GrowRule
 from ..planning.plan import IOOptions
 from ..publish.places import delete_sealed, set_aside, target_of
 from ..publish.write import make_directories, refuse_without_conditions
@@ -350,7 +351,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
         dataloader=LoaderPositions(held.loaders) if held.loaders else None,
         scaler=accelerator.scaler,
         extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
-        frozen=getattr(accelerator, "frozen", "hold"),
+        frozen=getattr(accelerator, "frozen", "auto"),
     )
 
 
@@ -424,6 +425,8 @@ def load_pretrained(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    vocab_size: int | None = None,
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     quantized: Any = "dequantize",
     seed: int = 0,
@@ -462,6 +465,7 @@ def load(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     seed: int = 0,
     io: IOOptions | None = None,
@@ -485,6 +489,7 @@ def load(
         key_mapping=key_mapping,
         allow_unused=allow_unused,
         allow_missing=allow_missing,
+        grow=grow,
         adapter=adapter,
         seed=seed,
         device=device_of(accelerator),
@@ -548,7 +553,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         local: each host only stores its own ranks' files; ``output_dir`` and the project's folders are on a local disk.
             :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
             See docs/howto/several-hosts.md.
-        frozen: ``"refer"``: checkpoints contain only digests of frozen parameters, such as a LoRA run's base; see
+        frozen: whether checkpoints of a LoRA run contain the base (``"hold"``) or only its digests; see
             :attr:`shardwise.TrainState.frozen`.
 
     All other arguments and methods are those of ``accelerate.Accelerator``.
@@ -560,7 +565,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         preemption: PreemptionPolicy | None = None,
         failures: FailurePolicy | None = None,
         local: bool = False,
-        frozen: Literal["hold", "refer"] = "hold",
+        frozen: Literal["hold", "refer", "auto"] = "auto",
         **kwargs: Any,
     ) -> None:
         self.frozen = frozen

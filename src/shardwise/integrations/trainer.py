@@ -196,8 +196,8 @@ class ShardwiseTrainer(Trainer):
     """Whether a resume inside an epoch reads the epoch's earlier batches again if their items may draw random numbers (always assumed with
     ``dataloader_num_workers``, otherwise only if they were observed to). False: skip them by index, as Trainer does, which takes no time; the
     report then lists possible differences."""
-    frozen: Literal["hold", "refer"] = "hold"
-    """``"refer"``: checkpoints contain only digests of frozen parameters, such as a LoRA run's base; see :attr:`shardwise.TrainState.frozen`."""
+    frozen: Literal["hold", "refer", "auto"] = "auto"
+    """Whether checkpoints of a LoRA run contain the base (``"hold"``) or only its digests; see :attr:`shardwise.TrainState.frozen`."""
     save_report: SaveReport | None = None
     """The report of the last save that was attempted. If it failed and training continued, ``failure`` says why."""
     _run: Run

@@ -149,6 +149,15 @@ def places(model: nn.Module) -> dict[str, BaseSlot]:
     }
 
 
+def is_of_base(name: str, places: Mapping[str, BaseSlot]) -> bool:
+    """Whether a parameter is the base's own: neither an adapter's nor a copy in ``modules_to_save``. ``places``: of :func:`places`.
+
+    Without it, an adapter that isn't trained now would count as a part of the base.
+    """
+    slot = places[name.rpartition(".")[0]]
+    return slot.base is not None and slot.copy_of is None
+
+
 def _walk(
     module: nn.Module, path: str, base: str | None, copy_of: str | None, root: nn.Module
 ) -> Iterator[tuple[str, BaseSlot]]:

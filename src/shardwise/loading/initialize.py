@@ -6,18 +6,23 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..digests import local_boxes as boxes_of
 from ..dtypes import torch_dtype
 from ..errors import LayoutError, PlanError, ShardError, StateError
+from ..format.slices import replicas
 from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.peft import has_adapters, places
 from ..internals.torch import local_tensor
@@ -28,11 +33,11 @@ from ..models.meta import default_device, forget_meta_buffers, materialize, meta
 from ..names import NamedTensor, canonical_name, exchange_parameter, named_tensors, own_parameter, patterns_of
 from ..objects import frozen
 from ..operations.operation import phase
-from ..planning.match import inherit
+from ..planning.match import Grown, inherit
 from ..ranks.ranks import Ranks
 from ..rng import preserve_rng
 from ..sharding.fsdp import shard_alike
-from ..tensors.boxes import LocalBox
+from ..tensors.boxes import Box, LocalBox, whole
 from ..tensors.live import LiveModel, describe
 from ..tensors.placements import local_boxes
 from .adapters import adapter_rules, magnitudes, without_rule
@@ -100,24 +105,28 @@ def fill_by_rule(
     seed: int,
     names: Iterable[str] | None,
     device: torch.device | str | None = None,
+    *,
+    within: Mapping[str, Box] | None = None,
 ) -> tuple[str, ...]:
-    """:func:`init_weights` of a model that is described already."""
+    """:func:`init_weights` of a model that is described already. ``within``: by name, the only box of a parameter that is written."""
     wanted = _wanted(live, None if names is None else tuple(names))
     jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
         materialize(live, default_device(live.parameters) if device is None else device)
         wanted = tuple(t.refreshed() for t in wanted)
     managed = fsdp_parameter_ids(live.fsdp_modules)
-    held = {
-        t.name: _Held(t.tensor, local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed))
-        for t in wanted
-    }
+    held: dict[str, _Held] = {}
+    for t in wanted:
+        boxes = local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed)
+        if within is not None and t.name in within:
+            boxes = tuple(part for one in boxes if (part := one.intersect(within[t.name])))
+        held[t.name] = _Held(t.tensor, boxes)
     with preserve_rng():
         for job in jobs:
             _run(job, seed, held)
     by_parameter = magnitudes(live.root) if norms else {}
-    for t in (held[name] for name in norms):
-        by_parameter[id(t.tensor)].fill(t.boxes)
+    for norm in (held[name] for name in norms):
+        by_parameter[id(norm.tensor)].fill(norm.boxes)
     return tuple(t.name for t in wanted)
 
 
@@ -142,6 +151,111 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
     return tuple(
         t for t in parameters if any(n in exact or any(fnmatchcase(n, p) for p in globs) for n in t.names)
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rows that a source lacks, of tensors whose other rows it holds. The same at every world size and sharding.
+#
+# Their mean is a mean of integers: sums of integers don't depend on the order in which rows and ranks are added. Each column is scaled by
+# a power of two, so that the sum just fits into 64 bits, and rounded. Of 100,000 rows, these have 45 bits.
+
+#: Elements that are added at a time.
+_ADDED_AT_ONCE = 1024 * 1024
+
+
+def fill_new_rows(live: LiveModel, grown: Sequence[Grown], seed: int, ranks: Ranks) -> None:
+    """Fill the rows of ``grown`` tensors that weren't stored. The stored ones are loaded already. Every rank must call it.
+
+    For means, ranks agree twice, and send 8 bytes for each column.
+    """
+    drawn = {one.name: one.new for one in grown if one.rule == "init"}
+    by_mean = [one for one in grown if one.rule == "mean"]
+    means = _Columns(live, by_mean, ranks).means() if by_mean else []
+    with ranks.agree("fill new rows"), torch.no_grad():
+        if drawn:
+            fill_by_rule(live, seed, drawn, within=drawn)
+        for one, mean in zip(by_mean, means, strict=True):
+            for part, box in _parts_in(live, one, one.new, ranks.rank):
+                part.copy_(mean[_columns(box, one.dim)].expand(part.shape))
+        for one in (one for one in grown if one.rule == "zeros"):
+            for part, _ in _parts_in(live, one, one.new, ranks.rank):
+                part.zero_()
+
+
+class _Columns:
+    """The stored rows of tensors, column by column. Every rank must make one, and call what is public."""
+
+    def __init__(self, live: LiveModel, grown: Sequence[Grown], ranks: Ranks) -> None:
+        self._live, self._grown, self._ranks = live, grown, ranks
+        self._shapes = [tuple(1 if d == one.dim else n for d, n in enumerate(one.stored)) for one in grown]
+
+    def means(self) -> list[torch.Tensor]:
+        """The mean of each tensor's stored rows, in float64, as one row. NaN in a column that isn't finite."""
+        # Numbers that aren't negative are in the order of their bits; NaN is the last.
+        most = self._of_all(self._largest, np.max, torch.float64)
+        counts = [one.stored[one.dim] for one in self._grown]
+        exponents = [
+            (62 - count.bit_length() - torch.frexp(top.nan_to_num(0, 0)).exponent).clamp(max=1000)
+            for count, top in zip(counts, most, strict=True)
+        ]
+        scales = [torch.from_numpy(np.ldexp(1.0, one.numpy())) for one in exponents]
+        totals = self._of_all(lambda: self._sums(scales), np.sum, torch.int64)
+        return [
+            torch.where(top.isfinite(), total.double() / scale / count, torch.nan)
+            for total, scale, count, top in zip(totals, scales, counts, most, strict=True)
+        ]
+
+    def _of_all(
+        self, own: Callable[[], list[torch.Tensor]], merge: Callable[..., Any], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """``own`` of all ranks, merged. It has 8 bytes per column."""
+
+        def told() -> NDArray[np.uint64]:
+            return torch.cat([one.view(torch.int64).flatten() for one in own()]).numpy().view(np.uint64)
+
+        found = self._ranks.reduce(
+            "add new rows", told, lambda parts: merge(parts, axis=0), lambda merged: merged
+        )
+        parts = (
+            torch.from_numpy(found.view(np.int64).copy()).view(dtype).split([*map(math.prod, self._shapes)])
+        )
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _largest(self) -> list[torch.Tensor]:
+        found = [torch.zeros(shape, dtype=torch.float64) for shape in self._shapes]
+        for one, most in zip(self._grown, found, strict=True):
+            for numbers, at in self._numbers(one):
+                most[at] = torch.maximum(most[at], numbers.abs().amax(one.dim, keepdim=True))
+        return found
+
+    def _sums(self, scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = [torch.zeros(shape, dtype=torch.int64) for shape in self._shapes]
+        for one, scale, total in zip(self._grown, scales, found, strict=True):
+            if self._ranks.rank in replicas(self._live.geometries[one.name])[0]:
+                for numbers, at in self._numbers(one):
+                    scaled = (numbers * scale[at]).round_().nan_to_num_(0, 0, 0)
+                    total[at] += scaled.long().sum(one.dim, keepdim=True)
+        return found
+
+    def _numbers(self, one: Grown) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
+        """The stored rows that this rank holds, a few at a time, in float64 on the host, and the columns that they are of."""
+        for part, box in _parts_in(self._live, one, whole(one.stored), self._ranks.rank):
+            for some in part.split(max(1, _ADDED_AT_ONCE * part.shape[one.dim] // part.numel()), one.dim):
+                yield some.cpu().double(), _columns(box, one.dim)
+            self._ranks.tick()
+
+
+def _parts_in(live: LiveModel, one: Grown, within: Box, rank: int) -> Iterator[tuple[torch.Tensor, Box]]:
+    """What a rank holds of a tensor within a box: views of its local tensor, each with its box."""
+    tensor = next(t.tensor for t in live.stored if t.name == one.name)
+    for piece, start in boxes_of(tensor, one.shape, live.geometries[one.name], rank):
+        box = whole(piece.shape).moved(start)
+        if common := box.intersect(within):
+            yield piece[common.slices_in(box)], common
+
+
+def _columns(box: Box, dim: int) -> tuple[slice, ...]:
+    return tuple(slice(0, 1) if d == dim else one for d, one in enumerate(box.slices))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, Coded, packed_catalog, unpacked_catalog
 from ..catalog.weights import Choice as WeightsChoice
+from ..dtypes import code_of
 from ..engine.engine import ConvertingReader, Destination, Staging, compare, execute, execute_own
 from ..engine.files import page_cache_for
 from ..engine.objects import SourceReader
@@ -30,7 +31,8 @@ from ..engine.shared import (
     boxes_of_spans,
     boxes_of_transfers,
 )
-from ..errors import IntegrityError, PlanError, ShardError
+from ..errors import IntegrityError, PlanError, ShardError, StateError
+from ..internals.peft import has_adapters
 from ..internals.torch import local_tensor, version_of
 from ..internals.transformers import kept_in_fp32_of_class
 from ..models.build import forget_quantization
@@ -45,10 +47,13 @@ from ..planning.hub_rules import HubRules, automatic_rules, embedding_names, not
 from ..planning.match import (
     Converted,
     Declaration,
+    Grown,
+    GrowRule,
     Recipe,
     Resolve,
     Rules,
     by_key_mapping,
+    growth,
     match_rules,
     matches_any,
     remember,
@@ -114,6 +119,8 @@ class LoadReport(Printed):
     """Stored tensors that were skipped, and who declared that they may be."""
     initialized: tuple[Declaration, ...]
     """Tensors that were initialized by the model's own rule, and who declared that they may be."""
+    grown: tuple[Grown, ...]
+    """Tensors with more rows than are stored, and the rule that made the other rows."""
     converted: tuple[Converted, ...]
     """Conversions that couldn't be compiled to byte ranges. Each rank that needs a part of a result ran them in full."""
     dequantized: tuple[Dequantized, ...]
@@ -164,6 +171,7 @@ class LoadReport(Printed):
             seconds_read=seconds_read,
             unused=plan.unused,
             initialized=plan.initialized,
+            grown=plan.grown,
             converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
             dequantized=described(plan.coded.values(), plan.kept),
             ignored_files=plan.ignored_files,
@@ -310,10 +318,12 @@ def fingerprint(plan: Plan, recorded: Mapping[str, int]) -> str:
     the source records of its tensors, which ranks compare together."""
     digest = hashlib.blake2b(digest_size=16)
     known: dict[int, str] = {}
+    grown = {one.name: one.rule for one in plan.grown}
     for w in plan.wanted:
         recipe = plan.recipes.get(w.name)
         short = None if recipe is None else _short_form(recipe, w.shape, known)
-        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, short, recorded.get(w.name))).encode())
+        kind = w.name, w.aliases, w.shape, grown.get(w.name)
+        digest.update(repr((*kind, w.dtype, short, recorded.get(w.name))).encode())
     return digest.hexdigest()
 
 
@@ -405,6 +415,7 @@ def load(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -428,6 +439,12 @@ def load(
             checkpoint, which stores the module's names.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
         allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack. They are initialized by the model's own rule.
+        grow: ``fnmatch`` pattern of module names → the rule that makes rows that ``source`` lacks, for tensors that have more rows in the
+            model (new tokens, more labels); the first pattern that matches counts. The stored rows are loaded bit for bit, and come
+            first. ``"mean"``: the mean of the stored rows, as loaded, in each column. It is summed in integers, so it has the same bits
+            at every world size; ranks exchange 16 bytes per column and read nothing more. ``"init"``: the model's own rule, with
+            ``seed``; each rank that holds new rows draws the module in full, as for ``allow_missing``. New elements of a buffer keep
+            the values that it was built with.
         adapter: for a ``PeftModel`` whose base is in ``source``: the directory of an adapter, or a PEFT config (such as
             ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either. Base and
             adapters are planned and checked together; an adapter's stored names start with its own name
@@ -453,15 +470,21 @@ def load(
         opened = open_for_all(source, ranks)
     hub: HubRules | None = None
     live: LiveModel
+    base: Collection[str] = ()
+    if opened.referred:
+        with ranks.agree("describe the model"):
+            live = describe(model)
+        base = compare_referred(opened, live, ranks)
 
     def prepare() -> Filling:
         nonlocal hub, live
         unused = patterns_of("allow_unused", allow_unused)
         missing = patterns_of("allow_missing", allow_missing)
         plain = patterns_of("allow_plain", allow_plain)
+        rule_of = growth(grow or {})
         if names is not None and key_mapping is not None:
             raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
-        live = describe(model)
+        live = describe(model).without(base)
         catalog = dequantized(opened, lambda: live.tensors)
         if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
             forget_quantization(live.base.config)  # of a model that was built from the config of the source
@@ -471,6 +494,7 @@ def load(
             _resolve(live, catalog, names, key_mapping, hub),
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
+            grow=rule_of,
             caller_declares=True,
             embeddings=partial(embedding_names, live.base),
         )
@@ -538,10 +562,11 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> LoadReport:
             w.name for w in planned.plan.wanted if w.kind == "parameter"
         }  # buffers get values from construction
         new.extend(d.name for d in planned.plan.initialized if d.name in parameters)
-        if new:
+        drawn = [*new, *(one.name for one in planned.plan.grown if one.rule == "init")]
+        if drawn:
             from .initialize import check_rules
 
-            check_rules(given.live, new)
+            check_rules(given.live, drawn)
         if torch.device(given.options.device or default_device(given.live.stored)).type == "cpu":
             new_bytes = sum(local_tensor(t.tensor).nbytes for t in given.live.stored if t.tensor.is_meta)
             refuse_too_large(new_bytes, host)
@@ -573,12 +598,22 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> LoadReport:
 
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
+    if plan.grown:
+        from .initialize import fill_new_rows
+
+        fill_new_rows(live, plan.grown, options.seed, ranks)
     forget_meta_buffers(live.root)
+    # A checkpoint may be the only file that has its base.
+    if has_adapters(live.root) and not catalog.has_module_names:
+        from ..digests import remember_base
+
+        with phase("sum digests"), ranks.agree("sum the base"):
+            remember_base(live.refreshed(), ranks)
     if recorded:
         with phase("compare digests"):
             check_digests(live, catalog, recorded, ranks, sums)
     if not catalog.has_module_names:
-        remember(live.root, plan.recipes, catalog.tensors)
+        remember(live.root, plan.recipes, catalog.tensors, plan.grown)
         remember_source((live.root, live.base), catalog)
     return LoadReport.of(
         plan,
@@ -598,7 +633,7 @@ def plan_load(
     """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
     layout = live.layout(rank=rank)
     matched = match_rules(catalog, layout.wanted, rules)
-    matched.problems += _unfilled_buffers(live, {d.name for d in matched.initialized})
+    matched.problems += _unfilled_buffers(live, {d.name for d in matched.initialized} | matched.grown.keys())
     return Planned(build_plan(catalog, layout, matched, io), live, catalog, matched, io)
 
 
@@ -713,3 +748,61 @@ def _stored_whole(recipe: Recipe | None) -> str | None:
     (tile, *more) = recipe.tiles
     straight = all((v.source_dim, v.source_step) == (v.target_dim, v.target_step) for v in tile.loops)
     return tile.source if straight and not more and tile.source_start == tile.target_start else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Frozen tensors of which a checkpoint holds only digests: the live ones must be those that were saved.
+
+
+def compare_referred(catalog: Catalog, live: LiveModel, ranks: Ranks) -> Collection[str]:
+    """Prove that the live tensors are those of the base that the run was saved with, and name them.
+
+    Collective; changes nothing, and does nothing for a source that holds all of its tensors. Raises :class:`StateError`, naming the
+    tensors: the checkpoint is whole, but this is not its base.
+    """
+    if not catalog.referred:
+        return ()
+    path = catalog.root
+    expected = {live.first_names.get(name, name): entry for name, entry in catalog.referred.items()}
+    tensors = {t.name: t.tensor for t in live.stored}
+    with ranks.agree("look for the base"):
+        unlike = [
+            f"{name}: {entry.dtype} {list(entry.shape)} when saved, {_held(tensors.get(name))} now"
+            for name, entry in expected.items()
+            if _held(tensors.get(name)) != f"{entry.dtype} {list(entry.shape)}"
+        ]
+        _refuse(unlike, path)
+    from ..digests import differing_digests
+
+    digests = {name: entry.digest for name, entry in expected.items()}
+    try:
+        held = {name: tensors[name] for name in expected}
+        found = differing_digests(held, live.geometries, ranks, digests)
+    except IntegrityError as error:  # the replicas differ: the checkpoint is not at fault
+        raise StateError(f"{path}: refers to frozen tensors of a base, but here {error}") from error
+    with ranks.agree("compare the base"):
+        _refuse(
+            [
+                f"{name}: digest {digests[name]:016x} when saved, {digest:016x} now"
+                for name, digest in found.items()
+            ],
+            path,
+        )
+    return expected
+
+
+def _held(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return "nothing"
+    if tensor.is_meta:
+        return "no content (it is on meta)"
+    return f"{code_of(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _refuse(unlike: list[str], path: str) -> None:
+    if unlike:
+        raise StateError(
+            f"{path}: holds only digests of its base, which is not the one of this run: {'; '.join(unlike[:5])}"
+            f"{f'; and {len(unlike) - 5} more' if len(unlike) > 5 else ''}. Load the base that the saved run began with, "
+            f"quantized the same way, first"
+        )

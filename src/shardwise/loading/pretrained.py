@@ -52,7 +52,7 @@ from ..names import canonical_name, named_tensors
 from ..objects import frozen, gc_paused
 from ..operations.operation import announced
 from ..planning.hub_rules import HubRules, embedding_names, hub_rules, note_conversions
-from ..planning.match import Made, Rules, as_stored, matches_any, same_names
+from ..planning.match import GrowRule, Made, Rules, as_stored, growth, matches_any, same_names
 from ..planning.plan import IOOptions
 from ..quantized.open import dequantized
 from ..ranks.ranks import Ranks
@@ -311,6 +311,8 @@ def load_pretrained(
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    vocab_size: int | None = None,
+    grow: Mapping[str, GrowRule] | None = None,
     adapter: Any = None,
     quantized: Any = "dequantize",
     seed: int = 0,
@@ -343,6 +345,9 @@ def load_pretrained(
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
         allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to those that the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
+        vocab_size: number of tokens of the model, if it needs more than are stored. It replaces the config's number. If a tensor with as
+            many rows is stored with fewer, it's grown by ``"mean"``, unless ``grow`` says otherwise.
+        grow: as for :func:`shardwise.load`: for tensors with more rows than stored, pattern → ``"mean"`` or ``"init"``.
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the active one first. The
             result is then a ``PeftModel`` around the sharded base. Its adapters are trainable; adapters without a directory
             are initialized by PEFT's own rule. None: the adapter that ``path`` itself contains (``adapter_config.json``), as in
@@ -508,7 +513,9 @@ def prepare(
         setattr(config, field, value)
     settings = asked_of(request.quantized, config, catalog, directory)
     config = plain_config(config, catalog, directory, given=request.config is not None)
-    base = base if base is not None else _build(config, model_class, directory, catalog, asked.dtype)
+    if base is None or request.vocab_size is not None:
+        config = _with_tokens(config, request.vocab_size)
+        base = _build(config, model_class, directory, catalog, asked.dtype)
     layers = {} if settings is None else put_into(base, settings, base.dtype)
     kept = kept_in(base)
     catalog = kept_parts(catalog) if kept else dequantized(catalog, lambda: named_tensors(base))
@@ -516,7 +523,7 @@ def prepare(
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     embeddings = embedding_names(base)  # before PEFT renames them
-    rules = replace(rules, embeddings=lambda: embeddings)
+    rules = replace(rules, embeddings=lambda: embeddings, grow=growth(request.grow or {}, request.vocab_size))
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:
@@ -529,6 +536,19 @@ def prepare(
     if settings is not None and not kept:
         base.config.quantization_config = settings
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
+
+
+def _with_tokens(config: Any, vocab_size: int | None) -> Any:
+    """The config with another number of tokens, in its text part; as it is for None. Raises :class:`ValueError` if it has no such number."""
+    if vocab_size is None:
+        return config
+    part: Any = None if isinstance(config, dict) else config.get_text_config()
+    if not isinstance(getattr(part, "vocab_size", None), int):
+        raise ValueError(
+            f"vocab_size={vocab_size}: the config ({type(config).__name__}) has no number of tokens"
+        )
+    part.vocab_size = vocab_size
+    return config
 
 
 def with_callers(

@@ -831,6 +831,8 @@ class Pretrained:
     quantized: Any
     options: Mapping[str, Any]
     """The keyword arguments of ``from_pretrained`` among the caller's."""
+    vocab_size: int | None = None
+    grow: Mapping[str, Any] | None = None
     with_modules: bool = False
     """As in :class:`.Choice`."""
 

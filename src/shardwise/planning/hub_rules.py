@@ -526,13 +526,17 @@ def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
         own = frozenset(rules.embeddings())
         return own | {name for name, base in names.items() if base in own}
 
+    def either(declared: Callable[..., str | None]) -> Callable[..., str | None]:
+        return lambda name, *rest: (
+            declared(name, *rest) or (declared(names[name], *rest) if name in names else None)
+        )
+
     return replace(
         rules,
         embeddings=embeddings,
         resolve=wrapped(live, rules.resolve),
-        allow_missing=lambda name: (
-            rules.allow_missing(name) or (rules.allow_missing(names[name]) if name in names else None)
-        ),
+        allow_missing=either(rules.allow_missing),
+        grow=either(rules.grow),
     )
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from heapq import nlargest
 from os.path import commonprefix
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..catalog.quantized import code_of_weight, is_part
 from ..catalog.records import Catalog, StoredTensor
 from ..models.homes import inherit_home
 from ..names import canonical_name, unwrap
 from ..objects import frozen
-from ..tensors.boxes import Wanted
-from ..tensors.tiles import Tile, identity
+from ..tensors.boxes import Box, Wanted
+from ..tensors.tiles import Tile, identity, is_identity
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +105,36 @@ class Declaration:
         return f"{self.name} (says {self.declared_by})"
 
 
+#: How a load makes the rows of a tensor that are not stored: the mean of the stored ones, or the model's own initial values.
+GrowRule = Literal["mean", "init"]
+Grow = Callable[[str, int], str | None]
+
+
+@frozen
+class Grown:
+    """A tensor with more rows than are stored, and the rule that makes the other rows."""
+
+    name: str
+    stored: tuple[int, ...]
+    """The stored shape."""
+    shape: tuple[int, ...]
+    rule: str
+    """``"mean"`` or ``"init"``; ``"built"`` for a buffer, which keeps the values that it was built with; ``"zeros"`` for an optimizer's state."""
+
+    @property
+    def dim(self) -> int:
+        """The dim that has more rows than are stored."""
+        return next(d for d, (a, b) in enumerate(zip(self.stored, self.shape, strict=True)) if a != b)
+
+    @property
+    def new(self) -> Box:
+        """The box of the rows that aren't stored."""
+        return Box(tuple(n if d == self.dim else 0 for d, n in enumerate(self.stored)), self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.stored[self.dim]} of {self.shape[self.dim]} rows stored, the others: {self.rule})"
+
+
 @dataclass(slots=True)
 class Matched:
     """Outcome of matching: recipes by wanted name, tensors skipped by declaration, and every problem."""
@@ -113,6 +143,7 @@ class Matched:
     unused: list[Declaration] = field(default_factory=list)
     initialized: list[Declaration] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    grown: dict[str, Grown] = field(default_factory=dict)
     conversions: dict[str, HostConversion] = field(default_factory=dict)
     """Host conversions, by the name of each result that a recipe's tiles take."""
 
@@ -176,7 +207,7 @@ def same_names(stored: Mapping[str, StoredTensor]) -> list[Made]:
     return [as_stored(t, t.name) for t in stored.values()]
 
 
-def undeclared(*_: str) -> None:
+def undeclared(*_: object) -> None:
     """No declaration."""
 
 
@@ -191,12 +222,36 @@ class Rules:
     resolve: Resolve = same_names
     allow_unused: Callable[[str, str], str | None] = undeclared
     allow_missing: Callable[[str], str | None] = undeclared
+    grow: Grow = undeclared
+    """Says for a wanted tensor and its number of rows by which rule those are made that aren't stored; None if all must be."""
     caller_declares: bool = False
     """Whether the call takes ``allow_unused=``, ``allow_missing=`` and renames. Only then problems advise them."""
     embeddings: Callable[[], Collection[str]] = tuple
     """Names of wanted tensors with a row for each token, for which a wrong shape means another vocabulary."""
     expected_in: Mapping[str, str] = field(default_factory=dict)
     """Wanted tensor → the adapter's file that must store it. One that is missing there is not new."""
+
+
+def growth(grow: Mapping[str, GrowRule], vocab_size: int | None = None) -> Grow:
+    """The rule of the first pattern of ``grow`` that matches a tensor's name, or else ``"mean"`` for one with ``vocab_size`` rows.
+
+    Raises :class:`TypeError` for anything but a mapping of patterns to rules, :class:`ValueError` for an unknown rule.
+    """
+    if not isinstance(grow, Mapping):
+        raise TypeError(
+            f"grow is a {type(grow).__name__}; expected a mapping of patterns to rules: grow={{'score.*': 'mean'}}"
+        )
+    for pattern, rule in grow.items():
+        if rule not in get_args(GrowRule):
+            raise ValueError(
+                f"grow={{{pattern!r}: {rule!r}}}: there is no such rule; expected 'mean' or 'init'"
+            )
+
+    def rule_of(name: str, rows: int) -> str | None:
+        named = (rule for pattern, rule in grow.items() if fnmatchcase(name, pattern))
+        return next(named, "mean" if rows == vocab_size else None)
+
+    return rule_of
 
 
 def match(
@@ -268,11 +323,15 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
             return
         order = (w.name, *w.aliases)
         found.sort(key=lambda made: order.index(made.target))
-    problems = [problem for made in found if (problem := _misfit(w, made, catalog, rules))]
+    first = found[0]
+    grown = _grown(w, first, rules)
+    expected = w if grown is None else replace(w, shape=grown.stored)
+    problems = [problem for made in found if (problem := _misfit(expected, made, catalog, rules))]
     if problems:
         result.problems += problems
         return
-    first = found[0]
+    if grown is not None:
+        result.grown[w.name] = grown
     others = tuple([made.tiles for made in found[1:] if not _are_same_bytes(first, made, catalog)])
     result.recipes[w.name] = Recipe(w.name, first.tiles, others, () if first.tiles else first.sources)
     for made in found:
@@ -282,16 +341,35 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
 
 def _are_same_bytes(one: Made, other: Made, catalog: Catalog) -> bool:
     """Whether two names stand for the same bytes of the same files, as for tensors that were saved with one storage."""
-    return len(one.tiles) == len(other.tiles) and all(
+    return len(one.tiles) == len(other.tiles) > 0 and all(
         a == replace(b, source=a.source)
         and catalog.tensors[a.source].chunks == catalog.tensors[b.source].chunks
         for a, b in zip(one.tiles, other.tiles, strict=True)
     )
 
 
+def _grown(w: Wanted, made: Made, rules: Rules) -> Grown | None:
+    """The growth of a tensor that is declared to have more rows than are stored; None if it has none."""
+    rows = _more_rows(w, made)
+    if not rows or w.dtype not in _FLOATS:
+        return None
+    rule = next((rule for name in (w.name, *w.aliases) if (rule := rules.grow(name, rows))), None)
+    if rule is None:
+        return None
+    return Grown(w.name, made.shape, w.shape, "built" if w.kind == "buffer" else rule)
+
+
+def _more_rows(w: Wanted, made: Made) -> int:
+    """The length of a tensor in the one dim in which it's longer than the stored one; 0 if they differ in any other way."""
+    if len(made.shape) != len(w.shape):
+        return 0
+    other = [(stored, n) for stored, n in zip(made.shape, w.shape, strict=True) if stored != n]
+    return other[0][1] if len(other) == 1 and 0 < other[0][0] < other[0][1] else 0
+
+
 def _misfit(w: Wanted, made: Made, catalog: Catalog, rules: Rules) -> str | None:
     if made.shape != w.shape:
-        hint = _in_blocks(w, made) + _missing_parts(made, catalog) or _other_vocabulary(w, made, rules)
+        hint = _in_blocks(w, made) + _missing_parts(made, catalog) or _other_rows(w, made, rules)
         return (
             f"shape mismatch: {w.name!r} expects shape {list(w.shape)}, but {_origin(made, catalog)} "
             f"has {list(made.shape)}{hint}"
@@ -311,17 +389,18 @@ def _origin(made: Made, catalog: Catalog) -> str:
     return f"the result of {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …)"
 
 
-def _other_vocabulary(w: Wanted, made: Made, rules: Rules) -> str:
-    """The way on where a model and its weights have another number of tokens."""
-    if set(rules.embeddings()).isdisjoint((w.name, *w.aliases)) or made.shape[1:] != w.shape[1:]:
-        return ""
-    rows, stored = w.shape[0], made.shape[0]
-    if stored > rows:
-        return f"; it has {stored} tokens, but the model has {rows}: pass config= with vocab_size={stored}"
-    return (
-        f"; it has {stored} tokens, but the model has {rows}: to add tokens, load the stored model in one process, call "
-        f"model.resize_token_embeddings({rows}) and model.save_pretrained(…), and load that"
+def _other_rows(w: Wanted, made: Made, rules: Rules) -> str:
+    """The way on where a model and its weights have another number of rows, which may be tokens."""
+    are_tokens = (
+        not set(rules.embeddings()).isdisjoint((w.name, *w.aliases)) and made.shape[1:] == w.shape[1:]
     )
+    counts = f"; it has {made.shape[0]} tokens, but the model has {w.shape[0]}" if are_tokens else ""
+    if are_tokens and made.shape[0] > w.shape[0]:
+        return f"{counts}, and a load drops none: load_pretrained(…, vocab_size={made.shape[0]})"
+    if not _more_rows(w, made):
+        return counts
+    also = f"load_pretrained(…, vocab_size={w.shape[0]}), or " if are_tokens else ""
+    return f"{counts}; if its other rows are new: {also}load, load_pretrained or restore with grow={{{w.name!r}: 'mean'}}"
 
 
 def _in_blocks(w: Wanted, made: Made) -> str:
@@ -446,7 +525,7 @@ def _missing(
         if w.name in catalog.referred:
             hint, advice = (
                 "",
-                "; the checkpoint holds only its digest: load the base, and sw.restore the checkpoint into it",
+                "; the checkpoint holds only its digest: load the base, and sw.load the checkpoint into it",
             )
         yield f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}{advice}"
 
@@ -594,17 +673,31 @@ class Origin:
 _ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictionary()
 
 
-def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[str, StoredTensor]) -> None:
-    """Keep the recipes with which ``model`` was filled, for as long as it lives.
+def remember(
+    model: nn.Module,
+    recipes: Mapping[str, Recipe],
+    stored: Mapping[str, StoredTensor],
+    grown: Iterable[Grown] = (),
+) -> None:
+    """Keep the recipes with which ``model`` was filled, for as long as it lives. Those of ``grown`` tensors get the new shapes.
 
-    Keeps nothing if any tensor was converted whole: such a recipe can't be inverted.
+    Keeps nothing if any tensor was converted whole, or if a grown one was converted at all: such a recipe can't be inverted.
     """
+    known = dict(recipes)
     sources = [s for r in recipes.values() for s in (*(t.source for t in r.tiles), *r.empty)]
-    if not stored.keys() >= set(sources):
+    shapes = {source: stored[source].shape for source in sources if source in stored}
+    for one in grown:
+        copies = (known[one.name].tiles, *known[one.name].copies)
+        if not all(len(tiles) == 1 and is_identity(tiles[0], one.stored) for tiles in copies):
+            shapes.clear()
+            break
+        first, *others = ((identity(tiles[0].source, one.shape),) for tiles in copies)
+        known[one.name] = Recipe(one.name, first, tuple(others))
+        shapes |= {tiles[0].source: one.shape for tiles in copies}
+    if not shapes.keys() >= set(sources):
         _ORIGINS.pop(unwrap(model), None)
         return
-    shapes = {source: stored[source].shape for source in sources}
-    _ORIGINS[unwrap(model)] = Origin(dict(recipes), shapes)
+    _ORIGINS[unwrap(model)] = Origin(known, shapes)
 
 
 def recall(model: nn.Module) -> Origin | None:

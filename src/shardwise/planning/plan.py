@@ -25,7 +25,7 @@ from ..tensors.boxes import (
     source_box,
 )
 from ..tensors.tiles import Tile, bounds, cut, is_identity, translate
-from .match import Declaration, HostConversion, Matched, Recipe
+from .match import Declaration, Grown, HostConversion, Matched, Recipe
 from .proof import prove_cover, rounded_in
 
 # ----------------------------------------------------------------------------------------------------
@@ -230,6 +230,8 @@ class Plan:
     """Tensors that the source stores in parts, by the path that transfers of them name. The same on every rank."""
     kept: tuple[Coded, ...] = ()
     """Tensors whose parts the ranks hold as they are stored. The same on every rank."""
+    grown: tuple[Grown, ...] = ()
+    """Tensors of which some rows aren't stored. The same on every rank."""
     rounded: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     """Tensors whose dtype can't hold the stored values exactly, by dtype before and after. The same on every rank."""
 
@@ -248,7 +250,7 @@ class Plan:
     @property
     def init_staging_bytes(self) -> int:
         """Host memory for initializing: the new tensors of the largest module, whole. Modules take turns."""
-        new = {d.name for d in self.initialized}
+        new = {d.name for d in self.initialized} | {g.name for g in self.grown if g.rule == "init"}
         by_module: dict[str, int] = {}
         for w in self.wanted:
             if w.name in new:
@@ -596,6 +598,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
         conversions=dict(matched.conversions),
         coded=catalog.coded,
         kept=catalog.kept,
+        grown=tuple(matched.grown.values()),
         rounded=rounded_in(catalog.tensors, layout.wanted, matched.recipes),
     )
 

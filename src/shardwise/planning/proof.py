@@ -339,6 +339,8 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
     proved: dict[tuple[object, ...], object] = {}
     for wanted in layout.wanted:
         recipe = matched.recipes.get(wanted.name)
+        if (grown := matched.grown.get(wanted.name)) is not None:  # its rule makes the rest
+            wanted = replace(wanted, shape=grown.stored)
         for tiles in () if recipe is None else (recipe.tiles, *recipe.copies):
             # By identity: layers that are made alike share these objects, and hashing them would take longer than the proof.
             shapes = [catalog.tensors[tile.source].shape for tile in tiles]

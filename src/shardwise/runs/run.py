@@ -42,7 +42,7 @@ from ..names import NamedTensor, named_tensors
 from ..objects import frozen, gc_paused
 from ..operations.operation import announced, this_operation
 from ..planning.hub_rules import hub_rules
-from ..planning.match import HostConversion, Origin, Recipe, Rules, match_rules, renamed
+from ..planning.match import GrowRule, HostConversion, Origin, Recipe, Rules, match_rules, renamed
 from ..planning.plan import IOOptions, build_plan
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
@@ -511,7 +511,13 @@ def _stored_optimizer(root: str, manifest: Manifest, name: str) -> StoredOptimiz
 
 
 @logged
-def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
+def restore(
+    state: TrainState,
+    path: str | os.PathLike[str],
+    *,
+    grow: Mapping[str, GrowRule] | None = None,
+    io: IOOptions | None = None,
+) -> ResumeReport:
     """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor against its digest.
 
     Also reads checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, Lightning, torchtitan, transformers and
@@ -519,17 +525,22 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     optimizer that numbers its parameters is matched by position, as in torch's ``load_state_dict``.
 
     ``path`` can be a URL in an object store, and a directory may have any name; the report's ``step`` comes from the manifest. Works with any
-    mesh and world size. Every rank of the default process group must call it. Random states are restored last. Memory: staging only, in
+    mesh and world size. If the model has more rows than were saved (new tokens, more labels), ``grow`` makes the others, as for :func:`load`;
+    the optimizer's states of new rows are zeros, and the resume isn't exact. Every rank of the default process group must call it. Random states are restored last. Memory: staging only, in
     addition to the state itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
     :class:`RankError` on every surviving rank. After an error, the state is undefined until a restore succeeds.
     """
-    return restore_unlogged(state, path, io=io)
+    return restore_unlogged(state, path, grow=grow, io=io)
 
 
 @announced("restore", "path")
 @gc_paused()
 def restore_unlogged(
-    state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None
+    state: TrainState,
+    path: str | os.PathLike[str],
+    *,
+    grow: Mapping[str, GrowRule] | None = None,
+    io: IOOptions | None = None,
 ) -> ResumeReport:
     """:func:`restore` for a caller that adds to the report before it logs it."""
     io = io or IOOptions()
@@ -538,9 +549,11 @@ def restore_unlogged(
         is_other = ranks.on_first("look at checkpoint", lambda: is_third_party(root))
         this_operation(root)
         if is_other:
-            report = restore_run(state, ranks, io, "read checkpoint", partial(_OfAnotherProgram, state, root))
+            report = restore_run(
+                state, ranks, io, "read checkpoint", partial(_OfAnotherProgram, state, root), grow=grow
+            )
         else:
-            report = restore_into(state, root, ranks, io)
+            report = restore_into(state, root, ranks, io, grow=grow)
     return replace(report, requests=asked.total)
 
 

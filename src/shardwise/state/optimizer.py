@@ -597,17 +597,18 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional state by name: objects with ``state_dict`` and ``load_state_dict``, or plain values, which a restore writes back into this dict.
     If the ``state_dict`` of an object contains sharded tensors (diffusers' ``EMAModel``), its tensors are stored like those of a model."""
-    frozen: Literal["hold", "refer"] = "hold"
+    frozen: Literal["hold", "refer", "auto"] = "hold"
     """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
     digests instead of content. All adapters are stored, including those that aren't trained. Such a checkpoint needs the same base: load it
-    first, and the restore compares each digest with the live tensor before it changes anything. ``export_hf`` writes its adapters; ``load`` can't
-    read it. A restore follows the checkpoint, not this field."""
+    first, and the restore compares each digest with the live tensor before it changes anything. ``export_hf`` writes its adapters; ``load`` fills
+    a model that has the base. ``"auto"``: ``"refer"`` for a base that was loaded together with its adapters (``adapter=``), as long as the first save finds
+    it bit-identical to what the load read; otherwise ``"hold"``. A restore follows the checkpoint, not this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Small files by relative path, added to the checkpoint for other programs. Only rank 0's files are written. A restore doesn't read them."""
 
     def __post_init__(self) -> None:
-        if self.frozen not in ("hold", "refer"):
-            raise StateError(f"frozen={self.frozen!r}: expected 'hold' or 'refer'")
+        if self.frozen not in ("hold", "refer", "auto"):
+            raise StateError(f"frozen={self.frozen!r}: expected 'hold', 'refer' or 'auto'")
         for model in self.models.values():
             refuse_fsdp1(fsdp1_problem(model.named_modules()))
         self.watch()

@@ -76,6 +76,14 @@ class LocalBox:
         """The index that selects the box's elements in the local tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.local_start, self.box.sizes, strict=True))
 
+    def intersect(self, other: Box) -> LocalBox | None:
+        """The part within another box, or None."""
+        common = self.box.intersect(other)
+        if common is None:
+            return None
+        inside = zip(self.local_start, common.start, self.box.start, strict=True)
+        return LocalBox(common, tuple(at + a - b for at, a, b in inside))
+
 
 def whole(shape: Sequence[int]) -> Box:
     """The box of a whole tensor of this shape."""
