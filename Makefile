@@ -174,7 +174,7 @@ launchers: install
 loggers: install
 	$(PIP) --target build/loggers wandb mlflow-skinny tensorboard
 	$(PIP) --target build/loggers --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
-	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py
+	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py tests/runs/test_zero.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

@@ -37,11 +37,6 @@ DIRECTORIES: dict[str, list[list[str]]] = {
     ],
     "Megatron-LM checkpoint (torch_dist)": [[".metadata", "common.pt", "metadata.json", "__0_0.distcp"]],
     "a verl run": [["latest_checkpointed_iteration.txt", "global_step_100/", "global_step_200/"]],
-    "DeepSpeed checkpoint (ZeRO)": [
-        ["latest", "zero_to_fp32.py", "global_step3/"],
-        ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        ["config.json", "trainer_state.json", "global_step3/", "latest", "rng_state_0.pth"],
-    ],
     "Accelerate checkpoint of FSDP1's flat parameters": [
         [
             "pytorch_model_fsdp_rank0.bin",
@@ -230,9 +225,9 @@ def test_a_folder_above_is_told_what_is_in_it(tmp_path: Path) -> None:
 def test_urls_too() -> None:
     """The store's listing says it, or an object's name."""
     files = fsspec.filesystem("memory")
-    for name in ("zero/zero_to_fp32.py", "zero/latest", "one/model.gguf"):
+    for name in ("orbax/_METADATA", "one/model.gguf"):
         files.pipe(f"/kinds/{name}", b"GGUF")
-    for url, name in (("memory://kinds/zero", "DeepSpeed"), ("memory://kinds/one/model.gguf", "GGUF")):
+    for url, name in (("memory://kinds/orbax", "Orbax"), ("memory://kinds/one/model.gguf", "GGUF")):
         for call in ("catalog", "load", "verify", "diff", "convert", "export", "restore"):
             with pytest.raises(SourceError, match=f"{url}: is an? .*{name}.*which can't be read"):
                 CALLS[call](url, "unwritten")

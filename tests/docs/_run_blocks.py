@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +28,7 @@ from tests.docs import _readers
 from tests.docs.blocks import ROOT, Block, after_diff, blocks
 from tests.docs.every_block import INTEGRATED, can_run, runner
 from tests.docs.shown import run_and_check
+from tests.runs._zero_layout import write
 
 INSTEAD = {
     '"cuda:nccl,cpu:gloo"': '"gloo"',
@@ -77,16 +77,15 @@ def write_base() -> None:
 
 
 def write_old(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """What other programs have saved: one file of FSDP1, one of DeepSpeed's script, and checkpoints of a Lightning Trainer."""
+    """What other programs have saved: one file of FSDP1, a run of DeepSpeed, and checkpoints of a Lightning Trainer."""
     options = StateDictOptions(full_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     torch.save(weights, "old/full.pt")
     whole = {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict()}
     torch.save(whole, "old/all.pt")
-    Path("old-run/weights").mkdir(parents=True)
-    save_file({name: tensor.clone() for name, tensor in weights.items()}, "old-run/weights/model.safetensors")
-    Path("old-run/global_step2").mkdir()
-    torch.save({"module": weights}, "old-run/global_step2/mp_rank_00_model_states.pt")
+    by_key = {key: {n: of[key] for n, of in moments["state"].items()} for key in ("exp_avg", "exp_avg_sq")}
+    trained = {n: weights[n] for n in moments["state"]}
+    write(Path("old-run"), 3, 2, torch.bfloat16, [trained], by_key, frozen={}, buffers={}, shared={})
     module = nn.Module()
     module.model = model
     prefixed, theirs = get_state_dict(module, optimizer)

@@ -88,7 +88,6 @@ ELSEWHERE = {
     ("CONTRIBUTING.md", "@on_ranks"): "test_contributing.py::test_these_are_tests",
     ("CONTRIBUTING.md", "ranks.run_ranks"): "test_contributing.py::test_these_are_tests",
     ("CONTRIBUTING.md", "with Launch("): "test_contributing.py::test_killing_ranks",
-    ("docs/migrate/deepspeed.md", "zero_to_fp32.py"): "test_deepspeed.py::test_weights_are_merged_and_loaded",
     ("docs/concepts/strategies.md", "can't see the files"): UNSEEN,
     ("docs/concepts/strategies.md", "print(report.reads)"): UNREAD,
     ("docs/howto/tensor-parallel.md", "titan_loop.py"): "test_on_ranks.py::test_tensor_parallel_loop",

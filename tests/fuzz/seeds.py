@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.integrations._trainer_data import DataPlace
+from tests.runs._zero_layout import write
 
 __all__ = ["Net", "data_loader", "make_model", "make_seeds", "state_of"]
 
@@ -107,6 +108,7 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _hub(folder("hub"))
         _pickles(folder("torch_file"), folder("torch_index"))
         _rank_files(folder("rank_files"))
+        _zero(folder("zero"))
         _dcp(folder("dcp"))
         _full_state(folder("full_state"))
         _trainer(folder("trainer"))
@@ -115,6 +117,19 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _report(folder("report"))
         seeds |= _quantized(root / "quantized")
     return seeds
+
+
+def _zero(folder: Path) -> None:
+    """Two ranks' partitions, of ZeRO 2 and of ZeRO 3."""
+    groups = [{"first": torch.ones(3, 4), "second": torch.ones(5)}, {"third": torch.ones(2)}]
+    moments = {"exp_avg": {name: t.clone() for group in groups for name, t in group.items()}}
+    rest = {
+        "frozen": {"fourth": torch.ones(3)},
+        "buffers": {"fifth": torch.ones(2)},
+        "shared": {"sixth": "first"},
+    }
+    for stage in (2, 3):
+        write(folder / f"zero-{stage}", stage, 2, torch.bfloat16, groups, moments, **rest)
 
 
 def _rank_files(folder: Path) -> None:

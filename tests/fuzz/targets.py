@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
+from shardwise.catalog.zero import read_zero
 from shardwise.checkpoint.sites import Hosts
 from shardwise.cli.commands import main
 from shardwise.errors import ShardwiseError
@@ -222,6 +223,14 @@ def _rank_files(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["rank_files"], place)
     name = f"model_world_size_2_rank_{rng.randrange(2)}.pt"
     replaced(place / name, mutate_archive(rng, _bytes(seeds["rank_files"] / name)))
+
+
+@target(60, lambda place: read_zero(str(place)))
+def _zero(rng: random.Random, seeds: Seeds, place: Path) -> None:
+    folder = rng.choice(("zero-2", "zero-3"))
+    copied(seeds["zero"] / folder / "global_step2", place)
+    file = rng.choice(sorted(place.iterdir()))
+    replaced(file, mutate_archive(rng, _bytes(seeds["zero"] / folder / "global_step2" / file.name)))
 
 
 @target(10, lambda place: open_catalog(place / "model.pt"))

@@ -751,6 +751,20 @@ MUTATIONS = (
         "views of a storage begin at its start",
     ),
     Mutation(
+        "catalog/zero.py",
+        "        if None in mappings or mappings == wanted:\n",
+        "        if mappings:\n",
+        ("tests/runs/test_zero.py::test_what_does_not_fit_together_is_named_before_anything_is_placed",),
+        "what ranks say of their partitions of ZeRO isn't compared with the shapes",
+    ),
+    Mutation(
+        "catalog/zero.py",
+        "                    at += numel + padding\n",
+        "                    at += numel\n",
+        ("tests/runs/test_zero.py::test_other_layouts",),
+        "the padding of a parameter in ZeRO's vectors is taken for the next one",
+    ),
+    Mutation(
         "catalog/rank_files.py",
         "            return sums[0] == sums[1]\n",
         "            return True\n",
@@ -868,7 +882,7 @@ MUTATIONS = (
     ),
     Mutation(
         "planning/match.py",
-        "    others = tuple([made.tiles for made in found[1:]]) if len(found) > 1 else ()",
+        "    others = tuple([made.tiles for made in found[1:] if not _are_same_bytes(first, made, catalog)])",
         "    others: tuple[tuple[Tile, ...], ...] = ()",
         ("tests/planning/test_plan.py::test_second_copies_of_a_tie_are_checked_not_loaded_twice",),
         "second copies of a tie are not compared",

@@ -23,6 +23,8 @@ from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.runs import _third_party_fns as third_party
+from tests.runs._zero_fns import Net, groups_of
+from tests.runs.test_zero import differences, made
 from tests.storage._states import without_staging
 
 ROOT = f"s3://{BUCKET}/third"
@@ -99,6 +101,20 @@ def test_what_is_damaged_or_lost(proxy: Proxy, server: S3Server, tmp_path: Path)
     proxy.reset(lambda asked: Do(status=403) if asked.method == "GET" else None)
     with pytest.raises(SourceError, match="403"):
         open_catalog(f"{ROOT}/denied.pt")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_zero(proxy: Proxy, server: S3Server, tmp_path: Path, stage: int) -> None:
+    expected = made(tmp_path / "run", stage, "bf16")
+    server.put_directory(tmp_path, f"third/zero-{stage}")
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model))
+    assert sw.restore(sw.TrainState(model=model, optimizer=optimizer), f"{ROOT}/zero-{stage}/run").step == 2
+    assert differences(model.state_dict(), expected["model"]) == []
+    moments = {
+        f"{n}.exp_avg": optimizer.state[p]["exp_avg"] for n, p in model.named_parameters() if p.requires_grad
+    }
+    assert differences(expected["moments"], moments) == []
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from .quantized import with_quantization
 from .records import (
     FULL_STATE_STEM,
     METADATA_NAME,
+    ZERO,
     Catalog,
     is_torch_file,
     kind_of,
@@ -23,6 +24,7 @@ from .records import (
     refuse_below,
     refuse_foreign,
     refuse_named,
+    zero_folder,
 )
 from .safetensors import catalog_of_safetensors, catalog_of_weights, has_safetensors
 from .weights import Choice, Weights, names_of, weights_in, weights_of_modules, with_config
@@ -100,6 +102,10 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         return found
     if of_ranks := rank_files_in(root, "model") or rank_files_in(root, f"{FULL_STATE_STEM}_0"):
         return _of_torch_file(of_ranks[0])
+    if (of_zero := zero_folder(root)) is not None:
+        from .zero import read_zero
+
+        return read_zero(of_zero).catalog
     if is_file(os.path.join(root, METADATA_NAME)):
         found = _of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
@@ -160,7 +166,7 @@ def _without_safetensors(root: str) -> Catalog:
         return _of_dcp(folder)
     if is_file(file):
         return _of_torch_file(file)
-    if describe_steps(root) is None and kind_of(root) is None:
+    if describe_steps(root) is None and kind_of(root) in (None, ZERO):
         refuse_below(root)
     return catalog_of_safetensors(root)  # raises the error
 

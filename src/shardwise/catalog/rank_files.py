@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,10 @@ from .records import Chunk, StoredFile, StoredTensor, assemble, rank_files_in, s
 from .torch_files import TENSOR_NAMES, Saved, Shard, read_one_file
 
 _PIECE_BYTES = 1024 * 1024
+_HINT = (
+    "Either the files are of different steps or runs, or each rank saved its part of FSDP1's flat parameters, which only the same number of "
+    "ranks can split: resume there, and save with SHARDED_STATE_DICT"
+)
 #: Pieces of one shard: of packed weights under tensor parallelism, or of two axes that cut one dim.
 _MOST_BLOCKS = 4096
 
@@ -38,11 +42,11 @@ def read_rank_files(path: str, pick: Callable[[Any], Any]) -> tuple[Any, tuple[S
     contents, files = [], []
     sums: dict[tuple[str, int], int] = {}
     for one in paths:
-        content, file, checksums = read_one_file(one, pick, RANK_NAMES)
+        content, file, archive = read_one_file(one, pick, RANK_NAMES)
         contents.append(content)
         files.append(file)
-        sums |= {(one, at): crc for at, crc in checksums.items()}
-    return _Merge(paths, sums).merged(contents, ()), tuple(files)
+        sums |= {(one, at): crc for at, crc in archive.checksums.items()}
+    return Merge(paths, sums, _HINT).merged(contents), tuple(files)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -50,8 +54,10 @@ def read_rank_files(path: str, pick: Callable[[Any], Any]) -> tuple[Any, tuple[S
 
 
 def _rebuilt(rebuild: Any, kind: Any, args: Any, state: Any, *_: Any) -> Any:
-    """Stands for ``torch._tensor._rebuild_from_type_v2``, by which subclasses of tensors are pickled."""
+    """Stands for ``torch._tensor._rebuild_from_type_v2``, by which subclasses of tensors are pickled, and tensors with attributes."""
     name = _kind_of(kind)
+    if _name_of(kind) == "torch.Tensor" and rebuild in _PLAIN and type(args) is tuple:
+        return rebuild.make(*args)
     if name == "DTensor":
         held = _attributes(state)
         return _of_dtensor(held["_local_tensor"], _state(held["_spec"]))
@@ -60,15 +66,22 @@ def _rebuilt(rebuild: Any, kind: Any, args: Any, state: Any, *_: Any) -> Any:
     return Record("torch._tensor._rebuild_from_type_v2", rebuild, kind, args)
 
 
+#: The functions that make plain tensors.
+_PLAIN = [TENSOR_NAMES["torch._utils", f"_rebuild_tensor_v{version}"] for version in (2, 3)]
 #: As :data:`.ANY_NAMES`, with shards for what ranks hold of a tensor.
 RANK_NAMES: Names = AnyNames({**TENSOR_NAMES, ("torch._tensor", "_rebuild_from_type_v2"): Name(_rebuilt)})
 
 
-def _kind_of(name: Any) -> str:
-    """The class that a record or a name of :class:`.AnyNames` stands for, without its module."""
+def _name_of(name: Any) -> str:
+    """The class that a record or a name of :class:`.AnyNames` stands for."""
     if isinstance(name, Name):
         name = next(iter(getattr(name.make, "args", ())), "")
-    return str(name.kind if isinstance(name, Record) else name).rpartition(".")[2]
+    return str(name.kind if isinstance(name, Record) else name)
+
+
+def _kind_of(name: Any) -> str:
+    """The same without its module."""
+    return _name_of(name).rpartition(".")[2]
 
 
 def _attributes(state: Any) -> dict[str, Any]:
@@ -172,13 +185,17 @@ def _shard(local: Any, shape: tuple[int, ...], boxes: tuple[LocalBox, ...]) -> S
 # What all ranks hold together
 
 
-class _Merge:
-    """Puts the contents of all ranks' files together."""
+class Merge:
+    """Puts the contents of all ranks' files together.
 
-    def __init__(self, paths: Sequence[str], sums: dict[tuple[str, int], int]) -> None:
-        self._paths, self._sums = paths, sums
+    ``sums``: checksums of tensors by path and offset, as far as they're known. ``hint``: why ranks may differ, for the error.
+    """
 
-    def merged(self, values: Sequence[Any], path: tuple[Any, ...]) -> Any:
+    def __init__(self, paths: Sequence[str], sums: Mapping[tuple[str, int], int], hint: str) -> None:
+        self._paths, self._sums, self._hint = paths, sums, hint
+
+    def merged(self, values: Sequence[Any], path: tuple[Any, ...] = ()) -> Any:
+        """The ``values`` of the ranks as one, at this ``path`` in their files. Raises as :func:`read_rank_files`."""
         first = values[0]
         for rank, value in enumerate(values):
             if type(value) is not type(first):
@@ -234,8 +251,7 @@ class _Merge:
         what = ".".join(map(str, path)) or "its content"
         return IntegrityError(
             f"{brief(what)} isn't the same in {os.path.basename(self._paths[0])} and {os.path.basename(self._paths[rank])}, but both ranks must "
-            f"hold the same. Either the files are of different steps or runs, or each rank saved its part of FSDP1's flat parameters, which only "
-            f"the same number of ranks can split: resume there, and save with SHARDED_STATE_DICT",
+            f"hold the same. {self._hint}",
             path=self._paths[rank],
         )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 from ..format.header import describe_steps
-from ..limits import brief, read_shallow_json
+from ..limits import brief, inside, read_shallow_json, read_small
 from ..objects import frozen
 from ..storage import is_directory, is_file, names_in
 from ..storage.records import is_url, join
@@ -365,6 +365,15 @@ PIPELINE = Kind(
     "such as {path}/transformer, {path}/unet or {path}/vae",
 )
 
+ZERO = Kind(
+    name="a DeepSpeed checkpoint (ZeRO)",
+    marks=(
+        r"zero_to_fp32\.py|latest_universal|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
+    ),
+    works=_RESTORED,
+    instead=_CONVERT,
+)
+
 #: In this order: the first whose marks are all there.
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -390,15 +399,11 @@ KINDS: tuple[Kind, ...] = (
         file=r"common\.pt",
         instead=_MEGATRON,
     ),
+    ZERO,
     Kind(
-        name="a DeepSpeed checkpoint (ZeRO)",
-        marks=(
-            r"zero_to_fp32\.py|global_step\d+|(.*_)?mp_rank_\d+_(model|optim)_states\.pt|.*_optim_states\.pt",
-        ),
+        name="one rank's file of a DeepSpeed checkpoint (ZeRO)",
         file=r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt",
-        instead="Merge it with DeepSpeed's own script, in the directory that has the file 'latest': python zero_to_fp32.py . "
-        "OUT --safe_serialization; then give OUT. With ZeRO-1 or 2 and no model parallelism, mp_rank_00_model_states.pt "
-        "has the whole model: give the path of that file",
+        instead="Give its directory: {folder}",
     ),
     Kind(
         name="a checkpoint from verl, SkyRL or another RL engine (one file per rank)",
@@ -517,6 +522,10 @@ _RANK_FILE = re.compile(
     r"(?P<stem>(model|optim|extra_state)(?=_world)|(pytorch_model_fsdp|optimizer)_\d{1,3})"
     r"(_world_size_(?P<size>\d{1,6}))?_rank_?(?P<rank>\d{1,6})\.(pt|bin)"
 )
+#: Files of DeepSpeed ZeRO: of each rank, or, up to ZeRO 2, one for the model.
+ZERO_FILE = re.compile(
+    r"((bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<model_rank>\d{1,6})_(?P<part>model|optim)_states\.pt"
+)
 #: The folders directories below a given one that are looked for.
 _MOST_FOLDERS = 64
 _FIRST_BYTES = 8
@@ -606,6 +615,22 @@ def stem_of_ranks(path: str) -> str | None:
     """The stem of :func:`rank_files_in`, if a path has the name of one rank's file: it then stands for those of all ranks in its folder."""
     match = _RANK_FILE.fullmatch(os.path.basename(path))
     return match and match["stem"]
+
+
+def zero_folder(path: str) -> str | None:
+    """The folder of one step of DeepSpeed ZeRO: ``path``, or the one below it that its file ``latest`` (or ``latest_universal``) names; None if there is none.
+
+    Lists the folders. Raises :class:`SourceError` if ``latest`` can't be read, or leads elsewhere.
+    """
+    names = _names(path)
+    if kind_in(names) is not ZERO:  # others have a latest, too
+        return None
+    folder = path.rstrip("/")
+    if latest := next((name for name in ("latest", "latest_universal") if name in names), None):
+        tag = read_small(join(path, latest), f"DeepSpeed's {latest}", 1024).decode(errors="replace").strip()
+        folder, names = inside(path, tag), _names(inside(path, tag))
+    is_universal = "zero" in names and any(map(ZERO_FILE.fullmatch, names))
+    return folder if is_universal or any(name.endswith("_optim_states.pt") for name in names) else None
 
 
 def refuse_foreign(path: str) -> None:

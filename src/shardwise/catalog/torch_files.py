@@ -7,7 +7,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ __all__ = [
     "located",
     "plain_args",
     "read_torch_file",
+    "refuse_overlap",
     "to_dict",
     "to_tuple",
 ]
@@ -89,6 +90,8 @@ class TorchZip:
     def __init__(self, file: OpenFile, begin: int, nbytes: int) -> None:
         self._file, self.begin, self._nbytes = file, begin, nbytes
         self._offsets: dict[int, int] = {}  # of members, by that of their header
+        self.folder = ""
+        """The archive's folder: the name, without its suffix, under which torch saved the file."""
         count, at, length = self._find_directory()
         if length > MAX_ZIP_DIRECTORY_BYTES:
             raise self.wrong(f"its directory has {length} bytes, the limit is {MAX_ZIP_DIRECTORY_BYTES}")
@@ -147,7 +150,7 @@ class TorchZip:
             if mark != b"PK\1\2" or at > len(directory):
                 raise self.wrong("its directory is damaged")
             try:
-                name = directory[begin : begin + lengths[0]].decode().partition("/")[2]
+                self.folder, _, name = directory[begin : begin + lengths[0]].decode().partition("/")
             except UnicodeDecodeError:
                 raise self.wrong("a name in its directory is not text") from None
             more = directory[begin + lengths[0] : begin + lengths[0] + lengths[1]]
@@ -407,6 +410,8 @@ class Archive:
         self.content = unpickled(reader, described.nbytes, names, self._path)
         reader.finish()
         self._name_chars_left = described.nbytes * MAX_VISITS_PER_BYTE
+        self.saved_as = self._zip.folder
+        """As :attr:`TorchZip.folder`."""
         self.checksums: dict[int, int] = {}
         """The CRC-32 of each storage that :meth:`payload` gave as one whole tensor, by its offset in the file."""
         order = self._zip.members.get("byteorder")
@@ -496,15 +501,20 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
     if len(tensors) != len(content):
         raise FormatError("two of its names differ only in type (1 and '1')", path=root)
-    if sum(t.nbytes for t in tensors.values()) > MAX_BYTES_PER_BYTE * sum(file.nbytes for file in files):
-        raise FormatError(
-            f"its tensors overlap: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of the file",
-            path=root,
-        )
+    refuse_overlap(tensors.values(), files, root)
     has_module_names = os.path.basename(root).startswith(FULL_STATE_STEM) or stem_of_ranks(root) is not None
     return Catalog(
         "full state" if has_module_names else "torch", root, tensors, files, ignored_entries=tuple(ignored)
     )
+
+
+def refuse_overlap(tensors: Iterable[StoredTensor], files: Iterable[StoredFile], root: str) -> None:
+    """Refuse tensors that have far more bytes than the files: a description may name the same bytes any number of times."""
+    if sum(t.nbytes for t in tensors) > MAX_BYTES_PER_BYTE * sum(file.nbytes for file in files):
+        raise FormatError(
+            f"its tensors overlap: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of the file",
+            path=root,
+        )
 
 
 def _state_dict_in(content: Any, ignored: list[str]) -> dict[Any, Saved]:
@@ -580,10 +590,8 @@ def read_torch_file(
     return content, (file,)
 
 
-def read_one_file(
-    path: str, pick: Callable[[Any], Any], names: Names
-) -> tuple[Any, StoredFile, Mapping[int, int]]:
-    """As :func:`read_torch_file`, of one file; and the checksums of its storages by their offsets (:attr:`Archive.checksums`)."""
+def read_one_file(path: str, pick: Callable[[Any], Any], names: Names) -> tuple[Any, StoredFile, Archive]:
+    """As :func:`read_torch_file`, of one file; and the archive in it, for its :attr:`~Archive.checksums` and its name."""
     with open_file(path) as file:
         archive = Archive(file, 0, file.stored.nbytes, names)
         try:
@@ -591,7 +599,7 @@ def read_one_file(
         except FormatError as error:
             raise error if error.path else FormatError(str(error), path=file.stored.path) from None
         archive.look_ahead(_saved_in(picked))
-        return located(archive, picked, file.stored.path), file.stored, archive.checksums
+        return located(archive, picked, file.stored.path), file.stored, archive
 
 
 #: Optimizer states lie four levels deep (``state``, parameter, name of the state). Nothing that is read lies deeper.

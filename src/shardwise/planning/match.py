@@ -332,11 +332,20 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
         return
     if grown is not None:
         result.grown[w.name] = grown
-    others = tuple([made.tiles for made in found[1:]]) if len(found) > 1 else ()
+    others = tuple([made.tiles for made in found[1:] if not _are_same_bytes(first, made, catalog)])
     result.recipes[w.name] = Recipe(w.name, first.tiles, others, () if first.tiles else first.sources)
     for made in found:
         if made.host:
             result.conversions[made.tiles[0].source] = made.host
+
+
+def _are_same_bytes(one: Made, other: Made, catalog: Catalog) -> bool:
+    """Whether two names stand for the same bytes of the same files, as for tensors that were saved with one storage."""
+    return len(one.tiles) == len(other.tiles) > 0 and all(
+        a == replace(b, source=a.source)
+        and catalog.tensors[a.source].chunks == catalog.tensors[b.source].chunks
+        for a, b in zip(one.tiles, other.tiles, strict=True)
+    )
 
 
 def _grown(w: Wanted, made: Made, rules: Rules) -> Grown | None:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,7 @@ from ..catalog.records import (
     refuse_below,
     refuse_foreign,
     stem_of_ranks,
+    zero_folder,
 )
 from ..catalog.torch_files import ANY_NAMES, TENSOR_NAMES, Archive, Dtype, Saved, read_torch_file
 from ..dtypes import itemsize, torch_dtype
@@ -49,6 +50,9 @@ from ..limits import MAX_BYTES_PER_BYTE, MAX_VALUE_BYTES, brief, is_count, read_
 from ..objects import frozen
 from ..storage import is_directory, is_file, looking_once, names_in
 from .history import ranks_of
+
+if TYPE_CHECKING:
+    from ..catalog.zero import ZeroCheckpoint
 
 # ----------------------------------------------------------------------------------------------------
 # Reads pickled values and small tensors of other programs as plain values; builds no other object.
@@ -450,12 +454,14 @@ def is_third_party(path: str) -> bool:
 
 
 def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
-    """The training run at ``path``. Reads only names of files.
+    """The training run at ``path``. Reads only names of files, and the one in DeepSpeed's ``latest``.
 
     Raises :class:`SourceError` if there is none, or by its name if it can't be read.
     """
     root = os.fspath(path)
     refuse_foreign(root)
+    if (folder := zero_folder(root)) is not None:
+        return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_zero=True)
     models = _sources(root, FULL_STATE_STEM)
     if not models and (is_file(root) or holds_model(root)):
         models = (root,)
@@ -514,12 +520,17 @@ class ThirdPartyRun:
     optimizers: tuple[str, ...]
     """Files and DCP directories with optimizers; a DCP directory may have several, or none."""
     kind: Kind | None = None
+    is_zero: bool = False
+    """Whether it's of DeepSpeed ZeRO: one folder has the files of model and optimizer."""
     _read: dict[str, DcpCheckpoint] = field(default_factory=dict, repr=False)
     _plain: dict[str, Mapping[Any, Any]] = field(default_factory=dict, repr=False)
+    _zeros: list[ZeroCheckpoint] = field(default_factory=list, repr=False)
 
     def model(self, k: int) -> Catalog:
         """The k-th model, under module names (or hub names, if there is only a hub directory)."""
         source = self.models[k]
+        if self._zero is not None:
+            return self._zero.catalog
         found = model_in(self._dcp(source)) if _has(source, METADATA_NAME) else None
         if found is None or not found.tensors:
             found = open_catalog(source)
@@ -529,6 +540,8 @@ class ThirdPartyRun:
     def stored_optimizers(self) -> tuple[tuple[str, str], ...]:
         """The path of each optimizer, in order, and its entry in a DCP directory."""
         found: list[tuple[str, str]] = []
+        if self._zero is not None and self._zero.optimizer is None:
+            return ()
         for source in self.optimizers:
             heads = optimizers_in(self._dcp(source)) if _has(source, METADATA_NAME) else ("",)
             found += [(source, head) for head in heads]
@@ -540,7 +553,11 @@ class ThirdPartyRun:
         if k >= len(stored):
             raise StateError(f"{self.path}: {self._no_optimizer(k)}; leave it out of the state")
         source, head = stored[k]
-        return _of_file(source) if is_file(source) else _of_dcp(self._dcp(source), head)
+        if self._zero is not None:
+            return _as_torchs(_of_state_dict(self._zero.optimizer, self._zero.catalog.files, source))
+        if is_file(source):
+            return _of_state_dict(*read_torch_file(source), source)
+        return _of_dcp(self._dcp(source), head)
 
     def unread_optimizer(self) -> str:
         """Why the optimizer that is stored next to the model can't be read; empty if there is none."""
@@ -565,6 +582,10 @@ class ThirdPartyRun:
         for dcp in self._dcps:
             if found := nested(dcp, _DOCUMENT_KEYS[name]):
                 return found
+        if name == "scheduler" and self._zero is not None and type(self._zero.scheduler) is dict:
+            zero, path = self._zero, self.models[0]
+            plain = PlainValues(path, zero.catalog.nbytes, lambda t: plain_tensor(t, zero.catalog.files))
+            return dict(plain.of(zero.scheduler))
         if type(of_ranks := self._of_ranks(_DOCUMENT_KEYS[name])) is dict:
             return of_ranks
         schedulers = self._meta.get(_LIGHTNING_SCHEDULERS) if name == "scheduler" else None
@@ -589,6 +610,8 @@ class ThirdPartyRun:
             if not isinstance(document, dict):
                 raise FormatError("not the HF Trainer's state: not a JSON object", path=file)
             return count_of_steps(document.get("global_step", 0), "global_step", file)
+        if self._zero is not None and self._zero.step is not None:
+            return self._zero.step
         for dcp in self._dcps:
             if (step := step_in(dcp)) is not None:
                 return step
@@ -603,6 +626,8 @@ class ThirdPartyRun:
     @property
     def world_size(self) -> int:
         """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
+        if self._zero is not None:
+            return self._zero.world_size
         files = {os.path.basename(f.path) for f in self.model(0).files}
         if stem_of_ranks(next(iter(files), "")):
             return len(files)
@@ -665,6 +690,7 @@ class ThirdPartyRun:
         for k in range(len(self.models)):
             catalog = self.model(k)
             known |= {os.path.basename(f.path) for f in catalog.files} | set(catalog.ignored_files)
+            known |= {"latest"} if self.is_zero else set()
             known |= {name for name in _listed(self.path) if name.endswith((".index.json", ".distcp"))}
         rest = [name for name in _listed(self.path) if name not in known]
         return [f"{name}: not read" for name in rest]
@@ -674,6 +700,15 @@ class ThirdPartyRun:
         """The DCP directories with models or optimizers, each read when it is come to."""
         sources = dict.fromkeys((*self.models, *self.optimizers))
         return (self._dcp(source) for source in sources if _has(source, METADATA_NAME))
+
+    @property
+    def _zero(self) -> ZeroCheckpoint | None:
+        """What DeepSpeed ZeRO saved, read when it's first asked for; None in other runs."""
+        if self.is_zero and not self._zeros:
+            from ..catalog.zero import read_zero
+
+            self._zeros.append(read_zero(self.models[0]))
+        return self._zeros[0] if self._zeros else None
 
     def _dcp(self, source: str) -> DcpCheckpoint:
         if source not in self._read:
@@ -719,8 +754,8 @@ def _of_dcp(found: DcpCheckpoint, head: str) -> StoredOptimizer:
     return StoredOptimizer(catalog, values, None, settings)
 
 
-def _of_file(path: str) -> StoredOptimizer:
-    content, files = read_torch_file(path)
+def _of_state_dict(content: Any, files: tuple[StoredFile, ...], path: str) -> StoredOptimizer:
+    """The optimizer whose state dict, with places for its tensors, is ``content``."""
     state, groups = (
         (content.get(k) for k in ("state", "param_groups")) if isinstance(content, dict) else (0, 0)
     )
@@ -745,6 +780,21 @@ def _of_file(path: str) -> StoredOptimizer:
                 values.setdefault(str(owner), {})[str(key)] = plain.of(value)
     settings = [_group(plain.of(group), path) for group in groups]
     return StoredOptimizer(Catalog("full state", path, tensors, files), values, settings, {})
+
+
+def _as_torchs(stored: StoredOptimizer) -> StoredOptimizer:
+    """The state of DeepSpeed's own Adam as that of torch's, which has the step as a tensor and always corrects the bias."""
+    groups = [dict(group) for group in stored.groups or ()]
+    values = {owner: dict(own) for owner, own in stored.values.items()}
+    for group in groups:
+        if group.get("bias_correction") in (True, 1):
+            del group["bias_correction"]
+        steps = {name: values.get(name, {}).get("step", group.get("step")) for name in group["params"]}
+        group.pop("step", None)  # older ones count by group
+        for name, step in steps.items():
+            if type(step) is int and is_count(step):
+                values.setdefault(name, {})["step"] = torch.tensor(float(step))
+    return replace(stored, groups=groups, values=values)
 
 
 def _has_tensor(value: Any) -> bool:
