@@ -128,7 +128,10 @@ def names() -> dict[str, Any]:
     found |= {"my_dataloader": DataLoader(samples), "dataset": samples, "train_one_step": train_one_step}
     found |= {"shard_my_way": lambda model, mesh: fully_shard(model, mesh=mesh)}
     found |= {"fully_shard": fully_shard, "init_device_mesh": init_device_mesh, "DataLoader": DataLoader}
-    found |= {"AutoModelForSequenceClassification": AutoModelForSequenceClassification, "AutoConfig": AutoConfig}
+    found |= {
+        "AutoModelForSequenceClassification": AutoModelForSequenceClassification,
+        "AutoConfig": AutoConfig,
+    }
     found |= {"tokenizer": range(300)}  # of which a page wants the number of tokens
     found |= {
         "torch": torch,

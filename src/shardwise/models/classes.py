@@ -270,8 +270,8 @@ def _unknown(config: Any, directory: str, code: Mapping[str, str]) -> FormatErro
 
     hint = f" (the directory's own code is for {', '.join(code)})" if code else ""
     return FormatError(
-        f"config names architectures {brief(getattr(config, 'architectures', None))}, and none of them is in transformers "
-        f"{transformers.__version__} has; give auto_class={hint}",
+        f"config names architectures {brief(getattr(config, 'architectures', None))}, and transformers {transformers.__version__} has none "
+        f"of them; give auto_class={hint}",
         path=os.path.join(home_of(directory), "config.json"),
     )
 
