@@ -237,7 +237,8 @@ def _config_classes(architecture: Architecture) -> list[Any]:
 def _default(config_class: Any, model_type: str) -> dict[str, Any]:
     """The default config as nested plain values, sub-configs included."""
     fields: dict[str, Any] = config_class(**ARGUMENTS.get(model_type, {})).to_dict()
-    for gone in ("transformers_version", "architectures", "dtype", "_name_or_path"):
+    # The version stays: without it, a config class may take the values for those of an original checkpoint, and add its quantization.
+    for gone in ("architectures", "dtype", "_name_or_path"):
         fields.pop(gone, None)
     return fields
 
