@@ -737,17 +737,24 @@ class LoadedBase:
 
     sums: Mapping[str, int]
     is_unchanged: bool | None = None
-    """What ranks agreed on when they compared it with the live parameters; None: they have not yet."""
+    """What ranks agreed on when they last compared it with the live parameters; None: they have not yet."""
 
 
 # Keyed by the model object, not stored on it: a model's attributes are its owner's.
 _BASES: weakref.WeakKeyDictionary[nn.Module, LoadedBase] = weakref.WeakKeyDictionary()
 
 
-def remember_base(live: LiveModel, ranks: Ranks) -> None:
-    """Sum up the base's frozen parameters in a model that was just filled. Rank-local; reads them once."""
+def remember_base(live: LiveModel, made: Collection[str], ranks: Ranks) -> None:
+    """Sum up the base's frozen parameters in a model that was just loaded. Rank-local; reads them once.
+
+    ``made``: those that no file holds, or not whole. They are left out.
+    """
     found = places(live.root)
-    frozen = [t.name for t in live.parameters if not t.tensor.requires_grad and is_of_base(t.name, found)]
+    frozen = [
+        t.name
+        for t in live.parameters
+        if not t.tensor.requires_grad and t.name not in made and is_of_base(t.name, found)
+    ]
     _BASES[unwrap(live.root)] = LoadedBase(_sums_of(live, frozen, ranks))
 
 

@@ -111,14 +111,21 @@ def frozen_on_one_rank(path: str) -> str:
 
 
 def changed_on_one_rank(path: str, root: str) -> list[int]:
-    """How many tensors each save under "auto" refers to: a base as loaded, one that rank 1 changed, and the changed one restored and loaded."""
+    """How many tensors each save under "auto" refers to: a base as loaded, one that rank 1 changed after a save, the changed one restored and
+    loaded, and one with new rows.
+    """
     from peft import LoraConfig
 
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+    warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")
     found = []
-    for name in ("as loaded", "changed", "restored", "loaded"):
-        model = sw.load_pretrained(path, mesh_of("fsdp"), adapter=LoraConfig(r=2, target_modules=["q_proj"]))
+    for name in ("as loaded", "changed", "restored", "loaded", "grown"):
+        more = {"vocab_size": 128} if name == "grown" else {}
+        adapter = LoraConfig(r=2, target_modules=["q_proj"])
+        model = sw.load_pretrained(path, mesh_of("fsdp"), adapter=adapter, **more)
         state = state_of(model, frozen="auto")
+        if name == "changed":
+            sw.save(state, f"{root}/before")
         if name == "changed" and dist.get_rank() == 1:
             with torch.no_grad():
                 next(p for p in model.parameters() if not p.requires_grad).to_local()[-1].add_(1)
@@ -128,4 +135,5 @@ def changed_on_one_rank(path: str, root: str) -> list[int]:
             sw.load(model, f"{root}/changed")
         sw.save(state, f"{root}/{name}")
         found.append(sw.verify(f"{root}/{name}").referred)
+    sw.export_hf(f"{root}/grown", f"{root}/adapter")
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.cli import main
@@ -195,8 +196,11 @@ def test_a_word_that_is_no_choice() -> None:
 def test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again(ranks: RankPool, tmp_path: Path) -> None:
     """Under "auto": not if another rank's part of it changed, and not if a checkpoint that held it replaced what was loaded."""
     build_reference("qwen3").save_pretrained(tmp_path / "base")
-    for as_loaded, changed, restored, loaded in ranks.run_ranks(
+    for as_loaded, changed, restored, loaded, grown in ranks.run_ranks(
         2, fns.changed_on_one_rank, str(tmp_path / "base"), str(tmp_path)
     ):
         assert as_loaded
         assert (changed, restored, loaded) == (0, 0, 0)
+        assert grown == as_loaded - 2  # embeddings and head have rows that no file holds
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any("embed_tokens" in name for name in adapter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import peft
 import pytest
@@ -193,13 +194,68 @@ def test_nothing_else_may_grow(tmp_path: Path) -> None:
         sw.load(model, file, grow={"weight": "mean"})
     assert len(refused.value.problems) == 1
     assert "grow={'bias': 'mean'}" in refused.value.problems[0]
-    for other in (nn.Linear(5, 3), nn.Linear(7, 6)):
+    for other in (nn.Linear(5, 3), nn.Linear(7, 6), nn.Linear(7, 4)):
         with pytest.raises(sw.errors.PlanError, match="shape mismatch: 'weight'"):
             sw.load(other, file, grow={"*": "mean"})
     model = nn.Linear(5, 6)
     model.weight = nn.Parameter(torch.zeros(6, 5, dtype=torch.int8), requires_grad=False)
     with pytest.raises(sw.errors.PlanError, match="shape mismatch: 'weight'"):
         sw.load(model, file, grow={"*": "mean"})
+
+
+def test_patterns_come_before_the_vocabulary(base: Path, tmp_path: Path) -> None:
+    """Under any name of a tensor: the base's, and a tied one."""
+    with known_warnings():
+        adapted = sw.load_pretrained(
+            base,
+            vocab_size=128,
+            grow={"lm_head.*": "init"},
+            adapter=peft.LoraConfig(target_modules=["q_proj"]),
+        )
+    report = sw.load_report(adapted)
+    assert report is not None
+    rules = {one.name.rpartition("model.")[2]: one.rule for one in report.grown}
+    assert rules == {"embed_tokens.weight": "mean", "lm_head.weight": "init"}
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    tied = transformers.AutoModelForCausalLM.from_config(config)
+    fill_with_noise(tied)
+    tied.save_pretrained(tmp_path)
+    _, report = sw.load_pretrained(
+        tmp_path, vocab_size=128, grow={"lm_head.weight": "init"}, return_report=True
+    )
+    assert [one.rule for one in report.grown] == ["init"]
+
+
+@pytest.mark.parametrize("rule", ["mean", "init"])
+def test_magnitudes_are_norms_of_new_rows_too(base: Path, rule: Literal["mean", "init"]) -> None:
+    config = peft.LoraConfig(use_dora=True, target_modules=["lm_head"])
+    with known_warnings():
+        model = sw.load_pretrained(base, vocab_size=128, grow={"*": rule}, adapter=config)
+    head = model.base_model.model.lm_head
+    norms = torch.linalg.norm(head.base_layer.weight, dim=1)
+    torch.testing.assert_close(head.lora_magnitude_vector["default"].weight, norms)
+
+
+def test_state_that_cannot_grow_is_named(tmp_path: Path) -> None:
+    """Before anything is changed."""
+
+    def life(rows: int) -> sw.TrainState:
+        model = nn.Linear(5, rows)
+        optimizer = transformers.Adafactor(
+            model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False
+        )
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sw.TrainState(model, optimizer)
+
+    sw.save(life(4), tmp_path / "step")
+    state = life(6)
+    before = sw.digest(state.models["model"])
+    with pytest.raises(sw.errors.StateError, match=r"weight.*isn't shaped like its parameter"):
+        sw.restore(state, tmp_path / "step", grow={"*": "mean"})
+    assert sw.digest(state.models["model"]) == before
 
 
 def test_a_plan_says_it(base: Path) -> None:

@@ -1568,12 +1568,19 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/load.py",
-        "if has_adapters(live.root) and not catalog.has_module_names:",
-        "if has_adapters(live.root):",
+        "if catalog.has_module_names or not has_adapters(model):",
+        "if not has_adapters(model):",
         (
             "tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",
         ),
         "a base that only a checkpoint holds is referred to",
+    ),
+    Mutation(
+        "digests.py",
+        " and t.name not in made and",
+        " and",
+        ("tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",),
+        "rows that no file holds are referred to",
     ),
     Mutation(
         "checkpoint/snapshot.py",

@@ -125,6 +125,17 @@ class OptimizerInCheckpoint:
                         f"does not say what it is",
                         path=self._stored.path,
                     )
+        shapes = {t.name: tuple(t.tensor.shape) for t in self._part.live.parameters}
+        kept = [
+            n
+            for n in (*self._forms, *self._forms_by_rank, *self._opaque)
+            if n in shapes and n in self._entries
+        ]
+        if grown := [n for n in kept if self._entries[n].shape != shapes[n]]:
+            raise StateError(
+                f"the optimizer state of {', '.join(grown[:5])} is stored in few bits, or isn't shaped like its parameter, which has another "
+                f"shape in this run; only state of the parameter's own shape can be grown. Restore without this optimizer, and begin with a new one"
+            )
         bad = [
             (name, state, one)
             for name, states in self._whole_forms().items()

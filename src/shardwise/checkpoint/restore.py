@@ -176,6 +176,7 @@ class Restored:
             )
 
         self.optimizers.append(fill(prepare, self.ranks))
+        self.differences += [f"{name}: {one}" for one in self.optimizers[-1].grown]
         with self.ranks.agree("place optimizer state"):
             held = (*tensors.items(), *stored.scalars.items())
             gradients = {n: states[GRADIENT] for n, states in held if GRADIENT in states}

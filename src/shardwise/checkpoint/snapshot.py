@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +61,8 @@ from ..state.typed_json import Encoded, encode
 from ..tensors.boxes import LocalBox
 from ..tensors.live import LiveModel, describe, world_size
 from ..tensors.placements import Geometry, cut_boxes, replicated
+
+_log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------------------------------
 # Saves optimizer states of few bits: as plain tensors spread like their parameter, or else by rank; and their document.
@@ -305,22 +308,28 @@ def _beyond_documents(
 
 
 def agree_on_base(state: TrainState, ranks: Ranks) -> None:
-    """For ``frozen="auto"``: compare each base under adapters with what its load read, before the first save of it. Collective.
+    """For ``frozen="auto"``: compare each base under adapters with what its load read. Collective.
 
-    Reads the base once. Without such a base, or once it is known, nothing is exchanged.
+    Reads the base, at each save: it may have been merged into or trained since the last one. Without such a base, nothing is exchanged.
     """
-    found = {name: loaded_base(model) for name, model in state.models.items()}
-    new = {name: base for name, base in found.items() if base is not None and base.is_unchanged is None}
-    if state.frozen != "auto" or not new:
+    if state.frozen != "auto":
+        return
+    loaded = {name: loaded_base(model) for name, model in state.models.items()}
+    found = {name: base for name, base in loaded.items() if base is not None}
+    if not found:
         return
 
     def told() -> list[bool]:
-        return [still_as_loaded(base, describe(state.models[name]), ranks) for name, base in new.items()]
+        return [still_as_loaded(base, describe(state.models[name]), ranks) for name, base in found.items()]
 
     agreed = ranks.combine(
         "compare the base with its load", told, lambda every: list(map(all, zip(*every, strict=True)))
     )
-    for base, is_unchanged in zip(new.values(), agreed, strict=True):
+    for (name, base), is_unchanged in zip(found.items(), agreed, strict=True):
+        if ranks.rank == 0 and base.is_unchanged is not is_unchanged:
+            why = "is as it was loaded" if is_unchanged else "has changed since it was loaded"
+            what = "only digests of it" if is_unchanged else "all of it"
+            _log.info("%s: the base under the adapters %s; checkpoints contain %s", name, why, what)
         base.is_unchanged = is_unchanged
 
 

@@ -553,8 +553,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         local: each host only stores its own ranks' files; ``output_dir`` and the project's folders are on a local disk.
             :meth:`load_state` needs every host that saved, or all parts merged. Additional hosts and a different number of ranks are fine.
             See docs/howto/several-hosts.md.
-        frozen: whether checkpoints of a LoRA run contain the base (``"hold"``) or only its digests; see
-            :attr:`shardwise.TrainState.frozen`.
+        frozen: whether checkpoints of a LoRA run contain the base (``"hold"``), only its digests (``"refer"``), or only its digests as long as
+            it is what the load read (``"auto"``); see :attr:`shardwise.TrainState.frozen`.
 
     All other arguments and methods are those of ``accelerate.Accelerator``.
     """

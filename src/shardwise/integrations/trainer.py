@@ -197,7 +197,8 @@ class ShardwiseTrainer(Trainer):
     ``dataloader_num_workers``, otherwise only if they were observed to). False: skip them by index, as Trainer does, which takes no time; the
     report then lists possible differences."""
     frozen: Literal["hold", "refer", "auto"] = "auto"
-    """Whether checkpoints of a LoRA run contain the base (``"hold"``) or only its digests; see :attr:`shardwise.TrainState.frozen`."""
+    """Whether checkpoints of a LoRA run contain the base (``"hold"``), only its digests (``"refer"``), or only its digests as long as it is what
+    the load read (``"auto"``); see :attr:`shardwise.TrainState.frozen`."""
     save_report: SaveReport | None = None
     """The report of the last save that was attempted. If it failed and training continued, ``failure`` says why."""
     _run: Run

@@ -131,7 +131,9 @@ class Magnitude:
         weight: torch.Tensor = self.layer.get_base_layer().weight
         with torch.no_grad():
             if self._rows_are_local(weight):
-                local_tensor(self.tensor).copy_(self._norms_by_row(local_tensor(weight)))
+                rows = self._norms_by_row(local_tensor(weight))
+                for local in boxes:
+                    local_tensor(self.tensor)[local.slices].copy_(rows[local.slices])
                 return
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
             norms = self._norms(full)

@@ -172,14 +172,14 @@ def fill_new_rows(live: LiveModel, grown: Sequence[Grown], seed: int, ranks: Ran
     by_mean = [one for one in grown if one.rule == "mean"]
     means = _Columns(live, by_mean, ranks).means() if by_mean else []
     with ranks.agree("fill new rows"), torch.no_grad():
-        if drawn:
-            fill_by_rule(live, seed, drawn, within=drawn)
         for one, mean in zip(by_mean, means, strict=True):
             for part, box in _parts_in(live, one, one.new, ranks.rank):
                 part.copy_(mean[_columns(box, one.dim)].expand(part.shape))
         for one in (one for one in grown if one.rule == "zeros"):
             for part, _ in _parts_in(live, one, one.new, ranks.rank):
                 part.zero_()
+        if drawn:  # last: DoRA's magnitudes are norms of rows
+            fill_by_rule(live, seed, drawn, within=drawn)
 
 
 class _Columns:

@@ -454,7 +454,7 @@ def load(
         device: where tensors on meta are allocated. Default: the mesh's device, otherwise the CPU.
         io: staging memory and time limits.
         verify: ``"cover"`` checks the plan only. ``"digest"`` also compares the digest of every tensor for which the source records one, unless
-            the load changes its dtype. None: ``"digest"`` if the source records digests (a checkpoint does), otherwise ``"cover"``.
+            the load changes its dtype or grows it. None: ``"digest"`` if the source records digests (a checkpoint does), otherwise ``"cover"``.
         allow_plain: ``fnmatch`` patterns of trainable parameters that may stay plain tensors among sharded ones. FSDP2 doesn't reduce their
             gradients, so you must. Parameters whose gradients ``shard`` reduces don't need a pattern.
 
@@ -509,7 +509,22 @@ def load(
     report = fill(prepare, ranks)
     if hub is not None:
         note_conversions(live.base, hub.used())
+    note_base(model, opened, report, ranks)
     return noted(model, report.after(looks))
+
+
+def note_base(model: nn.Module, catalog: Catalog, report: LoadReport, ranks: Ranks) -> None:
+    """Sum up a base under adapters that a load read from files, so that checkpoints needn't hold it. Collective.
+
+    Not one that it read from a checkpoint, which may be the only file that has it.
+    """
+    if catalog.has_module_names or not has_adapters(model):
+        return
+    from ..digests import remember_base
+
+    made = {new.name for new in report.initialized} | {grown.name for grown in report.grown}
+    with phase("sum digests"), ranks.agree("sum the base"):
+        remember_base(describe(model), made, ranks)
 
 
 @frozen(kw_only=True)
@@ -592,23 +607,17 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> LoadReport:
 
             with phase("sum digests"):
                 sums = own_sums_of_model(live, ranks)
+    if plan.grown:  # first: DoRA's magnitudes are norms of rows
+        from .initialize import fill_new_rows
+
+        fill_new_rows(live, plan.grown, options.seed, ranks)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         from .initialize import fill_by_rule
 
         with ranks.agree("initialize"):
             fill_by_rule(live, options.seed, new)
-    if plan.grown:
-        from .initialize import fill_new_rows
-
-        fill_new_rows(live, plan.grown, options.seed, ranks)
     forget_meta_buffers(live.root)
-    # A checkpoint may be the only file that has its base.
-    if has_adapters(live.root) and not catalog.has_module_names:
-        from ..digests import remember_base
-
-        with phase("sum digests"), ranks.agree("sum the base"):
-            remember_base(live.refreshed(), ranks)
     if recorded:
         with phase("compare digests"):
             check_digests(live, catalog, recorded, ranks, sums)

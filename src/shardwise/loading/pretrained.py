@@ -61,7 +61,7 @@ from ..storage.records import counting
 from ..tensors.live import describe
 from ..tensors.tiles import is_identity
 from .adapters import attach, combine
-from .load import Filling, FillOptions, LoadReport, fill, load, noted, open_for_all
+from .load import Filling, FillOptions, LoadReport, fill, load, note_base, noted, open_for_all
 
 # ----------------------------------------------------------------------------------------------------
 # The source of a model whose layers hold its codes and scales as they are stored: checked, and noted for reports.
@@ -465,6 +465,7 @@ def load_wrapped(
             base.generation_config = _generation_config(base, directory)
         note_conversions(base, prepared.conversions())
         prepared.model.eval()
+    note_base(prepared.model, prepared.catalog, report, ranks)
     return prepared.model, noted(prepared.model, report.after(looks))
 
 
@@ -523,7 +524,8 @@ def prepare(
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     embeddings = embedding_names(base)  # before PEFT renames them
-    rules = replace(rules, embeddings=lambda: embeddings, grow=growth(request.grow or {}, request.vocab_size))
+    rules = replace(rules, embeddings=lambda: embeddings, grow=growth(request.grow or {}))
+    rules = replace(rules, vocab_size=request.vocab_size)
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:

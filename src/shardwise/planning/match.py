@@ -224,6 +224,8 @@ class Rules:
     allow_missing: Callable[[str], str | None] = undeclared
     grow: Grow = undeclared
     """Says for a wanted tensor and its number of rows by which rule those are made that aren't stored; None if all must be."""
+    vocab_size: int | None = None
+    """Tensors of this length, of which less is stored, are grown by ``"mean"`` where ``grow`` says nothing."""
     caller_declares: bool = False
     """Whether the call takes ``allow_unused=``, ``allow_missing=`` and renames. Only then problems advise them."""
     embeddings: Callable[[], Collection[str]] = tuple
@@ -232,8 +234,8 @@ class Rules:
     """Wanted tensor → the adapter's file that must store it. One that is missing there is not new."""
 
 
-def growth(grow: Mapping[str, GrowRule], vocab_size: int | None = None) -> Grow:
-    """The rule of the first pattern of ``grow`` that matches a tensor's name, or else ``"mean"`` for one with ``vocab_size`` rows.
+def growth(grow: Mapping[str, GrowRule]) -> Grow:
+    """The rule of the first pattern of ``grow`` that matches a tensor's name.
 
     Raises :class:`TypeError` for anything but a mapping of patterns to rules, :class:`ValueError` for an unknown rule.
     """
@@ -247,11 +249,7 @@ def growth(grow: Mapping[str, GrowRule], vocab_size: int | None = None) -> Grow:
                 f"grow={{{pattern!r}: {rule!r}}}: there is no such rule; expected 'mean' or 'init'"
             )
 
-    def rule_of(name: str, rows: int) -> str | None:
-        named = (rule for pattern, rule in grow.items() if fnmatchcase(name, pattern))
-        return next(named, "mean" if rows == vocab_size else None)
-
-    return rule_of
+    return lambda name, _: next((rule for pattern, rule in grow.items() if fnmatchcase(name, pattern)), None)
 
 
 def match(
@@ -350,21 +348,26 @@ def _are_same_bytes(one: Made, other: Made, catalog: Catalog) -> bool:
 
 def _grown(w: Wanted, made: Made, rules: Rules) -> Grown | None:
     """The growth of a tensor that is declared to have more rows than are stored; None if it has none."""
-    rows = _more_rows(w, made)
-    if not rows or w.dtype not in _FLOATS:
+    dim = _longer_dim(w, made)
+    if dim is None or w.dtype not in _FLOATS:
         return None
-    rule = next((rule for name in (w.name, *w.aliases) if (rule := rules.grow(name, rows))), None)
+    size = w.shape[dim]
+    are_tokens = size == rules.vocab_size
+    if dim and w.kind == "parameter" and not are_tokens:  # other columns aren't new rows
+        return None
+    named = (rule for name in (w.name, *w.aliases) if (rule := rules.grow(name, size)))
+    rule = next(named, "mean" if are_tokens else None)
     if rule is None:
         return None
     return Grown(w.name, made.shape, w.shape, "built" if w.kind == "buffer" else rule)
 
 
-def _more_rows(w: Wanted, made: Made) -> int:
-    """The length of a tensor in the one dim in which it's longer than the stored one; 0 if they differ in any other way."""
+def _longer_dim(w: Wanted, made: Made) -> int | None:
+    """The one dim in which a tensor is longer than the stored one; None if they differ in any other way."""
     if len(made.shape) != len(w.shape):
-        return 0
-    other = [(stored, n) for stored, n in zip(made.shape, w.shape, strict=True) if stored != n]
-    return other[0][1] if len(other) == 1 and 0 < other[0][0] < other[0][1] else 0
+        return None
+    other = [d for d, (stored, n) in enumerate(zip(made.shape, w.shape, strict=True)) if stored != n]
+    return other[0] if len(other) == 1 and 0 < made.shape[other[0]] < w.shape[other[0]] else None
 
 
 def _misfit(w: Wanted, made: Made, catalog: Catalog, rules: Rules) -> str | None:
@@ -397,7 +400,7 @@ def _other_rows(w: Wanted, made: Made, rules: Rules) -> str:
     counts = f"; it has {made.shape[0]} tokens, but the model has {w.shape[0]}" if are_tokens else ""
     if are_tokens and made.shape[0] > w.shape[0]:
         return f"{counts}, and a load drops none: load_pretrained(…, vocab_size={made.shape[0]})"
-    if not _more_rows(w, made):
+    if _longer_dim(w, made) != 0:
         return counts
     also = f"load_pretrained(…, vocab_size={w.shape[0]}), or " if are_tokens else ""
     return f"{counts}; if its other rows are new: {also}load, load_pretrained or restore with grow={{{w.name!r}: 'mean'}}"

@@ -518,7 +518,7 @@ def restore(
     grow: Mapping[str, GrowRule] | None = None,
     io: IOOptions | None = None,
 ) -> ResumeReport:
-    """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor against its digest.
+    """Restore the checkpoint at ``path`` into the live objects of ``state``, and check every tensor that isn't grown against its digest.
 
     Also reads checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, Lightning, torchtitan, transformers and
     torch's own examples. They don't have digests, and they don't store RNG states or the data position in a readable form. An
@@ -526,7 +526,8 @@ def restore(
 
     ``path`` can be a URL in an object store, and a directory may have any name; the report's ``step`` comes from the manifest. Works with any
     mesh and world size. If the model has more rows than were saved (new tokens, more labels), ``grow`` makes the others, as for :func:`load`;
-    the optimizer's states of new rows are zeros, and the resume isn't exact. Every rank of the default process group must call it. Random states are restored last. Memory: staging only, in
+    the optimizer's states of new rows are zeros, and the resume isn't exact. Every rank of the default process group must call it. Random
+    states are restored last. Memory: staging only, in
     addition to the state itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
     :class:`RankError` on every surviving rank. After an error, the state is undefined until a restore succeeds.
     """

@@ -601,8 +601,8 @@ class TrainState:
     """``"refer"``: for parameters with neither ``requires_grad`` nor optimizer state, such as the base under adapters, a checkpoint stores
     digests instead of content. All adapters are stored, including those that aren't trained. Such a checkpoint needs the same base: load it
     first, and the restore compares each digest with the live tensor before it changes anything. ``export_hf`` writes its adapters; ``load`` fills
-    a model that has the base. ``"auto"``: ``"refer"`` for a base that was loaded together with its adapters (``adapter=``), as long as the first save finds
-    it bit-identical to what the load read; otherwise ``"hold"``. A restore follows the checkpoint, not this field."""
+    a model that has the base. ``"auto"``: ``"refer"`` for a base that was loaded together with its adapters (``adapter=``), as long as the save finds it
+    bit-identical to what the load read, for which it reads the base once more; otherwise ``"hold"``. A restore follows the checkpoint, not this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Small files by relative path, added to the checkpoint for other programs. Only rank 0's files are written. A restore doesn't read them."""
 
