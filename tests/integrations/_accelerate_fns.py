@@ -305,7 +305,7 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
         accelerator.frozen = "auto"  # whose base is no longer what the load read
         swa.save_state(accelerator, f"{root}/merged")
         found["merged"] = swa.load_state(accelerator, f"{root}/merged").exact
-        model, optimizer = life("auto", 7)
+        model, optimizer = life("refer", 7)
         accelerator._models, accelerator._optimizers = [model], [optimizer]
         swa.save_state(accelerator, f"{root}/before")
         with torch.no_grad():
