@@ -1579,7 +1579,9 @@ MUTATIONS = (
         "digests.py",
         " and t.name not in made and",
         " and",
-        ("tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",),
+        (
+            "tests/checkpoint/test_referred.py::test_a_base_is_left_out_only_as_long_as_a_load_can_read_it_again",
+        ),
         "rows that no file holds are referred to",
     ),
     Mutation(

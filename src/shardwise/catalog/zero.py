@@ -12,8 +12,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError, SourceError
@@ -23,6 +26,7 @@ from ..storage import is_file, names_in
 from ..storage.records import join
 from ..tensors.boxes import boxes_of_range, whole
 from .pickles import Record
+from .quantized import open_file
 from .rank_files import RANK_NAMES, Merge
 from .records import ZERO_FILE, Catalog, Chunk, StoredFile, StoredTensor
 from .torch_files import read_one_file, refuse_overlap
@@ -33,6 +37,8 @@ _SHARED = {
     "model": ("param_shapes", "frozen_param_shapes", "buffer_names", "global_steps", "dp_world_size"),
 }
 _MOST_RANKS = 1_000_000
+_MOST_STATES = 64
+_NUMBERS = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4"}
 _HINT = "Either the files are of different steps or runs, or one is damaged"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,8 +49,11 @@ class ZeroCheckpoint:
 
     catalog: Catalog
     """The model by module names: fp32 master weights; frozen parameters and buffers as they are stored."""
-    optimizer: Mapping[str, Any] | None
-    """As ``optimizer.state_dict()``, with names instead of numbers; None if there is none, or one of an elastic checkpoint."""
+    optimizer: Callable[[], Mapping[str, Any]] | None
+    """Gives what ``optimizer.state_dict()`` would, with names instead of numbers; None if there is none, or one of an elastic checkpoint.
+
+    Raises :class:`FormatError` or :class:`IntegrityError` for states that aren't one value for each element of a partition.
+    """
     scheduler: Any
     """The state of the scheduler, as in the pickle; None if there was none."""
     step: int | None
@@ -118,11 +127,7 @@ class _Step:
         for part, ranks in (("optim", held), ("model", models)) if held else (("model", models),):
             self._check_same(part, [{key: one[key] for key in _SHARED[part]} for one in ranks])
         model, step = models[0], models[0]["global_steps"]
-        named = re.fullmatch(r"global_step(\d{1,12})", os.path.basename(self.folder))
-        if named and is_count(step) and step != int(named[1]):
-            raise IntegrityError(
-                f"is of step {step}, in the folder of step {named[1]}", path=self.paths["model"][0]
-            )
+        self._check_step([one["optimizer"] for one in held], step, model["skipped_steps"])
         groups = self._groups(model["param_shapes"])
         tensors, optimizer = self._universal(groups) if self.is_universal else self._partitioned(groups, held)
         tensors |= self._others(models, tensors)
@@ -151,7 +156,24 @@ class _Step:
         }
         optimizers = [one["optimizer"] for one in held]
         is_whole = all(type(one) is dict for one in optimizers)
-        return tensors, self._optimizer(optimizers, groups, layout) if is_whole else None
+        return tensors, partial(self._optimizer, optimizers, groups, layout) if is_whole else None
+
+    def _check_step(self, optimizers: Sequence[Any], step: Any, skipped: Any) -> None:
+        """Compare the optimizers' steps with each other and with the model's. The name of the folder alone proves nothing: the caller chose it."""
+        if not optimizers:
+            return
+        steps = [_steps_of(one) for one in optimizers]
+        self._check_same("optim", steps)
+        made = next((n for n in map(_number, steps[0]["state"].values()) if n is not None), None)
+        if made is None or not is_count(step):
+            return
+        named = re.fullmatch(r"global_step(\d{1,12})", os.path.basename(self.folder))
+        is_other = named and step != int(named[1]) and made != step - (skipped if is_count(skipped) else 0)
+        if made > step or is_other:
+            raise IntegrityError(
+                f"is of step {step}, and the partitions in its folder {os.path.basename(self.folder)} are of step {made:g}. {_HINT}",
+                path=self.paths["model"][0],
+            )
 
     def _universal(self, groups: Sequence[Shapes]) -> tuple[Tensors, Any]:
         """The same of a universal checkpoint (``checkpoint/ds_to_universal.py``), which has a file for each state of a parameter."""
@@ -176,8 +198,12 @@ class _Step:
                     chunks = tuple(replace(chunk, box=whole(shape)) for chunk in value.chunks)
                     value = StoredTensor(f"{name}.{key}", value.dtype, shape, chunks)
                 states[name][key] = value
-            tensors[name] = replace(states[name].pop("fp32"), name=name)
-        return tensors, {"state": states, "param_groups": _named_groups(common["param_groups"], groups, root)}
+            fp32 = states[name].pop("fp32")
+            if not isinstance(fp32, StoredTensor):
+                raise FormatError("holds no tensor", path=join(folder, "fp32.pt"))
+            tensors[name] = replace(fp32, name=name)
+        named = partial(_named_groups, common["param_groups"], groups, root)
+        return tensors, lambda: {"state": states, "param_groups": named()}
 
     # -- the files
 
@@ -202,7 +228,7 @@ class _Step:
         module = content.get("module") if type(content) is dict else None
         if type(module) is not dict or type(content.get("param_shapes")) is not list:
             raise FormatError("isn't a model's file of DeepSpeed ZeRO: it has no module, or no param_shapes")
-        found = {key: content.get(key) for key in (*_SHARED["model"], "lr_scheduler")}
+        found = {key: content.get(key) for key in (*_SHARED["model"], "lr_scheduler", "skipped_steps")}
         for key in ("shared_params", "frozen_param_shapes", "frozen_param_fragments"):
             found[key] = content.get(key) or {}
             if type(found[key]) is not dict:
@@ -357,11 +383,15 @@ class _Step:
         states: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group}
         for k, group in enumerate(groups):
             own = state.get(k)
+            if type(own) is dict and len(own) > _MOST_STATES:
+                raise FormatError(
+                    f"has {len(own)} states of each parameter, the limit is {_MOST_STATES}", path=paths[0]
+                )
             for key, value in own.items() if type(own) is dict else ():
                 is_vector = isinstance(value, StoredTensor) and bool(value.shape)
                 flats = [
-                    {k: _vector(one["state"][k].get(key), path)}
-                    for one, path in zip(found, paths, strict=True)
+                    {k: self._of_elements(one["state"][k].get(key), key, rank, k)}
+                    for rank, one in enumerate(found)
                     if is_vector
                 ]
                 for name, shape in group.items():
@@ -370,6 +400,18 @@ class _Step:
                     )
         named = _named_groups(settings, groups, paths[0])
         return {"state": {name: one for name, one in states.items() if one}, "param_groups": named}
+
+    def _of_elements(self, found: Any, key: Any, rank: int, group: int) -> StoredTensor:
+        """A state of a rank's partition, which has a value for each element; the padding at the end may be left out, or added."""
+        path = self.paths["optim"][rank]
+        vector, numel = _vector(found, path), self.numels[rank][group]
+        if abs(vector.shape[0] - numel) >= 2 * self.world_size:
+            raise FormatError(
+                f"the optimizer's state {brief(key)} has {vector.shape[0]} values, and its partition {numel} elements: only optimizers with one "
+                f"value for each element can be restored. Load the model, and begin with a new optimizer",
+                path=path,
+            )
+        return vector
 
 
 def _of_partitions(content: Any) -> dict[str, Any]:
@@ -402,13 +444,45 @@ def _named_groups(found: Any, groups: Sequence[Shapes], path: str) -> list[dict[
     """The optimizer's groups with names for the numbers of flat partitions."""
     if type(found) is not list:
         raise FormatError("its optimizer isn't stored as a state dict", path=path)
-    named = []
+    named, seen = [], 0
     for one in found:
         numbers = one.get("params") if type(one) is dict else None
         if type(numbers) is not list or not all(is_count(k) and k < len(groups) for k in numbers):
             raise FormatError(f"its optimizer has a group of {brief(numbers)}", path=path)
-        named.append({**one, "params": [name for k in numbers for name in groups[k]]})
+        if (seen := seen + len(numbers)) > len(groups):
+            raise FormatError(f"its optimizer has a partition of {brief(numbers)} twice", path=path)
+        of_group = {
+            key: value for key, value in one.items() if key != "param_names"
+        }  # torch's, for flat partitions
+        named.append({**of_group, "params": [name for k in numbers for name in groups[k]]})
     return named
+
+
+def _steps_of(found: Any) -> dict[str, Any]:
+    """The steps in an optimizer's state: of each partition, and of each group. In an elastic checkpoint, it's a list."""
+    state, groups = (found.get("state"), found.get("param_groups")) if type(found) is dict else (found, None)
+    of_each = state if type(state) is dict else dict(enumerate(state)) if type(state) is list else {}
+    return {
+        "state": {
+            k: {"step": one["step"]} for k, one in of_each.items() if type(one) is dict and "step" in one
+        },
+        "param_groups": [one.get("step") for one in groups if type(one) is dict]
+        if type(groups) is list
+        else [],
+    }
+
+
+def _number(found: Mapping[str, Any]) -> float | None:
+    """The step of a state, as a number; None if it is of another kind."""
+    step = found["step"]
+    if not isinstance(step, StoredTensor):
+        return step if is_count(step) else None
+    if step.shape or step.dtype not in _NUMBERS or not step.chunks:
+        return None
+    with open_file(step.chunks[0].path) as file:
+        return float(
+            np.frombuffer(file.read(step.chunks[0].offset_bytes, step.nbytes), _NUMBERS[step.dtype])[0]
+        )
 
 
 def _plain(value: Any) -> Any:

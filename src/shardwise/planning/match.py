@@ -339,10 +339,14 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog,
 
 def _are_same_bytes(one: Made, other: Made, catalog: Catalog) -> bool:
     """Whether two names stand for the same bytes of the same files, as for tensors that were saved with one storage."""
-    return len(one.tiles) == len(other.tiles) > 0 and all(
-        a == replace(b, source=a.source)
-        and catalog.tensors[a.source].chunks == catalog.tensors[b.source].chunks
-        for a, b in zip(one.tiles, other.tiles, strict=True)
+    return (
+        one.dtype == other.dtype
+        and len(one.tiles) == len(other.tiles) > 0
+        and all(
+            a == replace(b, source=a.source)
+            and catalog.tensors[a.source].chunks == catalog.tensors[b.source].chunks
+            for a, b in zip(one.tiles, other.tiles, strict=True)
+        )
     )
 
 

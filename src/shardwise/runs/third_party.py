@@ -43,7 +43,7 @@ from ..catalog.records import (
 from ..catalog.torch_files import ANY_NAMES, TENSOR_NAMES, Archive, Dtype, Saved, read_torch_file
 from ..dtypes import itemsize, torch_dtype
 from ..engine.objects import SourceReader
-from ..errors import FormatError, IntegrityError, SourceError, StateError
+from ..errors import FormatError, IntegrityError, SourceError, StateError, UnsupportedConversionError
 from ..format.header import TRAINER_FILE, describe_steps
 from ..format.slices import StateKey
 from ..limits import MAX_BYTES_PER_BYTE, MAX_VALUE_BYTES, brief, is_count, read_json
@@ -553,8 +553,8 @@ class ThirdPartyRun:
         if k >= len(stored):
             raise StateError(f"{self.path}: {self._no_optimizer(k)}; leave it out of the state")
         source, head = stored[k]
-        if self._zero is not None:
-            return _as_torchs(_of_state_dict(self._zero.optimizer, self._zero.catalog.files, source))
+        if self._zero is not None and self._zero.optimizer is not None:
+            return _as_torchs(_of_state_dict(self._zero.optimizer(), self._zero.catalog.files, source))
         if is_file(source):
             return _of_state_dict(*read_torch_file(source), source)
         return _of_dcp(self._dcp(source), head)
@@ -585,7 +585,13 @@ class ThirdPartyRun:
         if name == "scheduler" and self._zero is not None and type(self._zero.scheduler) is dict:
             zero, path = self._zero, self.models[0]
             plain = PlainValues(path, zero.catalog.nbytes, lambda t: plain_tensor(t, zero.catalog.files))
-            return dict(plain.of(zero.scheduler))
+            found = dict(plain.of(zero.scheduler))
+            if "last_epoch" not in found:
+                raise UnsupportedConversionError(
+                    f"{self.path}: its scheduler is DeepSpeed's own, of step {brief(found.get('last_batch_iteration'))}, which torch's can't "
+                    f"take; leave it out of the state, and make one with last_epoch= this step"
+                )
+            return found
         if type(of_ranks := self._of_ranks(_DOCUMENT_KEYS[name])) is dict:
             return of_ranks
         schedulers = self._meta.get(_LIGHTNING_SCHEDULERS) if name == "scheduler" else None
