@@ -464,6 +464,7 @@ def test_a_log(known: Any, tmp_path: Path, here: set[str]) -> None:
     check(findings, here, f"log.{known.line}", words=LINES[known.line][:60])
 
 
+@pytest.mark.nightly
 def test_a_long_log_is_read_at_both_ends(tmp_path: Path) -> None:
     path = tmp_path / "run.out"
     with path.open("w") as file:

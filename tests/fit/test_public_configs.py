@@ -46,6 +46,7 @@ def test_sizes(name: str) -> None:
     assert not any("with a formula" in text for text in report.run.assumptions)
 
 
+@pytest.mark.nightly
 @pytest.mark.needs("transformers>=5.3", "has no Qwen3.5")
 def test_35b_over_three_ranks() -> None:
     auto_class = transformers.Qwen3_5MoeForCausalLM
@@ -89,6 +90,7 @@ def test_a_training_in_other_dtypes() -> None:
         assert parts[1][what] == pytest.approx(2 * parts[0][what], rel=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.needs("transformers>=5.3", "has no Qwen3.5")
 def test_views_made_without_torch_s_rules_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def runs() -> list[object]:

@@ -559,6 +559,7 @@ def test_odd_input_is_read_or_refused(case: str, tmp_path: Path) -> None:
         assert where in outcome.text
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_many_samples_take_little_memory(tmp_path: Path) -> None:
     """Peaks, the last time and sums stay what they were."""
@@ -589,6 +590,7 @@ def test_many_samples_take_little_memory(tmp_path: Path) -> None:
     assert outcome.mbytes < 100, outcome
 
 
+@pytest.mark.nightly
 def test_a_large_run_stays_small(tmp_path: Path) -> None:
     """64 ranks and a day of records: most ranks are rows, and few are drawn."""
     for rank in range(64):
