@@ -89,9 +89,9 @@ def opened(kind: str, base: Path, export: Path, lora: bool) -> Any:
 @pytest.mark.parametrize(
     ("example", "kind", "lora"),
     [
-        ("diffusers_loop", "flux", False),
         ("diffusers_accelerate", "flux", True),
         *nightly_rows(
+            ("diffusers_loop", "flux", False),
             ("diffusers_loop", "wan", True),
             ("diffusers_loop", "wan", False),
             ("diffusers_loop", "flux", True),
