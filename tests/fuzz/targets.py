@@ -225,7 +225,12 @@ def _rank_files(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / name, mutate_archive(rng, _bytes(seeds["rank_files"] / name)))
 
 
-@target(60, lambda place: read_zero(str(place)))
+def _read_whole_zero(place: Path) -> None:
+    if (optimizer := read_zero(str(place)).optimizer) is not None:
+        optimizer()
+
+
+@target(60, _read_whole_zero)
 def _zero(rng: random.Random, seeds: Seeds, place: Path) -> None:
     folder = rng.choice(("zero-2", "zero-3"))
     copied(seeds["zero"] / folder / "global_step2", place)
