@@ -176,7 +176,7 @@ class _Step:
             )
 
     def _universal(self, groups: Sequence[Shapes]) -> tuple[Tensors, Any]:
-        """The same of a universal checkpoint (``checkpoint/ds_to_universal.py``), which has a file for each state of a parameter."""
+        """The same for a universal checkpoint (``checkpoint/ds_to_universal.py``), which has a file for each state of a parameter."""
         root = join(self.folder, "zero")
         common = self._content(join(root, "optimizer_state.pt"), _of_universal)
         tensors: Tensors = {}
@@ -224,7 +224,7 @@ class _Step:
             )
 
     def _of_model(self, content: Any) -> dict[str, Any]:
-        """Of a file of the model: what describes parameters, and the tensors that aren't in flat partitions."""
+        """What a model's file says about parameters, and its tensors that aren't in flat partitions."""
         module = content.get("module") if type(content) is dict else None
         if type(module) is not dict or type(content.get("param_shapes")) is not list:
             raise FormatError("isn't a model's file of DeepSpeed ZeRO: it has no module, or no param_shapes")
@@ -253,7 +253,7 @@ class _Step:
             sizes = sizes if type(sizes) is list else [sizes]
             if not sizes or not all(is_count(size) and size == sizes[0] for size in sizes):
                 raise FormatError(
-                    f"its groups are cut into {brief(sizes)} partitions; only those of one number, so without MoE, can be read",
+                    f"its groups are cut into {brief(sizes)} partitions; expected the same number for each group (MoE isn't supported)",
                     path=path,
                 )
             self._complete("optim", dict(enumerate(held)), min(sizes[0], _MOST_RANKS))
@@ -415,7 +415,7 @@ class _Step:
 
 
 def _of_partitions(content: Any) -> dict[str, Any]:
-    """Of a rank's file: its flat partitions, the optimizer's state, and what describes both."""
+    """The flat partitions in a rank's file, the optimizer's state, and what describes both."""
     held = content.get("optimizer_state_dict") if type(content) is dict else None
     held = held if type(held) is dict else {}
     mappings = held.get("param_slice_mappings")
@@ -432,7 +432,7 @@ def _of_partitions(content: Any) -> dict[str, Any]:
 
 
 def _of_universal(content: Any) -> dict[str, Any]:
-    """Of the file with what parameters share: the groups of the optimizer, and in ZeRO 3 the state of a rank."""
+    """What parameters share: the optimizer's groups, and with ZeRO 3 the state of a rank."""
     found = content if type(content) is dict else {}
     inner = found.get("optimizer_state_dict")
     states = inner.get("state") if type(inner) is dict else None
@@ -459,7 +459,7 @@ def _named_groups(found: Any, groups: Sequence[Shapes], path: str) -> list[dict[
 
 
 def _steps_of(found: Any) -> dict[str, Any]:
-    """The steps in an optimizer's state: of each partition, and of each group. In an elastic checkpoint, it's a list."""
+    """The steps of each partition and group in an optimizer's state. In an elastic checkpoint, the state is a list."""
     state, groups = (found.get("state"), found.get("param_groups")) if type(found) is dict else (found, None)
     of_each = state if type(state) is dict else dict(enumerate(state)) if type(state) is list else {}
     return {
@@ -473,7 +473,7 @@ def _steps_of(found: Any) -> dict[str, Any]:
 
 
 def _number(found: Mapping[str, Any]) -> float | None:
-    """The step of a state, as a number; None if it is of another kind."""
+    """The step in a state; None if it isn't a number."""
     step = found["step"]
     if not isinstance(step, StoredTensor):
         return step if is_count(step) else None
@@ -486,7 +486,7 @@ def _number(found: Mapping[str, Any]) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a pickle; of a member of an enum its value."""
+    """A value from a pickle; for a member of an enum, its value."""
     return value.args[0] if type(value) is Record and len(value.args) == 1 else value
 
 

@@ -134,7 +134,7 @@ class OptimizerInCheckpoint:
         if grown := [n for n in kept if self._entries[n].shape != shapes[n]]:
             raise StateError(
                 f"the optimizer state of {', '.join(grown[:5])} is stored in few bits, or isn't shaped like its parameter, which has another "
-                f"shape in this run; only state of the parameter's own shape can be grown. Restore without this optimizer, and begin with a new one"
+                f"shape in this run. Only states of the parameter's own shape can grow. Restore without this optimizer, and start with a new one"
             )
         bad = [
             (name, state, one)

@@ -524,8 +524,8 @@ def prepare(
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     embeddings = embedding_names(base)  # before PEFT renames them
-    rules = replace(rules, embeddings=lambda: embeddings, grow=growth(request.grow or {}))
-    rules = replace(rules, vocab_size=request.vocab_size)
+    grow = growth(request.grow or {})
+    rules = replace(rules, embeddings=lambda: embeddings, grow=grow, vocab_size=request.vocab_size)
     if kept:
         rules = as_stored_in(catalog, rules, kept)
     elif layers:
