@@ -30,3 +30,4 @@ from .state.data import ElasticSampler as ElasticSampler
 from .state.data import ResumableLoader as ResumableLoader
 from .state.optimizer import TrainState as TrainState
 from .storage.records import configure_storage as configure_storage
+from .tensors.declared import declare_part as declare_part

@@ -613,7 +613,8 @@ def live_digests(
     differ; for tensors in ``may_differ`` the first replica counts.
     """
     found = _sum_up(tensors, geometries, ranks, may_differ, lambda sums: {"sums": sums})["sums"].tolist()
-    return {name: _finished(t, total) for total, (name, t) in zip(found, tensors.items(), strict=True)}
+    pairs = zip(found, tensors.items(), strict=True)
+    return {name: _finished(t, geometries[name], total) for total, (name, t) in pairs}
 
 
 def differing_digests(
@@ -633,15 +634,15 @@ def differing_digests(
 
     def wrong(sums: NDArray[np.uint64]) -> dict[str, Any]:
         pairs = zip(tensors.items(), sums.tolist(), strict=True)
-        found = {n: _finished(t, total) for (n, t), total in pairs if n in expected}
+        found = {n: _finished(t, geometries[n], total) for (n, t), total in pairs if n in expected}
         return {"wrong": {n: digest for n, digest in found.items() if digest != expected[n]}}
 
     differing: dict[str, int] = _sum_up(tensors, geometries, ranks, may_differ, wrong, own)["wrong"]
     return differing
 
 
-def _finished(tensor: torch.Tensor, total: int) -> int:
-    return finish(total, code_of(tensor.dtype), tuple(tensor.shape))
+def _finished(tensor: torch.Tensor, geometry: Geometry, total: int) -> int:
+    return finish(total, code_of(tensor.dtype), geometry.whole_shape(tensor.shape))
 
 
 def own_sums(
@@ -659,7 +660,8 @@ def local_sums(
 
     def boxes() -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         for index, (name, tensor) in enumerate(tensors.items()):
-            for box in local_boxes(tensor, tuple(tensor.shape), geometries[name], ranks.rank):
+            geometry = geometries[name]
+            for box in local_boxes(tensor, geometry.whole_shape(tensor.shape), geometry, ranks.rank):
                 indices.append(index)
                 yield box
             ranks.tick()

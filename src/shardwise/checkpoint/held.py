@@ -73,7 +73,7 @@ from .save import (
     write_rank,
 )
 from .sites import has_slices, make_view, reading_from
-from .snapshot import OwnPart, Piece, agree_on_base, agree_on_forms
+from .snapshot import OwnPart, Piece, agree
 from .take import (
     Collected,
     InMemoryCheckpoints,
@@ -433,8 +433,7 @@ class MemorySteps:
         self._settle_if_done()
         if not self._has_line:
             self.begin_line(None, ranks)
-        agree_on_base(state, ranks)
-        forms = agree_on_forms(state, ranks)
+        agreed = agree(state, ranks)
         level = (
             logging.INFO if self._has_warned else logging.WARNING
         )  # one warning, until a step is held whole
@@ -453,7 +452,7 @@ class MemorySteps:
             saving  # also after Ctrl-C in the copy: its thread has to end before the next one begins
         )
         try:
-            is_kept = saving.copy(lambda: take(state, step, lineage, forms, ranks.rank))
+            is_kept = saving.copy(lambda: take(state, step, lineage, agreed, ranks.rank))
         except Exception:
             self._saving = None  # the thread has ended, or is about to
             raise

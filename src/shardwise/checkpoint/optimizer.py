@@ -22,6 +22,7 @@ from ..planning.match import Grow, Rules, renamed
 from ..planning.plan import IOOptions
 from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_rank
 from ..state.optimizer import TrainedBy, check_groups, check_stored
+from ..tensors.declared import absent, elsewhere_in
 from ..tensors.live import HostMemory, LiveModel, world_size
 from ..tensors.placements import fitting_ranks, mesh_text, replicated
 from .snapshot import trained_model
@@ -72,6 +73,16 @@ class StoredStates:
         ``tensors``: parameter → state → tensor allocated from ``memory``, spread like its parameter in ``live``.
         """
         everywhere = replicated(world_size())
+        elsewhere = elsewhere_in(live.tensors)
+        shapes = {t.name: live.spec(t).shape for t in live.parameters if t.name in elsewhere}
+        others = {
+            n: {s: absent(shapes[n], live.geometries[n], torch_dtype(code)) for s, code in of.items()}
+            for n, of in self.spread.items()
+            if n in elsewhere
+        }
+        tensors = {
+            n: others[n] if n in others else tensors[n] for n in self.spread if n in others or n in tensors
+        } | {n: states for n, states in tensors.items() if n not in self.spread}
         of_parameters = {n: dict.fromkeys(states, live.geometries[n]) for n, states in tensors.items()}
         geometries = by_name(of_parameters) | dict.fromkeys(self.whole, everywhere)
         rename = renamed(lambda names: {n: self.renames.get(n, n) for n in names})
@@ -125,7 +136,7 @@ class OptimizerInCheckpoint:
                         f"does not say what it is",
                         path=self._stored.path,
                     )
-        shapes = {t.name: tuple(t.tensor.shape) for t in self._part.live.parameters}
+        shapes = {t.name: self._part.live.spec(t).shape for t in self._part.live.parameters}
         kept = [
             n
             for n in (*self._forms, *self._forms_by_rank, *self._opaque)

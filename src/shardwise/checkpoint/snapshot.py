@@ -61,6 +61,7 @@ from ..state.typed_json import Encoded, encode
 from ..tensors.boxes import LocalBox
 from ..tensors.live import LiveModel, describe, world_size
 from ..tensors.placements import Geometry, cut_boxes, replicated
+from .joined import Joined, agree_on_parts
 
 _log = logging.getLogger(__name__)
 
@@ -241,19 +242,37 @@ class Snapshot:
         return sum(o.drained.gradients for o in self.optimizers)
 
 
-def take_snapshot(
-    state: TrainState, step: int, forms: Mapping[int, Mapping[str, AgreedForm]] = NO_FORMS
-) -> Snapshot:
+@frozen
+class Agreed:
+    """What ranks agree on before each takes its state: it can't be seen on one rank."""
+
+    forms: Mapping[int, Mapping[str, AgreedForm]]
+    """As :func:`agree_on_forms` gives them."""
+    joined: Mapping[str, Joined]
+    """As :func:`.agree_on_parts` gives them."""
+
+
+def agree(state: TrainState, ranks: Ranks) -> Agreed:
+    """Collective. Nothing is exchanged for most states. Raises :class:`StateError` or :class:`RankError` on every rank."""
+    agree_on_base(state, ranks)
+    return Agreed(agree_on_forms(state, ranks), agree_on_parts(state, ranks))
+
+
+ALONE = Agreed(NO_FORMS, {})
+
+
+def take_snapshot(state: TrainState, step: int, agreed: Agreed = ALONE) -> Snapshot:
     """Collect the training state of this rank. Copies only 0-d optimizer states, and tensors of documents from devices.
 
-    ``forms``: of states of few bits, as :func:`.agree_on_forms` gives them.
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
     step = checked_step(step)
     state.watch()
     lives = describe_all(state.models, state.extra)
     models = tuple(_model_part(name, live, referred(state, live)) for name, live in lives.items())
-    optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
+    optimizers = tuple(
+        _optimizer_part(name, o, lives, models, agreed) for name, o in state.optimizers.items()
+    )
     own = {("model", name): beyond(name, OwnOfModel(live)) for name, live in lives.items()}
     for name, given in state.given_optimizers.items():
         own["optimizer", name] = beyond(name, OwnOfOptimizer(given, state.optimizers[name]))
@@ -358,10 +377,7 @@ def _model_part(name: str, described: LiveModel, refers: frozenset[str] = frozen
             raise StateError(f"{t.name}: {why}")
     geometries, is_hub_model = described.geometries, is_transformers_model(described.unwrapped)
     aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hub_model and t.name not in refers}
-    all_of = [
-        SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
-        for t in persistent
-    ]
+    all_of = [SliceTensor(t.name, *described.spec(t), geometries[t.name]) for t in persistent]
     owned = {t.name: t for t in assign_owners([t for t in all_of if t.name not in refers])}
     live = []
     for t, one in zip(persistent, all_of, strict=True):
@@ -379,11 +395,13 @@ def _optimizer_part(
     optimizer: Optimizer,
     lives: Mapping[str, LiveModel],
     models: tuple[ModelPart, ...],
-    forms: Mapping[int, Mapping[str, AgreedForm]],
+    agreed: Agreed,
 ) -> OptimizerPart:
     part = next(p for p in models if p.name == trained_model(optimizer, lives))
     refuse_unreduced(optimizer, lives[part.name])
-    drained = drain(optimizer, parameter_names(optimizer, part.named), forms)
+    drained = drain(optimizer, parameter_names(optimizer, part.named), agreed.forms)
+    if name in agreed.joined:
+        drained = agreed.joined[name].of_whole_model(drained, lives[part.name])
     geometries = lives[part.name].geometries
     split_low_bit(drained, geometries)
     found = [
@@ -393,7 +411,7 @@ def _optimizer_part(
     ]
     whole = replicated(world_size())
     found += [(packed_name(key), tensor, whole) for key, tensor in drained.packed.items()]
-    stored = [SliceTensor(n, code_of(t.dtype), tuple(t.shape), geometry) for n, t, geometry in found]
+    stored = [SliceTensor(n, code_of(t.dtype), g.whole_shape(t.shape), g) for n, t, g in found]
     live = [Live(one, t) for one, (_, t, _) in zip(assign_owners(stored), found, strict=True)]
     return OptimizerPart(name, part.name, tuple(live), drained)
 
@@ -526,11 +544,14 @@ def layout_hash(snapshot: Snapshot) -> str:
 
 def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[ModelPart, NamedTensor]]:
     """Tensors that every rank holds whole, by ``model:name``; of one kind or of all."""
+    everywhere = replicated(world_size())
     return {
         f"{part.name}:{t.name}": (part, t)
         for part in snapshot.models
+        for geometries in [{v.stored.name: v.stored.geometry for v in part.live}]
         for t in part.named
         if t.persistent and local_tensor(t.tensor) is t.tensor and kind in ("", t.kind)
+        if geometries[t.name] == everywhere
     }
 
 

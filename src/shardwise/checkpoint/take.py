@@ -35,18 +35,18 @@ from ..models.homes import asset_files
 from ..objects import frozen, gc_paused
 from ..planning.match import recall
 from ..ranks.ranks import Ranks
-from ..state.optimizer import AgreedForm, TrainState
+from ..state.optimizer import TrainState
 from ..state.parts import refuse_meta
 from ..state.typed_json import Encoded, encode
 from ..tensors.boxes import Box, LocalBox, boxes_of_range, contiguous_parts
 from .snapshot import (
     LAYOUT,
     PLAIN,
+    Agreed,
     OwnPart,
     Piece,
     Snapshot,
-    agree_on_base,
-    agree_on_forms,
+    agree,
     comparable,
     differing_in,
     differing_tensors,
@@ -120,14 +120,12 @@ class Collected(Taken):
 
 
 @gc_paused()
-def take(
-    state: TrainState, step: int, lineage: Lineage, forms: Mapping[int, Mapping[str, AgreedForm]], rank: int
-) -> Taken:
-    """Take a training state by reference. Rank-local. ``forms``: as :func:`.agree_on_forms` gives them.
+def take(state: TrainState, step: int, lineage: Lineage, agreed: Agreed, rank: int) -> Taken:
+    """Take a training state by reference. Rank-local. ``agreed``: as :func:`.agree` gives it.
 
     Raises :class:`StateError`.
     """
-    snapshot = take_snapshot(state, step, forms)
+    snapshot = take_snapshot(state, step, agreed)
     for live in (live for part in snapshot.parts for live in part.live):
         refuse_meta(live.stored.name, live.tensor)
     _check_names(snapshot)
@@ -165,8 +163,8 @@ def compare(taken_by: Callable[[], Taken | None], ranks: Ranks) -> Collected | N
     if len(held) > 1:  # the tensors of ranks in words, with the first rank that has these
         some = "; ".join(f"rank {rank} has {text}" for text, rank in held.items())
         raise StateError(
-            f"ranks hold different modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
-            f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
+            f"ranks hold different modules: {some}. Every rank must hold the same model, or declare its part of one: call "
+            f"sw.declare_part(model) on every rank for pipeline stages, and for experts that are made on some ranks only"
         )
     _refuse_other_layouts(snapshot, differing)
     tensors = differing_tensors(sums, ranks) if PLAIN in differing else set()
@@ -179,9 +177,8 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 
     Raises :class:`StateError` or :class:`RankError` on every rank.
     """
-    agree_on_base(state, ranks)
-    forms = agree_on_forms(state, ranks)
-    found = compare(lambda: take(state, step, lineage, forms, ranks.rank), ranks)
+    agreed = agree(state, ranks)
+    found = compare(lambda: take(state, step, lineage, agreed, ranks.rank), ranks)
     assert found is not None
     return found
 
@@ -260,8 +257,8 @@ def _refuse_other_layouts(snapshot: Snapshot, differing: Sequence[str]) -> None:
             "differ between ranks"
             + (f"; on meshes of only some ranks: {', '.join(parts[:10])}" if parts else "")
             + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
-            "(say Replicate() on its further axes instead of slicing the mesh). Pipeline parallelism, where each rank has "
-            "its own stage, is not supported"
+            "(say Replicate() on its further axes instead of slicing the mesh), or every rank must declare its part of one "
+            "model: sw.declare_part(model), for pipeline stages and local experts"
         )
 
 

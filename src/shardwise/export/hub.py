@@ -29,7 +29,6 @@ from ..planning.proof import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks, device_where_ranks_sum
 from ..storage import absolute
 from ..storage.records import is_url
-from ..tensors.boxes import TensorSpec
 from ..tensors.live import LiveModel, describe
 from ..tensors.tiles import Tile
 from .again import AsSource, AsSourceJob, QuantizedSource, place_of_source
@@ -433,7 +432,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
             )
         return LiveJob(live, IOOptions()).contents()
     if naming == "module":
-        return as_named({t.name: TensorSpec.of(t.tensor) for t in live.stored})
+        return as_named({t.name: live.spec(t) for t in live.stored})
     if naming == "adapter":
         return _adapter_contents(live)
     raise ValueError(f"naming must be 'hub', 'module' or 'adapter', got {naming!r}")
@@ -444,7 +443,7 @@ def _adapter_contents(live: LiveModel) -> HubTensors:
     if peft is None:
         raise TypeError(f"naming='adapter': {type(live.root).__name__} is not a PeftModel")
     held = adapter_in_file(live, active_adapters(peft)[0])
-    hub = {stored: TensorSpec.of(t.tensor) for stored, t in held.items()}
+    hub = {stored: live.spec(t) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}
     for stored, t in held.items():
         tiles[t.name] = tiles.get(t.name, ()) + as_named({stored: hub[stored]}).tiles[stored]

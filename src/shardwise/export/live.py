@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..catalog.records import Chunk, StoredTensor
 from ..checkpoint.snapshot import Live, Piece, boxes_on
 from ..checkpoint.take import InParts, StagingBuffer, boxes_from, live_piece
-from ..dtypes import itemsize, torch_dtype
+from ..dtypes import code_of, itemsize, torch_dtype
 from ..engine.engine import Destination, Filler, Staging, wanted_box, write_back
 from ..errors import CheckpointError, StateError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
@@ -106,7 +106,11 @@ def _parts(live: Live, rank: int, part_bytes: int = _PART_BYTES) -> Iterator[tup
 
 def owned_by(rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor]) -> list[SliceTensor]:
     """What a rank brings elements of: among replicas one rank does, chosen as in a save. Rank-local."""
-    held = [SliceTensor(n, *TensorSpec.of(t), live.geometries[n]) for n, t in tensors.items()]
+    spread = live.geometries
+    held = [
+        SliceTensor(n, code_of(t.dtype), spread[n].whole_shape(t.shape), spread[n])
+        for n, t in tensors.items()
+    ]
     return [t for t in assign_owners(held) if rank in owner_ranks(t.geometry, t.owner)]
 
 
@@ -138,7 +142,7 @@ class LiveJob(Job):
     def specs(self) -> dict[str, TensorSpec]:
         """Dtype and shape of each tensor."""
         made = self._made
-        return {n: made[n].spec if n in made else TensorSpec.of(t.tensor) for n, t in self._named.items()}
+        return {n: made[n].spec if n in made else self.live.spec(t) for n, t in self._named.items()}
 
     def named(self) -> Iterable[Named]:
         """The names of each tensor: its own, then those of ties."""
@@ -191,11 +195,12 @@ class LiveJob(Job):
         on_devices: list[tuple[Live, Sequence[Tile]]] = []
         on_host: list[Share] = []
         for wanted, tiles in self.shares(contents, ranks):
-            tensor = self._named[wanted.name].tensor
+            named = self._named[wanted.name]
+            tensor = named.tensor
             if tensor.device.type == "cpu" or wanted.name in self._made:
                 on_host.append((wanted, tiles))
                 continue
-            t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self.live.geometries[wanted.name])
+            t = SliceTensor(wanted.name, *self.live.spec(named), self.live.geometries[wanted.name])
             on_devices.append((Live(t, tensor), tiles))
         self.put(on_host, output, filler)
         write_from_devices(on_devices, output, filler, self.staging, ranks.rank)
@@ -397,9 +402,7 @@ class MergedJob(LiveJob):
         self._rank = ranks.rank
         wanted = {name for one in self._made.values() for d in one.deltas for name in (d.a, d.b)}
         with ranks.agree("plan merged export") as claim:
-            contents = as_named(
-                {t.name: TensorSpec.of(t.tensor) for t in self.live.stored if t.name in wanted}
-            )
+            contents = as_named({t.name: self.live.spec(t) for t in self.live.stored if t.name in wanted})
             full = planned(self.live, contents, None, ranks.rank)
             claim.alike([[f.stored.name, list(f.stored.shape)] for f in full])
             sums_on = (
@@ -441,7 +444,7 @@ class MergedJob(LiveJob):
             yield from super().elements(wanted, tiles)
             return
         tensor = one.held.tensor
-        t = SliceTensor(wanted.name, *TensorSpec.of(tensor), self.live.geometries[wanted.name])
+        t = SliceTensor(wanted.name, *self.live.spec(one.held), self.live.geometries[wanted.name])
         part_bytes = _PART_BYTES // (4 if one.layer is not None else 1)
         for box, held in _parts(Live(t, tensor), self._rank, part_bytes):
             if one.layer is not None and box.sizes[1] != t.shape[1]:
@@ -524,9 +527,7 @@ def _made(live: LiveModel, stored: Mapping[str, NamedTensor], merge: bool) -> It
         layer = layers.get(name)
         if layer is None and name not in deltas:
             continue
-        spec = (
-            TensorSpec.of(t.tensor) if layer is None else TensorSpec(layer.blocks.dtype, layer.blocks.shape)
-        )
+        spec = live.spec(t) if layer is None else TensorSpec(layer.blocks.dtype, layer.blocks.shape)
         yield _Made(t, spec, layer, tuple(deltas.get(name, ())))
 
 

@@ -634,7 +634,7 @@ def lay_out_adapters(
     files = {}
     for adapter in adapters:
         held = adapter_in_file(live, adapter, embeddings=embeddings_to_save(peft, adapter))
-        own = {n: TensorSpec.of(t.tensor) for n, t in held.items()}
+        own = {n: live.spec(t) for n, t in held.items()}
         specs = specs_in(own, dtype)
         file = os.path.join(_folder(adapter), LORA_NAME if is_of_diffusers else WEIGHTS_NAME)
         if is_of_diffusers:

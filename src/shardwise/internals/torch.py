@@ -7,13 +7,15 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +52,7 @@ __all__ = [
     "scaler_stages",
     "sibling_meshes",
     "spec_key",
+    "stand_in",
     "storage_key",
     "swappable_weights",
     "tree_leaves",
@@ -525,6 +528,28 @@ def dtensor_like(tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int]
         run_check=False,
     )
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def stand_in(
+    shape: Sequence[int], dtype: torch.dtype, ranks: Sequence[int], device_type: str, *, requires_grad: bool
+) -> DTensor:
+    """A DTensor on a mesh of other ranks, which has no elements here. The mesh has no process groups, so nothing can run on it.
+
+    torch 2.9-2.14: ``DeviceMesh`` takes ``_init_backend``. Without it, every rank would have to make a process group for each set of ranks.
+    """
+    mesh = _mesh_without_groups(device_type, tuple(ranks))
+    local = torch.empty((0,) * max(1, len(shape)), dtype=dtype, device="meta")
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    like = DTensor.from_local(
+        *(local, mesh, (Replicate(),)), shape=torch.Size(shape), stride=strides, run_check=False
+    )
+    here = torch.empty(local.shape, dtype=dtype)
+    return DTensor(here, like._spec, requires_grad=requires_grad)
+
+
+@cache
+def _mesh_without_groups(device_type: str, ranks: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from ..ranks.ranks import Ranks
 from ..rng import preserve_rng
 from ..sharding.fsdp import shard_alike
 from ..tensors.boxes import Box, LocalBox, whole
+from ..tensors.declared import is_elsewhere
 from ..tensors.live import LiveModel, describe
 from ..tensors.placements import local_boxes
 from .adapters import adapter_rules, magnitudes, without_rule
@@ -109,7 +110,7 @@ def fill_by_rule(
     within: Mapping[str, Box] | None = None,
 ) -> tuple[str, ...]:
     """:func:`init_weights` of a model that is described already. ``within``: by name, the only box of a parameter that is written."""
-    wanted = _wanted(live, None if names is None else tuple(names))
+    wanted = tuple(t for t in _wanted(live, None if names is None else tuple(names)) if not is_elsewhere(t))
     jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
         materialize(live, default_device(live.parameters) if device is None else device)

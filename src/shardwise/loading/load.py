@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, Coded, packed_catalog, unpacked_catalog
 from ..catalog.weights import Choice as WeightsChoice
-from ..dtypes import code_of
 from ..engine.engine import ConvertingReader, Destination, Staging, compare, execute, execute_own
 from ..engine.files import page_cache_for
 from ..engine.objects import SourceReader
@@ -38,7 +37,7 @@ from ..internals.transformers import kept_in_fp32_of_class
 from ..models.build import forget_quantization
 from ..models.homes import remember_source
 from ..models.meta import default_device, forget_meta_buffers, is_unknown, materialize
-from ..names import patterns_of
+from ..names import NamedTensor, patterns_of
 from ..objects import frozen, gc_paused
 from ..operations.host_budget import HostBudget, host_budget, refuse_too_large
 from ..operations.operation import Operation, announced, phase, this_operation
@@ -773,19 +772,19 @@ def compare_referred(catalog: Catalog, live: LiveModel, ranks: Ranks) -> Collect
         return ()
     path = catalog.root
     expected = {live.first_names.get(name, name): entry for name, entry in catalog.referred.items()}
-    tensors = {t.name: t.tensor for t in live.stored}
+    named = {t.name: t for t in live.stored}
     with ranks.agree("look for the base"):
         unlike = [
-            f"{name}: {entry.dtype} {list(entry.shape)} when saved, {_held(tensors.get(name))} now"
+            f"{name}: {entry.dtype} {list(entry.shape)} when saved, {_held(named.get(name), live)} now"
             for name, entry in expected.items()
-            if _held(tensors.get(name)) != f"{entry.dtype} {list(entry.shape)}"
+            if _held(named.get(name), live) != f"{entry.dtype} {list(entry.shape)}"
         ]
         _refuse(unlike, path)
     from ..digests import differing_digests
 
     digests = {name: entry.digest for name, entry in expected.items()}
     try:
-        held = {name: tensors[name] for name in expected}
+        held = {name: named[name].tensor for name in expected}
         found = differing_digests(held, live.geometries, ranks, digests)
     except IntegrityError as error:  # the replicas differ: the checkpoint is not at fault
         raise StateError(f"{path}: refers to frozen tensors of a base, but here {error}") from error
@@ -800,12 +799,13 @@ def compare_referred(catalog: Catalog, live: LiveModel, ranks: Ranks) -> Collect
     return expected
 
 
-def _held(tensor: object) -> str:
-    if not isinstance(tensor, torch.Tensor):
+def _held(named: NamedTensor | None, live: LiveModel) -> str:
+    if named is None:
         return "nothing"
-    if tensor.is_meta:
+    if named.tensor.is_meta:
         return "no content (it is on meta)"
-    return f"{code_of(tensor.dtype)} {list(tensor.shape)}"
+    dtype, shape = live.spec(named)
+    return f"{dtype} {list(shape)}"
 
 
 def _refuse(unlike: list[str], path: str) -> None:

@@ -383,7 +383,7 @@ def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         t
         for t in live.stored
         if type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
-        and any(tuple(t.tensor.shape) != shapes[n] for n in t.names if n in shapes)
+        and any(live.spec(t).shape != shapes[n] for n in t.names if n in shapes)
     ]  # fmt: skip
     if not other or not OwnOfModel(live).loads_more:
         return False

@@ -21,6 +21,7 @@ from ..internals.torch import keeps_flat_history, local_tensor, storage_key, ver
 from ..limits import brief, is_word
 from ..names import NamedTensor
 from ..objects import frozen
+from ..tensors.declared import elsewhere_in
 from ..tensors.live import HostMemory, LiveModel, fsdp1_problem
 from .beyond import refuse_fsdp1
 from .low_bit import Form, StoredForm, form_of, part_name, room_for, warn_of_rounded_updates
@@ -355,6 +356,8 @@ class TrainedBy:
     members: Sequence[Sequence[str]]
     """Names of the parameters in each group."""
     parameters: Mapping[str, torch.Tensor]
+    elsewhere: frozenset[str] = frozenset()
+    """Names of parameters of the model that only other ranks hold (``declare_part``)."""
 
     @classmethod
     def of(cls, name: str, optimizer: Optimizer, model_name: str, live: LiveModel) -> TrainedBy:
@@ -362,13 +365,17 @@ class TrainedBy:
         names = parameter_names(optimizer, live.tensors)
         members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        return cls(name, optimizer, model_name, live, members, parameters)
+        return cls(name, optimizer, model_name, live, members, parameters, elsewhere_in(live.tensors))
+
+    def here(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that are of parameters that this rank holds."""
+        return [n for n in names if n not in self.elsewhere]
 
 
 def check_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> None:
     """Raise :class:`StateError` if the parameter groups or their order differ from the saved ones (schedulers address
     groups by position), or if a tensor setting had another shape. Changes nothing."""
-    live, saved = part.members, [list(g["names"]) for g in groups]
+    live, saved = part.members, [part.here(g["names"]) for g in groups]
     if [set(members) for members in live] != [set(members) for members in saved]:
         raise StateError(
             f"the optimizer has {_counted(live)}, the checkpoint {_counted(saved)}: {_how_groups_differ(live, saved)}"
@@ -429,7 +436,7 @@ def differing_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> list[str]
     for number, (members, group, saved) in enumerate(
         zip(part.members, part.optimizer.param_groups, groups, strict=True)
     ):
-        if members != list(saved["names"]):
+        if members != part.here(saved["names"]):
             found.append(f"optimizer: the parameters of group {number} are in another order than when saved")
         new = [key for key in group if key != "params" and key not in saved["options"]]
         if new:
@@ -441,7 +448,7 @@ def differing_groups(part: TrainedBy, groups: list[dict[str, Any]]) -> list[str]
 
 def check_stored(part: TrainedBy, stored: Iterable[str]) -> None:
     """Raise :class:`StateError` for stored state of a parameter that the optimizer lacks. Changes nothing."""
-    strange = sorted(set(stored) - part.parameters.keys())
+    strange = sorted(set(stored) - part.parameters.keys() - part.elsewhere)
     if strange:
         raise StateError(
             f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "

@@ -28,17 +28,19 @@ from ..internals.peft import base_of
 from ..internals.torch import empty_like, local_tensor, original_class, spec_key
 from ..names import NamedTensor, modules_by_path, own_parameter, tensors_of, unwrap
 from ..objects import frozen
-from .boxes import Layout, LocalBox, TensorKind, Wanted, contiguous_strides
+from .boxes import Layout, LocalBox, TensorKind, TensorSpec, Wanted, contiguous_strides
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 
 __all__ = [
     "Copies",
+    "DECLARED",
     "HUGE_PAGE_BYTES",
     "HostMemory",
     "LEAST_BYTES",
     "LiveModel",
     "Pages",
     "describe",
+    "is_declared",
     "fsdp1_problem",
     "geometries_of",
     "layout_of",
@@ -171,7 +173,7 @@ def _place_on(rank: int, *, is_here: bool) -> _LocalPlaceOf:
 def _find_place(
     name: str, tensor: torch.Tensor, local: torch.Tensor | None, geometry: Geometry, rank: int
 ) -> _LocalPlace:
-    shape = tuple(tensor.shape)
+    shape = geometry.whole_shape(tensor.shape)
     coordinate = geometry.coordinate(rank)
     boxes = cut_boxes(shape, geometry, coordinate) if coordinate is not None else ()
     if local is None:
@@ -215,6 +217,9 @@ def _owns_elements(tensor: torch.Tensor) -> bool:
 
 # ----------------------------------------------------------------------------------------------------
 # A live model described once: what an entry point finds out about it first, and hands down to all that it calls.
+
+#: For modules that are this rank's part of a model (:mod:`.declared`): from the description of the module to that of the whole model.
+DECLARED: weakref.WeakKeyDictionary[nn.Module, Callable[[LiveModel], LiveModel]] = weakref.WeakKeyDictionary()
 
 
 @frozen(kw_only=True, eq=False)
@@ -277,6 +282,12 @@ class LiveModel:
         """What a load has to fill on this rank, or on another one: see :func:`.layout_of`."""
         return layout_of(self.stored, self.geometries, rank=rank)
 
+    def spec(self, tensor: NamedTensor) -> TensorSpec:
+        """Dtype and shape of one of :attr:`stored`, whole."""
+        return TensorSpec(
+            code_of(tensor.tensor.dtype), self.geometries[tensor.name].whole_shape(tensor.tensor.shape)
+        )
+
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """The part of each of :attr:`stored` that lies on this rank now: FSDP2 may have padded it since."""
         return {t.name: local_tensor(t.tensor) for t in self.stored}
@@ -298,15 +309,20 @@ class LiveModel:
         return replace(self, tensors=tuple([t.refreshed() for t in self.tensors]))
 
 
+def is_declared(model: nn.Module) -> bool:
+    """Whether a model is declared this rank's part of one. Rank-local; the same on every rank, by the rules of ``declare_part``."""
+    return unwrap(model) in DECLARED
+
+
 def describe(model: nn.Module) -> LiveModel:
-    """Describe a model; walks its tree once. Puts FSDP2's gathered parameters back to shards first. Rank-local.
+    """Describe a model, or the whole one of which it is declared a part; walks its tree once. Puts FSDP2's gathered parameters back to shards first. Rank-local.
 
     Reads structure only: no payload, no collectives; works on meta and on sharded models.
 
-    Raises :class:`LayoutError` if two different tensors have one name.
+    Raises :class:`LayoutError` if two different tensors have one name, or a declared part has changed.
     """
     modules = tuple(modules_by_path(model))
-    return LiveModel(
+    found = LiveModel(
         root=model,
         unwrapped=unwrap(model),
         base=base_of(model),
@@ -315,6 +331,8 @@ def describe(model: nn.Module) -> LiveModel:
         tensors=tensors_of(modules),
         fsdp1_problem=fsdp1_problem(modules),
     )
+    whole = DECLARED.get(found.unwrapped)
+    return found if whole is None else whole(found)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Geometry:
     cuts: tuple[Cut, ...]
     ranks: tuple[int, ...]
     fsdp_order: bool = True
+    parts: tuple[int, ...] = ()
+    """Of each dim, how many parts of the whole tensor the live tensors of ranks are (:mod:`.declared`). Empty: they have the whole one's shape."""
     # Cached, because thousands of tensors share one geometry.
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
@@ -85,6 +87,14 @@ class Geometry:
             place, here = divmod(place, size)
             coordinate.append(here)
         return tuple(reversed(coordinate))
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor, by that of a live one."""
+        return (
+            tuple(n * parts for n, parts in zip(shape, self.parts, strict=True))
+            if self.parts
+            else tuple(shape)
+        )
 
     def is_same_place(self, other: Geometry) -> bool:
         """Whether both put the same elements on the same ranks; names of axes do not matter."""
