@@ -31,7 +31,7 @@ from ..internals.torch import compiled_by, original_class
 from ..internals.transformers import config_settings
 from ..limits import MAX_NAME_CHARS, MAX_TEXT_CHARS, brief
 from ..names import NamedTensor, canonical_name
-from ..tensors.live import LiveModel
+from ..tensors.live import LiveModel, is_declared
 from .documents import callables_in, inner_schedulers, unwrapped
 from .optimizer import TrainState
 from .parts import is_several
@@ -613,7 +613,11 @@ def changed_settings(stored: Mapping[str, str], now: Mapping[str, str]) -> list[
     found: list[str] = []
     other: list[str] = []
     stored, now = _spread(stored, now), _spread(now, stored)
+    parts = tuple(f"{path}." for lines in (stored, now) for path, text in lines.items() if text == _IN_PARTS)
     for path in {**stored, **now}:
+        if parts and f"{path}.".startswith(parts):
+            if f"{path}." in parts or path not in stored or path not in now:
+                continue  # the other run has no lines of its modules
         was, is_now = stored.get(path), now.get(path)
         if was == is_now or any(path.startswith(above) for above in other):
             continue
@@ -672,10 +676,17 @@ def _of_torch(lives: Mapping[str, LiveModel]) -> Iterator[tuple[str, str]]:
             yield f"environment: {name}", _plain_text(value)
 
 
+#: In place of the class of a model of which each rank declares a part. It has no lines of its modules: each rank has other ones.
+_IN_PARTS = "declared in parts"
+
+
 def _of_model(at: str, live: LiveModel) -> dict[str, str]:
     found: dict[str, str] = {}
     modules: dict[str, nn.Module] = {}
-    for path, module in live.modules:
+    own_modules = live.modules
+    if is_declared(live.root):
+        found[at], own_modules = _IN_PARTS, ()
+    for path, module in own_modules:
         name = f"{at}.{path}" if path else at
         if (backend := compiled_by(module)) is not None:
             found[f"{canonical_name(name)}.compiled"] = backend
@@ -698,7 +709,8 @@ def _of_model(at: str, live: LiveModel) -> dict[str, str]:
     if config is not None:
         described.add(f"{at}.config", config)
     found |= {f"{at}.{t.name}.requires_grad": repr(t.tensor.requires_grad) for t in live.parameters}
-    found |= _of_buffers(at, live)
+    if own_modules:
+        found |= _of_buffers(at, live)
     return _collapsed(found | described.lines)
 
 
