@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -125,7 +126,11 @@ def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def staged_run(
-    layout: tuple[int, int, int], steps: tuple[int, int], saves: dict[int, str], resume: str = "", **options: Any
+    layout: tuple[int, int, int],
+    steps: tuple[int, int],
+    saves: dict[int, str],
+    resume: str = "",
+    **options: Any,
 ) -> dict[str, str]:
     """Train from one step to another, with saves, perhaps after a resume; the digests of the whole model."""
     run = Staged(*layout, **options)
@@ -140,5 +145,167 @@ def staged_run(
         if step + 1 in saves:
             sw.save(run.state, saves[step + 1], step=step + 1)
     found = sw.digest(run.model)
+    assert isinstance(found, dict)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Experts that each rank makes for itself.
+
+WIDTH, EXPERTS = 8, 4
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, send: list[int], take: list[int], group: Any) -> torch.Tensor:
+        ctx.of = send, take, group
+        found = rows.new_empty((sum(take), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), take, send, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        send, take, group = ctx.of
+        return _Exchange.apply(grads[0], take, send, group), None, None, None
+
+
+class _Slice(torch.autograd.Function):
+    """This rank's rows. All ranks of the group hold all rows, and the same gradient of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return rows.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _gathered(grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].clone(), None
+
+
+def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    found = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, rows.contiguous(), group=group)
+    return torch.cat(found)
+
+
+class Packed(nn.Module):
+    """Experts as 3-D parameters, with no names of their own."""
+
+    def __init__(self, weights: torch.Tensor, first: int, count: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(weights[first : first + count, 0].clone())
+        self.down = nn.Parameter(weights[first : first + count, 1].clone())
+
+    def run(self, k: int, rows: torch.Tensor) -> torch.Tensor:
+        return (rows @ self.up[k]).relu() @ self.down[k]
+
+
+class Listed(nn.ModuleList):
+    """Experts as modules, which each rank counts from 0."""
+
+    def __init__(self, weights: torch.Tensor, first: int, count: int) -> None:
+        super().__init__(
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)) for _ in range(count)
+        )
+        for k, pair in enumerate(self):
+            for j, layer in enumerate(pair):
+                layer.weight.data.copy_(weights[first + k, j])
+
+    def run(self, k: int, rows: torch.Tensor) -> torch.Tensor:
+        up, down = self[k]
+        return down(up(rows).relu())
+
+
+class Block(nn.Module):
+    """A router, and experts over the ranks of a group. No sum is over ranks: the bits are those of one rank."""
+
+    def __init__(self, kind: type, group: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        weights = torch.randn(EXPERTS, 2, WIDTH, WIDTH) / 3
+        self.group, self.count = group, EXPERTS // dist.get_world_size(group)
+        self.experts = kind(weights, dist.get_rank(group) * self.count, self.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.norm(x)
+        own, scores = (_Slice.apply(rows, self.group) for rows in (whole, self.router(whole).softmax(-1)))
+        weight, chosen = scores.max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=EXPERTS)
+        of_all = _gathered(counts, self.group).view(-1, EXPERTS)
+        mine = dist.get_rank(self.group)
+        take = of_all.view(len(of_all), -1, self.count)[:, mine]  # by rank and local expert
+        send = counts.view(-1, self.count).sum(1).tolist()
+        rows = _Exchange.apply(own[order], send, take.sum(1).tolist(), self.group)
+        where = torch.arange(self.count).repeat(len(of_all)).repeat_interleave(take.flatten())
+        by_expert = where.argsort(stable=True)  # in the order of ranks, and so of rows
+        parts = rows[by_expert].split(take.sum(0).tolist())
+        done = torch.cat([self.experts.run(k, part) for k, part in enumerate(parts)])
+        back = _Exchange.apply(done[by_expert.argsort()], take.sum(1).tolist(), send, self.group)
+        return x + _Gather.apply(back[order.argsort()] * weight[:, None], self.group)
+
+
+class MoE(nn.Module):
+    def __init__(self, kind: type, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind, group) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens.flatten())
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).view(*tokens.shape, VOCAB)
+
+
+def experts_run(
+    kind: str, layout: tuple[int, int], steps: tuple[int, int], saves: dict[int, str], resume: str = ""
+) -> dict[str, str]:
+    """:func:`staged_run` for a MoE whose experts are spread over ``ep`` ranks, each as often as there are ``dp`` ranks."""
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp", "ep"))
+    model = MoE({"packed": Packed, "listed": Listed}[kind], mesh.get_group("ep"))
+    count = EXPERTS // layout[1]
+    first = mesh.get_local_rank("ep") * count
+    if kind == "packed":
+        sw.declare_part(model, boxes={"*.experts.*": ((EXPERTS, WIDTH, WIDTH), (first, 0, 0))})
+    else:
+        sw.declare_part(
+            model,
+            names=lambda name: re.sub(r"(?<=experts\.)\d+", lambda found: str(int(found[0]) + first), name),
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    state = sw.TrainState(model, optimizer)
+    if resume:
+        report = sw.restore(state, resume)
+        strange = [d for d in report.differences if not d.startswith(("world size", "mesh or placements"))]
+        assert not (strange or report.skipped), report
+    for step in range(*steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (ROWS * 2, LENGTH), generator=generator).chunk(layout[0])
+        own = tokens[mesh.get_local_rank("dp")]
+        _loss(model(own), own).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 in saves:
+            sw.save(state, saves[step + 1], step=step + 1)
+    found = sw.digest(model)
     assert isinstance(found, dict)
     return found

@@ -29,3 +29,20 @@ def test_stages(ranks: RankPool, tmp_path: Path, saved: Layout, resumed: Layout)
     never, *_ = ranks.run_ranks(_world(saved), fns.staged_run, saved, (0, STEPS[1]), {STEPS[0]: path})
     after = ranks.run_ranks(_world(resumed), fns.staged_run, resumed, STEPS, {}, path)
     assert after == [never] * _world(resumed)
+
+
+@pytest.mark.parametrize("kind", ["packed", "listed"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [((1, 1), (1, 2)), ((1, 2), (1, 4)), ((1, 4), (1, 1)), ((2, 2), (2, 1))],
+    ids=str,
+)
+def test_experts(
+    ranks: RankPool, tmp_path: Path, kind: str, saved: tuple[int, int], resumed: tuple[int, int]
+) -> None:
+    """The same with experts over another number of ranks, with data parallelism and without."""
+    path = str(tmp_path / "step")
+    ranks_of = saved[0] * saved[1], resumed[0] * resumed[1]
+    never, *_ = ranks.run_ranks(ranks_of[0], fns.experts_run, kind, saved, (0, STEPS[1]), {STEPS[0]: path})
+    after = ranks.run_ranks(ranks_of[1], fns.experts_run, kind, resumed, STEPS, {}, path)
+    assert after == [never] * ranks_of[1]
