@@ -67,7 +67,7 @@ _HOMES = {
     "configure_storage": "storage.records",
     "convert": "runs.convert",
     "copy_checkpoint": "publish.copy",
-    "declare_part": "tensors.declared",
+    "declare_part": "sharding.declared",
     "diff": "runs.diff",
     "digest": "digests",
     "export_hf": "export.hub",

@@ -24,10 +24,10 @@ from .ranks.stop import PreemptionPolicy as PreemptionPolicy
 from .runs.convert import convert as convert
 from .runs.diff import diff as diff
 from .runs.run import restore as restore
+from .sharding.declared import declare_part as declare_part
 from .sharding.fsdp import ShardPolicy as ShardPolicy
 from .sharding.fsdp import shard as shard
 from .state.data import ElasticSampler as ElasticSampler
 from .state.data import ResumableLoader as ResumableLoader
 from .state.optimizer import TrainState as TrainState
 from .storage.records import configure_storage as configure_storage
-from .tensors.declared import declare_part as declare_part

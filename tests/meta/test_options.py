@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "clone": sw.clone,
     "convert": sw.convert,
     "copy_checkpoint": sw.copy_checkpoint,
+    "declare_part": sw.declare_part,
     "diff": sw.diff,
     "digest": sw.digest,
     "export_hf": sw.export_hf,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+import shardwise as sw
+from shardwise.sharding.declared import merged_order
 from tests.harness.pool import RankPool
+from tests.harness.tiers import nightly_rows
 from tests.sharding import _parts_fns as fns
 
 STEPS = (4, 14)
@@ -19,30 +24,149 @@ def _world(layout: Layout) -> int:
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [((1, 1, 1), (3, 1, 1)), ((2, 1, 1), (1, 1, 1)), ((3, 1, 1), (2, 1, 1))],
+    ("saved", "resumed", "tied"),
+    [
+        ((3, 1, 1), (2, 1, 1), False),
+        ((2, 1, 1), (3, 1, 1), True),
+        ((2, 2, 1), (1, 2, 1), False),
+        *nightly_rows(
+            ((1, 1, 1), (3, 1, 1), False),
+            ((2, 1, 1), (1, 1, 1), False),
+            ((3, 1, 1), (2, 1, 1), True),
+            ((1, 2, 1), (3, 2, 1), False),
+            ((2, 1, 2), (1, 1, 2), False),
+            ((2, 2, 2), (3, 2, 2), False),
+        ),
+    ],
     ids=str,
 )
-def test_stages(ranks: RankPool, tmp_path: Path, saved: Layout, resumed: Layout) -> None:
+def test_stages(ranks: RankPool, tmp_path: Path, saved: Layout, resumed: Layout, tied: bool) -> None:
     """10 steps after a resume with other stages have the bits of the run that never stopped: no sum is over stages."""
     path = str(tmp_path / "step")
-    never, *_ = ranks.run_ranks(_world(saved), fns.staged_run, saved, (0, STEPS[1]), {STEPS[0]: path})
-    after = ranks.run_ranks(_world(resumed), fns.staged_run, resumed, STEPS, {}, path)
+    never, *_ = ranks.run_ranks(
+        _world(saved), fns.staged_run, saved, (0, STEPS[1]), {STEPS[0]: path}, tied=tied
+    )
+    after = ranks.run_ranks(_world(resumed), fns.staged_run, resumed, STEPS, {}, path, tied=tied)
     assert after == [never] * _world(resumed)
 
 
-@pytest.mark.parametrize("kind", ["packed", "listed"])
+def test_a_tied_embedding_in_one_piece(ranks: RankPool, tmp_path: Path) -> None:
+    """Between one stage, where autograd adds both gradients of each microbatch, and several, where ranks add sums, further steps
+    differ in their last bits; the states don't."""
+    path, again = str(tmp_path / "step"), str(tmp_path / "again")
+    (saved,) = ranks.run_ranks(1, fns.staged_run, (1, 1, 1), (0, 2), {2: path}, tied=True)
+    in_stages = ranks.run_ranks(2, fns.staged_run, (2, 1, 1), (2, 2), {2: again}, path, tied=True)
+    assert in_stages == [saved] * 2
+    assert sw.diff(path, again).ok
+
+
 @pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [((1, 1), (1, 2)), ((1, 2), (1, 4)), ((1, 4), (1, 1)), ((2, 2), (2, 1))],
+    ("kind", "saved", "resumed"),
+    [
+        ("packed", (1, 2), (1, 4)),
+        ("listed", (1, 4), (1, 1)),
+        ("packed", (2, 2), (2, 1)),
+        *nightly_rows(
+            ("packed", (1, 1), (1, 2)),
+            ("packed", (1, 4), (1, 1)),
+            ("listed", (1, 1), (1, 2)),
+            ("listed", (1, 2), (1, 4)),
+            ("listed", (2, 2), (2, 1)),
+            ("listed", (2, 1), (2, 4)),
+        ),
+    ],
     ids=str,
 )
 def test_experts(
     ranks: RankPool, tmp_path: Path, kind: str, saved: tuple[int, int], resumed: tuple[int, int]
 ) -> None:
-    """The same with experts over another number of ranks, with data parallelism and without."""
+    """The same with experts over another number of ranks, with data parallelism and without: no sum is over these ranks."""
     path = str(tmp_path / "step")
-    ranks_of = saved[0] * saved[1], resumed[0] * resumed[1]
-    never, *_ = ranks.run_ranks(ranks_of[0], fns.experts_run, kind, saved, (0, STEPS[1]), {STEPS[0]: path})
-    after = ranks.run_ranks(ranks_of[1], fns.experts_run, kind, resumed, STEPS, {}, path)
-    assert after == [never] * ranks_of[1]
+    before, later = saved[0] * saved[1], resumed[0] * resumed[1]
+    never, *_ = ranks.run_ranks(before, fns.experts_run, kind, saved, (0, STEPS[1]), {STEPS[0]: path})
+    after = ranks.run_ranks(later, fns.experts_run, kind, resumed, STEPS, {}, path)
+    assert after == [never] * later
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_load_and_export(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
+    """Each stage reads its own bytes; the export is the source, bit for bit, whichever rank wrote a tensor."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    model = fns.llama(tied=tied)
+    model.save_pretrained(source)
+    (whole,) = ranks.run_ranks(1, fns.digest_of_whole, tied=tied)
+    found = ranks.run_ranks(3, fns.loaded_and_exported, str(source), str(out), tied=tied)
+    size = sum(p.nbytes for p in model.parameters())
+    for digests, own, read in found:
+        assert digests == whole
+        assert 0 < own <= size * 2 // 3
+        assert read <= own + 4096
+    with (
+        safe_open(source / "model.safetensors", "pt") as given,
+        safe_open(out / "model.safetensors", "pt") as written,
+    ):
+        assert sorted(given.keys()) == sorted(written.keys())
+        assert all(given.get_tensor(n).equal(written.get_tensor(n)) for n in given.keys())  # noqa: SIM118
+
+
+def test_several_stages_of_a_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """Stages 0 and 2 on one rank, and 1 on the other; the optimizer is that of the whole model, too."""
+    path = str(tmp_path / "step")
+    ranks.run_ranks(2, fns.virtual_stages, path)
+    (after,), (never,) = (ranks.run_ranks(1, fns.whole_after, given) for given in (path, ""))
+    assert after == never
+
+
+def test_experts_that_fsdp_shards(ranks: RankPool, tmp_path: Path) -> None:
+    """FSDP2 cuts the experts of each rank after the declaration has cut the whole tensor."""
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    ranks.run_ranks(4, fns.sharded_experts, first, (2, 2))
+    (after,) = ranks.run_ranks(1, fns.sharded_experts, second, (1, 1), first)
+    again = ranks.run_ranks(4, fns.sharded_experts, third, (2, 2), first)
+    assert again == [after] * 4
+
+
+WRONG = {
+    "hole": "w: no rank holds the box from \\[8, 0\\] of sizes \\[4, 2\\]",
+    "overlap": "w: the box from \\[2, 0\\].* on rank 1 overlaps",
+    "outside": "rank 1: w: the box from \\[5, 0\\].* is not inside the global shape \\[8, 2\\]",
+    "sizes": "w: boxes of different sizes: .*rank 0.*rank 1",
+    "copies": "w: no rank holds the box from \\[4, 0\\]",
+    "dims": "rank 0: w: the box has 1 dims",
+    "global shape": "w: its global shape is \\[8, 2\\] on rank 0, \\[12, 2\\] on rank 1",
+    "dtype": "w: its dtype is F32 on rank 0, BF16 on rank 1",
+    "kind": "w: its kind is parameter on rank 0, buffer on rank 1",
+    "frozen": "w: its requires_grad is True on rank 0, False on rank 1",
+    "no such name": "boxes=\\{'x.\\*': …\\} matches no tensor of any rank",
+    "one name": "rename= gives two tensors the name 'w'",
+    "mesh": "w: a DTensor whose mesh has ranks \\[0, 1\\], which declare different boxes",
+    "tie": "v is another name of w on rank 0, and a tensor of its own on rank 1",
+    "changed": "1 tensors have changed since declare_part: w was torch.float32",
+    "bytes": "replicas of w differ between ranks",
+    "groups": "optimizer optimizer: its number of parameter groups differs between ranks: 1 on rank 0, 2 on rank 1",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_declarations_are_named(ranks: RankPool, case: str) -> None:
+    for text in ranks.run_ranks(2, fns.wrong, case):
+        assert re.search(WRONG[case], text), text
+
+
+@pytest.mark.parametrize(
+    ("lists", "order"),
+    [
+        ([["e", "l.0.a", "l.0.b"], ["l.1.a", "l.1.b", "n"]], "e l.0.a l.0.b l.1.a l.1.b n"),
+        (
+            [["e", "l.0.a", "l.0.b", "l.2.a", "l.2.b"], ["l.1.a", "l.1.b", "n"]],
+            "e l.0.a l.0.b l.1.a l.1.b l.2.a l.2.b n",
+        ),
+        (
+            [["l.0.x.0", "n.0", "l.1.x.0", "n.1"], ["l.0.x.1", "n.0", "l.1.x.1", "n.1"]],
+            "l.0.x.0 l.0.x.1 n.0 l.1.x.0 l.1.x.1 n.1",
+        ),
+        ([["e"], ["h", "e"], []], "h e"),
+    ],
+)
+def test_order_of_the_whole_model(lists: list[list[str]], order: str) -> None:
+    assert merged_order(lists) == order.split()

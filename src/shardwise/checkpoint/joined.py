@@ -13,8 +13,8 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..objects import frozen
 from ..ranks.ranks import Ranks
+from ..sharding.declared import absent, merged_order
 from ..state.optimizer import Drained, TrainState, drain, parameter_names
-from ..tensors.declared import absent, merged_order
 from ..tensors.live import LiveModel, describe, is_declared
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -117,7 +117,9 @@ def _joined(told: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     found = {}
     for name in told[0]:
         parts = [one[name] for one in told]
-        counts = {len(part["groups"]): rank for rank, part in reversed(list(enumerate(parts)))}
+        counts: dict[int, int] = {}
+        for rank, part in enumerate(parts):
+            counts.setdefault(len(part["groups"]), rank)
         if len(counts) > 1:
             texts = ", ".join(f"{count} on rank {rank}" for count, rank in counts.items())
             problems.append(

@@ -65,7 +65,7 @@ from ..quantized.open import Dequantized, dequantized, described
 from ..ranks.ranks import Ranks
 from ..storage.records import Requests, counting, is_url
 from ..tensors.boxes import Box
-from ..tensors.live import HostMemory, LiveModel, describe, reduced_parameters
+from ..tensors.live import HostMemory, LiveModel, describe, is_declared, reduced_parameters
 from ..tensors.tiles import is_identity
 from .strategies import Choice, Planned, choose, facts_of, payload_bytes, shared_reader
 
@@ -681,6 +681,7 @@ def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
         and id(t.tensor) not in reduced
         and t.tensor.requires_grad
         and t.tensor.numel()
+        and not (is_declared(live.root) and live.geometries[t.name].copies == 1)
         and not any(matches_any(name, allow_plain) for name in t.names)
     ]
     if plain:

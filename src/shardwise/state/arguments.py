@@ -615,9 +615,8 @@ def changed_settings(stored: Mapping[str, str], now: Mapping[str, str]) -> list[
     stored, now = _spread(stored, now), _spread(now, stored)
     parts = tuple(f"{path}." for lines in (stored, now) for path, text in lines.items() if text == _IN_PARTS)
     for path in {**stored, **now}:
-        if parts and f"{path}.".startswith(parts):
-            if f"{path}." in parts or path not in stored or path not in now:
-                continue  # the other run has no lines of its modules
+        if f"{path}.".startswith(parts) and (f"{path}." in parts or path not in stored or path not in now):
+            continue  # the other run has no lines of its modules
         was, is_now = stored.get(path), now.get(path)
         if was == is_now or any(path.startswith(above) for above in other):
             continue

@@ -218,7 +218,7 @@ def _owns_elements(tensor: torch.Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # A live model described once: what an entry point finds out about it first, and hands down to all that it calls.
 
-#: For modules that are this rank's part of a model (:mod:`.declared`): from the description of the module to that of the whole model.
+#: For modules that are this rank's part of a model (:mod:`..sharding.declared`): from the description of the module to that of the whole model.
 DECLARED: weakref.WeakKeyDictionary[nn.Module, Callable[[LiveModel], LiveModel]] = weakref.WeakKeyDictionary()
 
 

@@ -63,7 +63,7 @@ class Geometry:
     ranks: tuple[int, ...]
     fsdp_order: bool = True
     parts: tuple[int, ...] = ()
-    """Of each dim, how many parts of the whole tensor the live tensors of ranks are (:mod:`.declared`). Empty: they have the whole one's shape."""
+    """Of each dim, how many parts of the whole tensor the live tensors of ranks are (:mod:`..sharding.declared`). Empty: they have the whole one's shape."""
     # Cached, because thousands of tensors share one geometry.
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
@@ -87,6 +87,13 @@ class Geometry:
             place, here = divmod(place, size)
             coordinate.append(here)
         return tuple(reversed(coordinate))
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each element."""
+        return math.prod(
+            n for n, cut in zip(self.axis_sizes, self.cuts, strict=True) if cut.kind == "replicate"
+        )
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole tensor, by that of a live one."""

@@ -27,8 +27,8 @@ from ..internals.torch import stand_in
 from ..names import NamedTensor, unwrap, without_numbers
 from ..objects import frozen
 from ..ranks.ranks import Ranks
-from .live import DECLARED, LiveModel, describe
-from .placements import Cut, Geometry, geometry_of, one_of_equals, replicated
+from ..tensors.live import DECLARED, LiveModel, describe
+from ..tensors.placements import Cut, Geometry, geometry_of, one_of_equals, replicated
 
 #: The shape of a whole tensor, and the index in it of this rank's first element.
 Place = tuple[Sequence[int], Sequence[int]]
@@ -39,7 +39,7 @@ _SHOWN = 10
 def declare_part(
     model: nn.Module,
     *,
-    names: Callable[[str], str] | None = None,
+    rename: Callable[[str], str] | None = None,
     boxes: Mapping[str, Place] | None = None,
 ) -> None:
     """Declare that ``model`` is this rank's part of one model: a pipeline stage, or a model with this rank's own experts.
@@ -57,8 +57,8 @@ def declare_part(
 
     Args:
         model: the module that is also given to ``TrainState``, ``load``, and ``export_hf``. A rank with several stages gives
-            ``nn.ModuleList(stages)``, and ``names`` strips the number.
-        names: from a tensor's name in this module to its name in the whole model. None: the names are those of the whole model, as they are in the stages of
+            ``nn.ModuleList(stages)``, and ``rename`` strips the number.
+        rename: from a tensor's name in this module to its name in the whole model. None: the names are those of the whole model, as they are in the stages of
             torch.distributed.pipelining and of torchtitan.
         boxes: ``fnmatch`` pattern of names in the whole model → global shape, and the index of this rank's first element. For tensors of which the
             live tensor (or DTensor) is only a part: packed experts, cut along dim 0. The parts of all ranks must have one
@@ -74,8 +74,9 @@ def declare_part(
 
     def told() -> str:
         nonlocal part
-        part = _Part.of(describe(model), names or (lambda name: name), boxes or {})
-        return json.dumps([asdict(one) for one in part.held.values()])
+        part = _Part.of(describe(model), rename or (lambda name: name), boxes or {})
+        held = [asdict(one) for one in part.held.values()]
+        return json.dumps({"held": held, "problems": part.problems, "patterns": part.patterns})
 
     found = ranks.combine("declare parts", told, _joined)
     entries = [_Entry.read(one) for one in found["entries"]]
@@ -117,10 +118,12 @@ class _Held:
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> _Held:
         """From the JSON of :func:`declare_part`."""
-        unit = {k: tuple(v) if isinstance(v, list) else v for k, v in found["unit"].items() if k != "cuts"}
         cuts = tuple(Cut(**cut) for cut in found["unit"]["cuts"])
-        own = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k != "unit"}
-        return cls(**own, unit=_Unit(**unit, cuts=cuts))
+        return cls(**{**_tuples(found), "unit": _Unit(**{**_tuples(found["unit"]), "cuts": cuts})})
+
+
+def _tuples(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
 @frozen
@@ -167,10 +170,13 @@ class _Part:
     """By name in the whole model."""
     seen: Mapping[str, object]
     """What must not change until the next declaration, by name."""
+    problems: Sequence[str]
+    """What this rank alone can see."""
+    patterns: Mapping[str, bool]
+    """Those of boxes, and whether a tensor of this part has such a name."""
 
     @classmethod
     def of(cls, live: LiveModel, rename: Callable[[str], str], boxes: Mapping[str, Place]) -> _Part:
-        """Raises :class:`LayoutError` for what this rank alone can see."""
         managed, rank = fsdp_parameter_ids(live.fsdp_modules), Ranks.current().rank
         world = Ranks.current().world_size
         held: dict[str, _Held] = {}
@@ -179,7 +185,7 @@ class _Part:
             own = tuple(dict.fromkeys(rename(n) for n in t.names))
             name = own[0]
             if name in held:
-                problems.append(f"rank {rank}: names= gives two tensors the name {name!r}")
+                problems.append(f"rank {rank}: rename= gives two tensors the name {name!r}")
             sizes = tuple(t.tensor.shape)
             patterns = [p for p in boxes if any(fnmatchcase(n, p) for n in own)]
             matched.update(patterns)
@@ -208,14 +214,8 @@ class _Part:
                 sizes,
                 unit,
             )
-        problems += [
-            f"rank {rank}: boxes={{{p!r}: …}} matches no tensor of its part"
-            for p in boxes
-            if p not in matched
-        ]
-        if problems:
-            raise LayoutError("; ".join(problems[:_SHOWN]))
-        return cls(rename, held, {rename(t.name): _seen(t.tensor) for t in live.stored})
+        seen = {rename(t.name): _seen(t.tensor) for t in live.stored}
+        return cls(rename, held, seen, problems, {p: p in matched for p in boxes})
 
 
 def _seen(tensor: torch.Tensor) -> object:
@@ -241,7 +241,14 @@ def _unit_of(tensor: torch.Tensor, world: int, rank: int, *, is_managed: bool) -
 
 def _joined(told: Sequence[str]) -> dict[str, Any]:
     """The whole model's tensors, and everything that contradicts."""
-    every = [[_Held.read(one) for one in json.loads(text)] for text in told]
+    of_ranks = [json.loads(text) for text in told]
+    found = [problem for part in of_ranks for problem in part["problems"]]
+    matched = {p for part in of_ranks for p, is_matched in part["patterns"].items() if is_matched}
+    for pattern in dict.fromkeys(p for part in of_ranks for p in part["patterns"] if p not in matched):
+        found.append(f"boxes={{{pattern!r}: …}} matches no tensor of any rank")
+    if found:
+        return {"entries": [], "problems": found}
+    every = [[_Held.read(one) for one in part["held"]] for part in of_ranks]
     by_name: dict[str, dict[int, _Held]] = defaultdict(dict)
     for rank, part in enumerate(every):
         for one in part:
@@ -249,18 +256,18 @@ def _joined(told: Sequence[str]) -> dict[str, Any]:
     order = merged_order([[one.name for one in part] for part in every])
     entries, problems = [], []
     for name in order:
-        of_ranks = by_name[name]
-        aliases = tuple(dict.fromkeys(a for one in of_ranks.values() for a in one.aliases))
+        held = by_name[name]
+        aliases = tuple(dict.fromkeys(a for one in held.values() for a in one.aliases))
         problems += [
-            f"{alias} is another name of {name} on rank {min(of_ranks)}, and a tensor of its own on rank {min(by_name[alias])}; "
-            f"give both one name there (names=)"
+            f"{alias} is another name of {name} on rank {min(held)}, and a tensor of its own on rank {min(by_name[alias])}; "
+            f"give both one name there (rename=)"
             for alias in aliases
             if alias in by_name
         ]
-        (_, first), *_ = of_ranks.items()
-        unlike = _unlike(name, of_ranks)
+        (_, first), *_ = held.items()
+        unlike = _unlike(name, held)
         try:
-            geometry = None if unlike else _spread(first.shape, of_ranks, len(every))
+            geometry = None if unlike else _spread(first.shape, held, len(every))
         except LayoutError as error:
             unlike = [f"{name}: {error}"]
         problems += unlike
