@@ -155,6 +155,21 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
     if page.endswith("/tensor-parallel.md"):
         sw.export_hf(Transformer(8), "path/to/hub/model")
         return {"Transformer": Transformer, "own_name": lambda name: name}
+    if page.endswith("/pipeline-parallel.md"):
+        sw.export_hf(Transformer(8), "path/to/hub/model")
+        several = [nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.ModuleDict({"b": nn.Linear(2, 2)})]
+        moe, packed = nn.Module(), nn.Module()
+        moe.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        packed.layer = nn.Module()
+        packed.layer.experts = nn.ParameterDict({"w1": torch.ones(4, 2, 2)})
+        sizes = {"rank": 0, "num_experts": 4, "hidden": 2}
+        return {
+            "build_stage": lambda: Transformer(8),
+            "stages": several,
+            "moe": moe,
+            "packed": packed,
+            **sizes,
+        }
     if page.endswith("/memory-tier.md"):
         sw.save(names["state"], "runs/a/step-00001000", step=1000)
         return {"start": 1, "steps": 21, "train": lambda state: None}

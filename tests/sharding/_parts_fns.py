@@ -342,9 +342,32 @@ def virtual_stages(path: str) -> dict[str, str]:
     model = nn.ModuleList(parts)
     sw.declare_part(model, rename=lambda name: name.partition(".")[2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    _stepped(optimizer)
-    sw.save(sw.TrainState(model, optimizer), path, step=1)
-    return dict(sw.digest(model))
+    state = sw.TrainState(model, optimizer)
+    memory = sw.InMemoryCheckpoints(every=1, copies=1, directory=f"{path}-memory")
+    with sw.Checkpointer(path, mode="async", memory=memory) as checkpoints:
+        _stepped(optimizer)
+        checkpoints.save(state, 1)
+        checkpoints.wait()
+        _stepped(optimizer)
+        found = dict(sw.digest(model))
+        checkpoints.remember(state, 2)
+        _stepped(optimizer)
+        resumed = checkpoints.resume(state)
+    assert resumed is not None
+    assert resumed.step == 2, resumed
+    assert sw.digest(model) == found
+    return found
+
+
+def lost_layer(source: str) -> str:
+    """What a load says if no rank holds layer 1."""
+    model = cut(llama(), 2 * dist.get_rank(), 3)
+    sw.declare_part(model)
+    try:
+        sw.load(model, source)
+    except sw.errors.ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def sharded_experts(path: str, shape: tuple[int, int], resume: str = "") -> dict[str, str]:

@@ -111,10 +111,18 @@ def test_load_and_export(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
 
 def test_several_stages_of_a_rank(ranks: RankPool, tmp_path: Path) -> None:
     """Stages 0 and 2 on one rank, and 1 on the other; the optimizer is that of the whole model, too."""
-    path = str(tmp_path / "step")
-    ranks.run_ranks(2, fns.virtual_stages, path)
-    (after,), (never,) = (ranks.run_ranks(1, fns.whole_after, given) for given in (path, ""))
+    root = tmp_path / "run"
+    ranks.run_ranks(2, fns.virtual_stages, str(root))
+    saved = str(root / "step-00000001")
+    (after,), (never,) = (ranks.run_ranks(1, fns.whole_after, given) for given in (saved, ""))
     assert after == never
+
+
+def test_a_layer_of_no_rank(ranks: RankPool, tmp_path: Path) -> None:
+    fns.llama().save_pretrained(tmp_path)
+    for text in ranks.run_ranks(2, fns.lost_layer, str(tmp_path)):
+        assert text.startswith("PlanError"), text
+        assert "model.layers.1.mlp.up_proj.weight" in text
 
 
 def test_experts_that_fsdp_shards(ranks: RankPool, tmp_path: Path) -> None:

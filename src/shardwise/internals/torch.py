@@ -543,7 +543,7 @@ def stand_in(
     like = DTensor.from_local(
         *(local, mesh, (Replicate(),)), shape=torch.Size(shape), stride=strides, run_check=False
     )
-    here = torch.empty(local.shape, dtype=dtype)
+    here = torch.empty(local.shape, dtype=dtype, device=device_type)
     return DTensor(here, like._spec, requires_grad=requires_grad)
 
 
