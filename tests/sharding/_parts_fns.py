@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -343,7 +344,7 @@ def virtual_stages(path: str) -> dict[str, str]:
     sw.declare_part(model, rename=lambda name: name.partition(".")[2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = sw.TrainState(model, optimizer)
-    memory = sw.InMemoryCheckpoints(every=1, copies=1, directory=f"{path}-memory")
+    memory = sw.InMemoryCheckpoints(every=1, copies=1, directory=os.path.dirname(path))
     with sw.Checkpointer(path, mode="async", memory=memory) as checkpoints:
         _stepped(optimizer)
         checkpoints.save(state, 1)

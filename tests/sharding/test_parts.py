@@ -122,7 +122,7 @@ def test_a_layer_of_no_rank(ranks: RankPool, tmp_path: Path) -> None:
     fns.llama().save_pretrained(tmp_path)
     for text in ranks.run_ranks(2, fns.lost_layer, str(tmp_path)):
         assert text.startswith("PlanError"), text
-        assert "model.layers.1.mlp.up_proj.weight" in text
+        assert "model.layers.1.*" in text
 
 
 def test_experts_that_fsdp_shards(ranks: RankPool, tmp_path: Path) -> None:

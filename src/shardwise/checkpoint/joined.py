@@ -29,7 +29,7 @@ class Joined:
     tensors: Mapping[str, Mapping[str, str]]
     """Parameter → state → dtype of each tensor that is spread over ranks like its parameter."""
     scalars: Mapping[str, Mapping[str, tuple[str, Any]]]
-    """Parameter → state → dtype and number of each 0-d tensor."""
+    """Parameter → state → dtype and number of each 0-d tensor; of a float its text."""
     values: Mapping[str, Mapping[str, Any]]
     """Parameter → state → value that is not a tensor."""
 
@@ -60,7 +60,8 @@ class Joined:
             for key, (dtype, number) in self.scalars[name].items():
                 pack = packs[f"{key}.{dtype}"]
                 found.packed_index.setdefault(name, {})[key] = (f"{key}.{dtype}", len(pack))
-                pack.append(torch.tensor(number, dtype=torch_dtype(dtype)))
+                value = float.fromhex(number) if isinstance(number, str) else number
+                pack.append(torch.tensor(value, dtype=torch_dtype(dtype)))
         found.packed = {key: torch.stack(pack) for key, pack in packs.items()}
         return found
 
@@ -102,7 +103,11 @@ def _told(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> di
     for of, states in drained.packed_index.items():
         for key, (pack, index) in states.items():
             value = drained.packed[pack][index]
-            scalars.setdefault(of, {})[key] = [code_of(value.dtype), value.item()]
+            number = value.item()  # NaN is not equal to itself: as text
+            scalars.setdefault(of, {})[key] = [
+                code_of(value.dtype),
+                number.hex() if isinstance(number, float) else number,
+            ]
     return {
         "groups": [list(group["names"]) for group in drained.groups],
         "tensors": {n: {k: code_of(t.dtype) for k, t in of.items()} for n, of in drained.tensors.items()},

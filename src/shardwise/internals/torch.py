@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -537,19 +537,20 @@ def stand_in(
 
     torch 2.9-2.14: ``DeviceMesh`` takes ``_init_backend``. Without it, every rank would have to make a process group for each set of ranks.
     """
-    mesh = _mesh_without_groups(device_type, tuple(ranks))
+    spec = _spec_without_groups(torch.Size(shape), dtype, tuple(ranks), device_type)
+    here = torch.empty((0,) * max(1, len(shape)), dtype=dtype, device=device_type)
+    return DTensor(here, spec, requires_grad=requires_grad)
+
+
+@lru_cache(maxsize=1024)  # thousands of tensors share one; to make it takes most of the time
+def _spec_without_groups(
+    shape: torch.Size, dtype: torch.dtype, ranks: tuple[int, ...], device_type: str
+) -> Any:
+    mesh = DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
     local = torch.empty((0,) * max(1, len(shape)), dtype=dtype, device="meta")
-    strides = torch.empty(tuple(shape), device="meta").stride()
-    like = DTensor.from_local(
-        *(local, mesh, (Replicate(),)), shape=torch.Size(shape), stride=strides, run_check=False
-    )
-    here = torch.empty(local.shape, dtype=dtype, device=device_type)
-    return DTensor(here, like._spec, requires_grad=requires_grad)
-
-
-@cache
-def _mesh_without_groups(device_type: str, ranks: tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
+    strides = torch.empty(shape, device="meta").stride()
+    like = DTensor.from_local(*(local, mesh, (Replicate(),)), shape=shape, stride=strides, run_check=False)
+    return like._spec
 
 
 @contextmanager
