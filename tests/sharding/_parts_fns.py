@@ -14,11 +14,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 import shardwise as sw
 
 VOCAB, ROWS, LENGTH, LAYERS = 32, 4, 6, 3
+
+
+class Nothing(nn.Module):
+    """In place of a module of other stages."""
+
+    def forward(self, x: torch.Tensor, **rest: Any) -> torch.Tensor:
+        return x
 
 
 def llama(*, tied: bool = False) -> LlamaForCausalLM:
@@ -45,12 +51,12 @@ def cut(model: LlamaForCausalLM, stage: int, stages: int, *, tied: bool = False)
     own = range(stage * each, LAYERS if is_last else (stage + 1) * each)
     for index in range(LAYERS):
         if index not in own:
-            base.layers[index] = PipelineIdentityLayer()
+            base.layers[index] = Nothing()
     if not is_first and not (tied and is_last):
-        base.embed_tokens = PipelineIdentityLayer()
+        base.embed_tokens = Nothing()
     if not is_last:
-        base.norm = PipelineIdentityLayer()
-        model.lm_head = PipelineIdentityLayer()
+        base.norm = Nothing()
+        model.lm_head = Nothing()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         found = base(**{"input_ids" if is_first else "inputs_embeds": x}, use_cache=False)
@@ -71,7 +77,7 @@ def _tensor_parallel(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
         "mlp.down_proj": RowwiseParallel(),
     }
     for layer in model.model.layers:
-        if not isinstance(layer, PipelineIdentityLayer):
+        if not isinstance(layer, Nothing):
             parallelize_module(layer, mesh, plan)
 
 
@@ -87,7 +93,7 @@ class Staged:
             _tensor_parallel(model, self.mesh["tp"])
         if dp > 1:
             for layer in model.model.layers:
-                if not isinstance(layer, PipelineIdentityLayer):
+                if not isinstance(layer, Nothing):
                     fully_shard(layer, mesh=self.mesh["dp"])
             fully_shard(model, mesh=self.mesh["dp"])
         sw.declare_part(model)
@@ -317,10 +323,17 @@ def experts_run(
 # ----------------------------------------------------------------------------------------------------
 
 
-def loaded_and_exported(source: str, out: str, *, tied: bool) -> tuple[dict[str, str], int, int]:
+def loaded_and_exported(
+    source: str, out: str, *, tied: bool, by_transformers: bool
+) -> tuple[dict[str, str], int, int]:
     """A stage per rank is loaded, and the whole model exported; its digests, this rank's bytes, and the bytes that it read."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = cut(llama(tied=tied), rank, size, tied=tied)
+    if by_transformers:
+        from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
+
+        model = apply_pipeline_parallelism(llama(tied=tied), init_device_mesh("cpu", (size,)))
+    else:
+        model = cut(llama(tied=tied), rank, size, tied=tied)
     for parameter in model.parameters():
         parameter.data.zero_()
     sw.declare_part(model)

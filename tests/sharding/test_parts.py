@@ -88,14 +88,18 @@ def test_experts(
     assert after == [never] * later
 
 
+@pytest.mark.parametrize("by_transformers", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_load_and_export(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
+def test_load_and_export(ranks: RankPool, tmp_path: Path, tied: bool, by_transformers: bool) -> None:
     """Each stage reads its own bytes; the export is the source, bit for bit, whichever rank wrote a tensor."""
+    if by_transformers:
+        pytest.importorskip("transformers.distributed.pipeline_parallel")
     source, out = tmp_path / "source", tmp_path / "out"
     model = fns.llama(tied=tied)
     model.save_pretrained(source)
     (whole,) = ranks.run_ranks(1, fns.digest_of_whole, tied=tied)
-    found = ranks.run_ranks(3, fns.loaded_and_exported, str(source), str(out), tied=tied)
+    options = {"tied": tied, "by_transformers": by_transformers}
+    found = ranks.run_ranks(3, fns.loaded_and_exported, str(source), str(out), **options)
     size = sum(p.nbytes for p in model.parameters())
     for digests, own, read in found:
         assert digests == whole
