@@ -33,7 +33,7 @@ def test_refusals_name_what_is_refused(ranks: RankPool, tmp_path: Path) -> None:
             assert found[name].startswith("StateError")
             assert "ranks hold different modules" in found[name]
             assert "pipeline stages" in found[name]
-            assert "torch.distributed.checkpoint" in found[name]
+            assert "sw.declare_part(model)" in found[name]
             assert first in found[name]
         assert "extra.file: this _io.BytesIO can't be expressed in typed JSON" in found["BytesIO"]
         assert found["left"] == "unit", "nothing else is published"
