@@ -6,6 +6,8 @@ FSDP1, applied in any order.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -40,6 +42,34 @@ def without_wrappers(path: str) -> str:
 def without_numbers(name: str) -> str:
     """A name with ``#`` for each part that is a number: that of all layers, or all experts."""
     return ".".join(["#" if part.isdecimal() else part for part in name.split(".")])
+
+
+def merged_order(lists: Sequence[Sequence[str]]) -> list[str]:
+    """All names in one order that keeps that of each list, as far as they agree; then names that differ only in numbers are in the order of these.
+
+    Stages in any order, and experts of any ranks, give the order of the whole model.
+    """
+    order: list[str] = []
+    for names in lists:
+        waiting: list[str] = []
+        known = {name: place for place, name in enumerate(order)}
+        before: dict[int, list[str]] = {}
+        for name in names:
+            if name not in known:
+                waiting.append(name)
+            elif waiting:
+                before.setdefault(known[name], []).extend(waiting)
+                waiting = []
+        order = [n for place, name in enumerate(order) for n in (*before.get(place, ()), name)] + waiting
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in order:
+        alike[without_numbers(name)].append(name)
+    sorted_names = {key: iter(sorted(names, key=_numbers_in)) for key, names in alike.items()}
+    return [next(sorted_names[without_numbers(name)]) for name in order]
+
+
+def _numbers_in(name: str) -> list[int]:
+    return [int(part) for part in re.findall(r"(?:^|(?<=\.))\d+(?=\.|$)", name)]
 
 
 def patterns_of(option: str, given: Collection[str]) -> tuple[str, ...]:

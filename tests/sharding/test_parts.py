@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 import shardwise as sw
-from shardwise.sharding.declared import merged_order
+from shardwise.names import merged_order
 from tests.harness.pool import RankPool
 from tests.harness.tiers import nightly_rows
 from tests.sharding import _parts_fns as fns
@@ -50,13 +50,24 @@ def test_stages(ranks: RankPool, tmp_path: Path, saved: Layout, resumed: Layout,
     assert after == [never] * _world(resumed)
 
 
-def test_a_tied_embedding_in_one_piece(ranks: RankPool, tmp_path: Path) -> None:
-    """Between one stage, where autograd adds both gradients of each microbatch, and several, where ranks add sums, further steps
-    differ in their last bits; the states don't."""
+@pytest.mark.parametrize(
+    ("saved", "resumed", "tied"),
+    [
+        ((1, 1, 1), (2, 1, 1), True),
+        ((2, 1, 2), (3, 1, 1), False),
+        *nightly_rows(((2, 2, 1), (3, 1, 1), False), ((1, 2, 2), (2, 1, 2), False)),
+    ],
+    ids=str,
+)
+def test_where_sums_are_in_another_order(
+    ranks: RankPool, tmp_path: Path, saved: Layout, resumed: Layout, tied: bool
+) -> None:
+    """With other numbers of data-parallel or tensor-parallel ranks, and of copies of a tied embedding, further steps differ in their last
+    bits: gradients are added in another order. What is restored, and saved again, doesn't differ, the optimizer's state included."""
     path, again = str(tmp_path / "step"), str(tmp_path / "again")
-    (saved,) = ranks.run_ranks(1, fns.staged_run, (1, 1, 1), (0, 2), {2: path}, tied=True)
-    in_stages = ranks.run_ranks(2, fns.staged_run, (2, 1, 1), (2, 2), {2: again}, path, tied=True)
-    assert in_stages == [saved] * 2
+    before, *_ = ranks.run_ranks(_world(saved), fns.staged_run, saved, (0, 2), {2: path}, tied=tied)
+    after = ranks.run_ranks(_world(resumed), fns.staged_run, resumed, (2, 2), {2: again}, path, tied=tied)
+    assert after == [before] * _world(resumed)
     assert sw.diff(path, again).ok
 
 

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
+from ..names import merged_order
 from ..objects import frozen
 from ..ranks.ranks import Ranks
-from ..sharding.declared import absent, merged_order
 from ..state.optimizer import Drained, TrainState, drain, parameter_names
-from ..tensors.live import LiveModel, describe, is_declared
+from ..tensors.live import LiveModel, absent, describe, is_declared
 
 _PLAIN = (bool, int, float, str, type(None))
 

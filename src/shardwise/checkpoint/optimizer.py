@@ -20,10 +20,9 @@ from ..loading.load import Filling, FillOptions
 from ..objects import frozen
 from ..planning.match import Grow, Rules, renamed
 from ..planning.plan import IOOptions
-from ..sharding.declared import absent, elsewhere_in
 from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_rank
 from ..state.optimizer import TrainedBy, check_groups, check_stored
-from ..tensors.live import HostMemory, LiveModel, world_size
+from ..tensors.live import HostMemory, LiveModel, absent, elsewhere_in, world_size
 from ..tensors.placements import fitting_ranks, mesh_text, replicated
 from .snapshot import trained_model
 from .stored import StoredCheckpoint

@@ -36,10 +36,9 @@ from ..operations.operation import phase
 from ..planning.match import Grown, inherit
 from ..ranks.ranks import Ranks
 from ..rng import preserve_rng
-from ..sharding.declared import is_elsewhere
 from ..sharding.fsdp import shard_alike
 from ..tensors.boxes import Box, LocalBox, whole
-from ..tensors.live import LiveModel, describe
+from ..tensors.live import LiveModel, describe, is_elsewhere
 from ..tensors.placements import local_boxes
 from .adapters import adapter_rules, magnitudes, without_rule
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from itertools import product
@@ -23,11 +22,10 @@ from torch.distributed.tensor import DTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import LayoutError
 from ..internals.fsdp import fsdp_parameter_ids
-from ..internals.torch import stand_in
-from ..names import NamedTensor, unwrap, without_numbers
+from ..names import NamedTensor, merged_order, unwrap
 from ..objects import frozen
 from ..ranks.ranks import Ranks
-from ..tensors.live import DECLARED, LiveModel, describe
+from ..tensors.live import DECLARED, LiveModel, absent, describe
 from ..tensors.placements import Cut, Geometry, geometry_of, one_of_equals, replicated
 
 #: The shape of a whole tensor, and the index in it of this rank's first element.
@@ -290,34 +288,6 @@ def _unlike(name: str, of_ranks: Mapping[int, _Held]) -> list[str]:
     return found
 
 
-def merged_order(lists: Sequence[Sequence[str]]) -> list[str]:
-    """All names in one order that keeps that of each list, as far as they agree; then names that differ only in numbers are in the order of these.
-
-    Stages in any order, and experts of any ranks, give the order of the whole model.
-    """
-    order: list[str] = []
-    for names in lists:
-        waiting: list[str] = []
-        known = {name: place for place, name in enumerate(order)}
-        before: dict[int, list[str]] = {}
-        for name in names:
-            if name not in known:
-                waiting.append(name)
-            elif waiting:
-                before.setdefault(known[name], []).extend(waiting)
-                waiting = []
-        order = [n for place, name in enumerate(order) for n in (*before.get(place, ()), name)] + waiting
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in order:
-        alike[without_numbers(name)].append(name)
-    sorted_names = {key: iter(sorted(names, key=_numbers_in)) for key, names in alike.items()}
-    return [next(sorted_names[without_numbers(name)]) for name in order]
-
-
-def _numbers_in(name: str) -> list[int]:
-    return [int(part) for part in re.findall(r"(?:^|(?<=\.))\d+(?=\.|$)", name)]
-
-
 def _spread(shape: tuple[int, ...], of_ranks: Mapping[int, _Held], world: int) -> Geometry:
     """How the boxes of all ranks make up a tensor. Raises :class:`LayoutError` for what doesn't."""
     units: dict[tuple[int, ...], _Held] = {}
@@ -462,26 +432,3 @@ def _entry_on(entry: _Entry, own: NamedTensor | None, device_type: str) -> Named
         ),
         owners=(),
     )
-
-
-def absent(
-    shape: Sequence[int],
-    geometry: Geometry,
-    dtype: torch.dtype,
-    device_type: str = "cpu",
-    requires_grad: bool = False,
-) -> torch.Tensor:
-    """A tensor of other ranks, of which this rank has no elements. ``shape``: of the whole tensor."""
-    parts = geometry.parts or (1,) * len(shape)
-    own = tuple(n // k for n, k in zip(shape, parts, strict=True))
-    return stand_in(own, dtype, geometry.ranks, device_type, requires_grad=requires_grad)
-
-
-def is_elsewhere(tensor: NamedTensor) -> bool:
-    """Whether a tensor of a described model is on other ranks only."""
-    return not tensor.owners and tensor.kind != "state"
-
-
-def elsewhere_in(tensors: Iterable[NamedTensor]) -> frozenset[str]:
-    """Names of the parameters that are on other ranks only."""
-    return frozenset(t.name for t in tensors if t.kind == "parameter" and is_elsewhere(t))

@@ -21,8 +21,7 @@ from ..internals.torch import keeps_flat_history, local_tensor, storage_key, ver
 from ..limits import brief, is_word
 from ..names import NamedTensor
 from ..objects import frozen
-from ..sharding.declared import elsewhere_in
-from ..tensors.live import HostMemory, LiveModel, fsdp1_problem
+from ..tensors.live import HostMemory, LiveModel, elsewhere_in, fsdp1_problem
 from .beyond import refuse_fsdp1
 from .low_bit import Form, StoredForm, form_of, part_name, room_for, warn_of_rounded_updates
 from .parts import why_unstorable

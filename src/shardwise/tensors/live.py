@@ -25,7 +25,7 @@ from ..dtypes import code_of
 from ..errors import LayoutError, ShardError
 from ..internals.fsdp import FsdpGroup, fsdp_groups, fsdp_parameter_ids
 from ..internals.peft import base_of
-from ..internals.torch import empty_like, local_tensor, original_class, spec_key
+from ..internals.torch import empty_like, local_tensor, original_class, spec_key, stand_in
 from ..names import NamedTensor, modules_by_path, own_parameter, tensors_of, unwrap
 from ..objects import frozen
 from .boxes import Layout, LocalBox, TensorKind, TensorSpec, Wanted, contiguous_strides
@@ -39,7 +39,10 @@ __all__ = [
     "LEAST_BYTES",
     "LiveModel",
     "Pages",
+    "absent",
     "describe",
+    "elsewhere_in",
+    "is_elsewhere",
     "is_declared",
     "fsdp1_problem",
     "geometries_of",
@@ -307,6 +310,29 @@ class LiveModel:
     def refreshed(self) -> LiveModel:
         """The same description with the tensor objects that the modules hold now."""
         return replace(self, tensors=tuple([t.refreshed() for t in self.tensors]))
+
+
+def absent(
+    shape: Sequence[int],
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device_type: str = "cpu",
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """A tensor of other ranks, of which this rank has no elements. ``shape``: of the whole tensor."""
+    parts = geometry.parts or (1,) * len(shape)
+    own = tuple(n // k for n, k in zip(shape, parts, strict=True))
+    return stand_in(own, dtype, geometry.ranks, device_type, requires_grad=requires_grad)
+
+
+def is_elsewhere(tensor: NamedTensor) -> bool:
+    """Whether a tensor of a described model is on other ranks only."""
+    return not tensor.owners and tensor.kind != "state"
+
+
+def elsewhere_in(tensors: Iterable[NamedTensor]) -> frozenset[str]:
+    """Names of the parameters that are on other ranks only."""
+    return frozenset(t.name for t in tensors if t.kind == "parameter" and is_elsewhere(t))
 
 
 def is_declared(model: nn.Module) -> bool:
