@@ -1830,8 +1830,8 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/hosts.py",
-        "        if not requests.is_of(_receive(link, _TAG_BYTES, until), head, text):\n",
-        "        if not _receive(link, _TAG_BYTES, until):\n",
+        "        if not requests.is_of(receive_bytes(link, TAG_BYTES, until), head, text):\n",
+        "        if not receive_bytes(link, TAG_BYTES, until):\n",
         ("tests/publish/test_link.py::test_whoever_passes_proofs_on_can_ask_nothing",),
         "whoever passes the proofs of two hosts on reads files of its own choice",
     ),
