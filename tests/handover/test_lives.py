@@ -15,4 +15,4 @@ def test_no_engine_ever_has_wrong_weights(tmp_path: Path, versions: int, seed: i
     counts = chaos.run(versions, seed, tmp_path)
     assert counts["versions switched on"] >= versions / 4
     if versions > 500:
-        assert counts["kills of a trainer"] and counts["kills of an engine"] and counts["pauses"]
+        assert min(counts["kills of a trainer"], counts["kills of an engine"], counts["pauses"]) > 0

@@ -2606,4 +2606,40 @@ MUTATIONS = (
         (f"{CLI}::test_tree_folds_only_what_is_alike",),
         "modules that differ are shown as one",
     ),
+    # ------------------------------------------------------------------------------------------- handover
+    Mutation(
+        "handover/receiver.py",
+        "            if xxhash.xxh3_64_intdigest(part.numpy().data) != expected:",
+        "            if expected < 0:",
+        ("tests/handover/test_errors.py::test_a_changed_engine_is_found_and_healed",),
+        "what arrived isn't compared with its checksum",
+    ),
+    Mutation(
+        "handover/receiver.py",
+        "damaged, self._is_doubted = damaged + 1, True",
+        "damaged, self._is_doubted = damaged + 1, False",
+        ("tests/handover/test_errors.py::test_a_changed_engine_is_found_and_healed",),
+        "changes are asked for again for a model that isn't as it was",
+    ),
+    Mutation(
+        "handover/layout.py",
+        "first + span <= typed.numel()",
+        "first + span <= typed.numel() + 1",
+        ("tests/handover/test_errors.py::test_a_snapshot_is_never_read_outside",),
+        "a receiver reads one element beyond the snapshot",
+    ),
+    Mutation(
+        "handover/sender.py",
+        "version <= self._newest:",
+        "version < self._newest:",
+        ("tests/handover/test_errors.py::test_versions_increase",),
+        "a version is published twice",
+    ),
+    Mutation(
+        "handover/changes.py",
+        "        block[where] += ",
+        "        block[where] = ",
+        ("tests/handover/test_errors.py::test_changes_that_nobody_wrote_are_refused_or_harmless",),
+        "changed elements are replaced by their differences",
+    ),
 )

@@ -55,7 +55,7 @@ def apply(changes: memoryview, words: Words) -> None:
             raise FormatError("changes end early, or there are more of them than elements")
         where = np.cumsum(_numbers(body[:gap_bytes], count) + np.uint64(1)) - np.uint64(1)
         if count and int(where[-1]) >= block.size:
-            raise FormatError("changes lie beyond the last element")
+            raise FormatError("changes reach beyond the last element")
         block[where] += _unzigzag(_numbers(body[gap_bytes:], count)).astype(words.dtype)
         changes = changes[_HEAD.size + len(body) :]
     if len(changes):
@@ -78,6 +78,8 @@ def _leb128(numbers: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """Numbers in as few bytes as each needs, lowest seven bits first; all but the last byte of one have the high bit."""
     if not numbers.size:
         return np.zeros(0, np.uint8)
+    if int(numbers.max()) < 0x80:  # most are: one byte each
+        return numbers.astype(np.uint8)
     lengths = np.ones(numbers.size, np.int64)
     for shift in _shifts():
         more = numbers >> np.uint64(shift)
@@ -103,6 +105,8 @@ def _numbers(content: memoryview, count: int) -> NDArray[np.uint64]:
         raise FormatError("changes hold another number of elements than their head says")
     if not count:
         return np.zeros(0, np.uint64)
+    if count == stored.size:  # one byte each
+        return stored.astype(np.uint64)
     first = np.concatenate(([0], last[:-1] + 1))
     lengths = last - first + 1
     if int(lengths.max()) > 10:

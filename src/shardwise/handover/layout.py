@@ -114,7 +114,8 @@ class Snapshot:
             typed = self._typed[dtype] = self._memory.view(torch_dtype(dtype))
         first, rest = divmod(offset_bytes, itemsize(dtype))
         span = 1 + sum(stride * (size - 1) for size, stride in loops)
-        if rest or first < 0 or first + span > typed.numel() or any(n < 1 or s < 0 for n, s in loops):
+        is_inside = not rest and first >= 0 and first + span <= typed.numel()
+        if not is_inside or any(n < 1 or s < 1 for n, s in loops) or math.prod(n for n, _ in loops) > span:
             raise FormatError(
                 f"a read at byte {offset_bytes} leaves the snapshot of {self._memory.numel()} bytes"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import struct
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ..errors import CheckpointError, FormatError, IntegrityError, ShardwiseError
 from ..objects import frozen
-from ..publish.hosts import PIECE_BYTES, TAG_BYTES, Reader, Seal, Server, receive_bytes, receive_into
+from ..publish.hosts import PIECE_BYTES, TAG_BYTES, Reader, Seal, Server, receive_bytes
 
 #: Bytes of a message's document and of what follows it.
 _HEAD = struct.Struct("!QQ")
@@ -57,11 +58,13 @@ def new_secret() -> str:
 # ----------------------------------------------------------------------------------------------------
 
 
-@frozen
-class Gone:
-    """The answer to a request for what the sender no longer has. Not an error: the receiver asks for the newest version."""
+class _NoFiles:
+    """Nothing that could be read as a file."""
 
-    reason: str
+    path = os.devnull
+
+    def readable(self, name: str) -> str:
+        raise FormatError(f"{name}: a sender of weights serves no files")
 
 
 class Listener(Server):
@@ -76,14 +79,14 @@ class Listener(Server):
         timeout_s: float,
     ) -> None:
         self._answer_to = answer
-        super().__init__(None, secret.encode(), address, timeout_s, port)
+        super().__init__(_NoFiles(), secret.encode(), address, timeout_s, port)
 
     def _answer(self, link: socket.socket, requests: Seal, replies: Seal) -> None:
         until = time.monotonic() + self._timeout_s
         asked, _ = _receive_document(link, requests, until)
         try:
             said, nbytes, payload = self._answer_to(asked)
-        except (ShardwiseError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (ShardwiseError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             said, nbytes, payload = {"refused": f"{type(error).__name__}: {error}"}, 0, ()
         link.settimeout(self._timeout_s)
         _send_document(link, replies, said, nbytes)
@@ -158,8 +161,7 @@ def _receive_document(link: socket.socket, seal: Seal, until: float) -> tuple[di
     length, nbytes = _HEAD.unpack(head)
     if length > _MOST_DOCUMENT_BYTES:
         raise FormatError(f"a document of {length:,} bytes")
-    content = bytearray(length)
-    receive_into(link, memoryview(content), until)
+    content = receive_bytes(link, length, until)
     if not seal.is_of(receive_bytes(link, TAG_BYTES, until), content):
         raise FormatError("a document differs from what was sent")
     found = json.loads(content)

@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..engine.engine import Destination
 from ..errors import CheckpointError, IntegrityError, PlanError
-from ..loading.load import plan_load, resolve_names
+from ..loading.load import Names, plan_load, resolve_names
 from ..models.meta import default_device, materialize
 from ..names import patterns_of
 from ..objects import frozen
@@ -34,6 +34,8 @@ from .changes import apply, words_of
 from .layout import Snapshot, bytes_of, tensors_from
 from .links import Address, Asker
 
+#: Of a request, counted as if all came whole.
+_BATCH_BYTES = 64 * 1024**2
 #: Between two questions for a newer version.
 _POLL_S = 0.05
 
@@ -93,7 +95,7 @@ class WeightReceiver:
         model: the engine's model, in any layout, or a mapping of tensors by hub name (plain tensors or DTensors). Every tensor
             must be in what the sender publishes, as in :func:`load`. Tensors on meta are allocated by the first :meth:`pull`.
         url: the sender's ``url``. It is contacted by the first :meth:`pull`.
-        names, key_mapping, allow_unused, allow_missing: as in :func:`load`.
+        names, key_mapping, allow_unused: as in :func:`load`.
         device: where tensors on meta are allocated. Default: the mesh's device, otherwise the CPU.
         carry: ``"tcp"``: over the network. ``"memory"``: from the memory of a sender on the same host. ``"auto"``: from memory where this
             process can open it, otherwise over the network.
@@ -108,13 +110,12 @@ class WeightReceiver:
         model: nn.Module | Mapping[str, torch.Tensor],
         url: str,
         *,
-        names: Mapping[str, str] | None = None,
+        names: Names | None = None,
         key_mapping: Mapping[str, str] | None = None,
         allow_unused: Sequence[str] = (),
-        allow_missing: Sequence[str] = (),
         device: torch.device | str | None = None,
         carry: Literal["auto", "tcp", "memory"] = "auto",
-        timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
     ) -> None:
         if carry not in ("auto", "tcp", "memory"):
             raise ValueError(f"carry must be 'auto', 'tcp' or 'memory', got {carry!r}")
@@ -123,7 +124,6 @@ class WeightReceiver:
         self._model, self._address = model, Address.parse(url)
         self._names, self._key_mapping, self._device = names, key_mapping, device
         self._unused = patterns_of("allow_unused", allow_unused)
-        self._missing = patterns_of("allow_missing", allow_missing)
         self._carry, self._timeout_s = carry, timeout_s
         self._ranks = Ranks.current(timeout_s=timeout_s)
         self._run: str | None = None
@@ -233,7 +233,7 @@ class WeightReceiver:
         rules = Rules(
             resolve_names(live, catalog, self._names, self._key_mapping, hub),
             allow_unused=lambda stored, _: "caller" if matches_any(stored, self._unused) else None,
-            allow_missing=lambda name: "caller" if matches_any(name, self._missing) else None,
+            allow_missing=lambda name: None,
             caller_declares=True,
             embeddings=partial(embedding_names, live.base),
         )
@@ -245,11 +245,6 @@ class WeightReceiver:
                 "sender's class, or a mapping of tensors by hub name",
                 tuple(names),
             )
-        if plan.initialized:
-            raise PlanError(
-                "the sender has no values for these tensors; leave them out of the model that you give the receiver",
-                tuple(one.name for one in plan.initialized),
-            )
         by_rank: dict[int, list[Transfer]] = {}
         for transfer in plan.transfers:
             if transfer.numel:
@@ -257,7 +252,7 @@ class WeightReceiver:
         here, secret = host_key(), self._address.secret
         sources = []
         for rank, reads in sorted(by_rank.items()):
-            at, files = Address(*ranks[rank]["at"], secret), []
+            at, files = Address(str(ranks[rank]["at"][0]), int(ranks[rank]["at"][1]), secret), []
             if self._carry != "tcp" and ranks[rank]["host"] == here:
                 files = [path for path in ranks[rank]["files"] if os.access(path, os.R_OK)]
                 files = files if len(files) == len(ranks[rank]["files"]) else []
@@ -299,16 +294,36 @@ class WeightReceiver:
             if found is None:
                 return ["gone", f"version {version} was overwritten before it had arrived"]
             taken.append(found)
-            self._ranks.tick(found.moved)
         return ["taken", ""]
 
     def _take(self, source: _Source, asker: Asker, version: int, local: Destination | None) -> _Taken | None:
-        by_memory = bool(source.files)
+        """All reads from one rank of the sender, proved. None: the version was overwritten."""
+        parts, sums = list[torch.Tensor](), list[int]()
+        moved = changed = 0
+        for first, stop in _batches(source.reads):
+            found = self._take_some(source, first, stop, asker, version, local)
+            if found is None:
+                return None
+            parts += found.parts
+            sums += found.sums
+            moved, changed = moved + found.moved, changed + found.changed
+            self._ranks.tick(found.moved)
+        return _Taken(source, parts, sums, moved, changed)
+
+    def _take_some(
+        self, source: _Source, first: int, stop: int, asker: Asker, version: int, local: Destination | None
+    ) -> _Taken | None:
+        by_memory, reads = bool(source.files), source.reads[first:stop]
         # A delta is added to what is live, which has to be in the sender's dtype.
-        have = (
-            None if by_memory or any(t.source_dtype != t.target_dtype for t in source.reads) else self.version
-        )
-        question = {"ask": "take", "plan": source.plan, "version": version, "have": have}
+        is_cast = any(t.source_dtype != t.target_dtype for t in reads)
+        have = None if by_memory or is_cast or self._is_doubted else self.version
+        question = {
+            "ask": "take",
+            "plan": source.plan,
+            "reads": [first, stop],
+            "version": version,
+            "have": have,
+        }
         question["carry"] = "memory" if by_memory else "tcp"
         said, nbytes = asker.ask(question)
         if "unknown" in said:
@@ -317,15 +332,15 @@ class WeightReceiver:
         if "gone" in said:
             return None
         sums = [int(one) for one in said["sums"]]
-        if len(sums) != len(source.reads):
+        if len(sums) != len(reads):
             raise IntegrityError(f"the sender's rank {source.rank} answered for another plan")
         if by_memory:
-            parts, changed = _copied(source, int(said["slot"])), 0
+            parts, changed = _copied(source, reads, int(said["slot"])), 0
             moved = sum(part.numel() for part in parts)
         else:
-            parts, changed = self._received(source, asker, said["changes"], nbytes, local)
+            parts, changed = _received(source, reads, asker, said["changes"], nbytes, local)
             moved = nbytes
-        for read, part, expected in zip(source.reads, parts, sums, strict=True):
+        for read, part, expected in zip(reads, parts, sums, strict=True):
             if xxhash.xxh3_64_intdigest(part.numpy().data) != expected:
                 if by_memory and asker.ask({"ask": "newest"})[0]["version"] != version:
                     return None  # overwritten as it was copied
@@ -338,40 +353,6 @@ class WeightReceiver:
                     )
                 )
         return _Taken(source, parts, sums, moved, changed)
-
-    def _received(
-        self,
-        source: _Source,
-        asker: Asker,
-        changes: Sequence[int | None],
-        nbytes: int,
-        local: Destination | None,
-    ) -> tuple[list[torch.Tensor], int]:
-        """The reads of a source that came over the network."""
-        sizes = [t.numel * itemsize(t.source_dtype) for t in source.reads]
-        expected = sum(n if one is None else one for n, one in zip(sizes, changes, strict=True))
-        if nbytes != expected or any(
-            one is not None and one > n for n, one in zip(sizes, changes, strict=True)
-        ):
-            raise IntegrityError(f"the sender's rank {source.rank} sends {nbytes:,} bytes for {expected:,}")
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        asker.take(memoryview(memory.numpy()))
-        parts, at = list[torch.Tensor](), 0
-        for read, size, change in zip(source.reads, sizes, changes, strict=True):
-            if change is None:
-                parts.append(memory[at : at + size])
-                at += size
-                continue
-            if local is None:
-                raise IntegrityError(f"the sender's rank {source.rank} sent changes that weren't asked for")
-            part = bytes_of(local.strided(read).cpu()).clone()
-            apply(
-                memoryview(memory[at : at + change].numpy()),
-                words_of(part.numpy(), itemsize(read.source_dtype)),
-            )
-            parts.append(part)
-            at += change
-        return parts, sum(one is not None for one in changes)
 
     @torch.no_grad()
     def _switch_on(self, version: int, taken: Sequence[_Taken], started: float) -> PullReport:
@@ -405,6 +386,48 @@ class WeightReceiver:
         )
 
 
+def _batches(reads: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
+    """First and stop of reads that are taken together: of about so many bytes that no answer takes long."""
+    first = nbytes = 0
+    for k, read in enumerate(reads):
+        nbytes += read.numel * itemsize(read.source_dtype)
+        if nbytes >= _BATCH_BYTES or k == len(reads) - 1:
+            yield first, k + 1
+            first, nbytes = k + 1, 0
+
+
+def _received(
+    source: _Source,
+    reads: Sequence[Transfer],
+    asker: Asker,
+    changes: Sequence[int | None],
+    nbytes: int,
+    local: Destination | None,
+) -> tuple[list[torch.Tensor], int]:
+    """Reads that come over the network, and how many of them came as changes to what is live."""
+    sizes = [t.numel * itemsize(t.source_dtype) for t in reads]
+    expected = sum(n if one is None else one for n, one in zip(sizes, changes, strict=True))
+    if nbytes != expected or any(one is not None and one > n for n, one in zip(sizes, changes, strict=True)):
+        raise IntegrityError(f"the sender's rank {source.rank} sends {nbytes:,} bytes for {expected:,}")
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    asker.take(memory.numpy().data)
+    parts, at = list[torch.Tensor](), 0
+    for read, size, change in zip(reads, sizes, changes, strict=True):
+        if change is None:
+            parts.append(memory[at : at + size])
+            at += size
+            continue
+        if local is None:
+            raise IntegrityError(f"the sender's rank {source.rank} sent changes that weren't asked for")
+        part = bytes_of(local.strided(read).cpu()).clone()
+        apply(
+            memoryview(memory[at : at + change].numpy()), words_of(part.numpy(), itemsize(read.source_dtype))
+        )
+        parts.append(part)
+        at += change
+    return parts, sum(one is not None for one in changes)
+
+
 def _elements(part: torch.Tensor, read: Transfer) -> torch.Tensor:
     """Bytes as elements."""
     if part.storage_offset() % itemsize(read.source_dtype):
@@ -412,8 +435,8 @@ def _elements(part: torch.Tensor, read: Transfer) -> torch.Tensor:
     return part.view(torch_dtype(read.source_dtype))
 
 
-def _copied(source: _Source, slot: int) -> list[torch.Tensor]:
-    """The reads of a source, copied from its snapshot, which this process opens. Raises :class:`CheckpointError` if it can't."""
+def _copied(source: _Source, reads: Sequence[Transfer], slot: int) -> list[torch.Tensor]:
+    """Reads of a source, copied from its snapshot, which this process opens. Raises :class:`CheckpointError` if it can't."""
     try:
         with (
             open(source.files[slot], "rb") as file,
@@ -423,7 +446,7 @@ def _copied(source: _Source, slot: int) -> list[torch.Tensor]:
                 warnings.simplefilter("ignore", UserWarning)
                 snapshot = Snapshot(torch.frombuffer(memory, dtype=torch.uint8))
             parts = []
-            for read in source.reads:
+            for read in reads:
                 loops = [(loop.size, loop.source_stride) for loop in read.loops]
                 parts.append(bytes_of(snapshot.strided(read.source_dtype, read.offset_bytes, loops).clone()))
             del snapshot

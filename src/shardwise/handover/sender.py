@@ -66,16 +66,15 @@ class _Slot:
         self.snapshot = Snapshot(torch.frombuffer(memory, dtype=torch.uint8))
 
     def close(self) -> None:
+        """Give the memory back. Idempotent."""
         self.version = None
         if self.fd is not None:
             os.close(self.fd)
+            self.fd = None
 
 
-@frozen
-class _Plan:
-    """The reads of one receiver from this rank's snapshot, as (dtype, offset, loops)."""
-
-    reads: Sequence[tuple[str, int, Sequence[tuple[int, int]]]]
+#: Dtype, offset, and sizes and strides of loops of one read from a snapshot.
+_Read = tuple[str, int, Sequence[tuple[int, int]]]
 
 
 class _Overwritten(Exception):
@@ -116,7 +115,7 @@ class WeightSender:
     ) -> None:
         self._ranks = Ranks.current(timeout_s=timeout_s)
         self._lock = threading.Lock()
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, Sequence[_Read]] = {}  # by name, what a receiver reads
         self._newest: int | None = None
         self._model, self._naming = model, naming
         with self._ranks.agree("describe the weights") as claim:
@@ -220,7 +219,7 @@ class WeightSender:
         with self._lock:
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[str(asked["plan"])] = _Plan(reads)
+            self._plans[str(asked["plan"])] = reads
         return {}
 
     @contextmanager
@@ -240,11 +239,13 @@ class WeightSender:
         if plan is None:
             return {"unknown": True}, 0, ()
         version, have = int(asked["version"]), asked["have"]
+        first, stop = asked["reads"]
+        reads = plan[first:stop]
         sums, kinds = list[int](), list[int | None]()
-        changes: list[bytes | None] = [None] * len(plan.reads)
+        changes: list[bytes | None] = [None] * len(reads)
         before = next((one for one in self._slots if have is not None and one.version == have), None)
         with self._reading(version) as snapshot:
-            for k, read in enumerate(plan.reads):
+            for k, read in enumerate(reads):
                 after = bytes_of(snapshot.strided(*read)).numpy()
                 sums.append(xxhash.xxh3_64_intdigest(after.data))
                 if before is not None and before.version == have:
@@ -258,22 +259,22 @@ class WeightSender:
         if asked["carry"] == "memory":
             slot = next(k for k, one in enumerate(self._slots) if one.version == version)
             return {"sums": sums, "slot": slot}, 0, ()
-        sizes = [
-            self._nbytes(read) if one is None else one for read, one in zip(plan.reads, kinds, strict=True)
-        ]
+        sizes = [self._nbytes(read) if one is None else one for read, one in zip(reads, kinds, strict=True)]
         said = {"sums": sums, "changes": kinds}
-        return said, sum(sizes), self._payload(plan, version, changes)
+        return said, sum(sizes), self._payload(reads, version, changes)
 
-    def _nbytes(self, read: tuple[str, int, Sequence[tuple[int, int]]]) -> int:
+    def _nbytes(self, read: _Read) -> int:
         found = self._slots[0].snapshot.strided(*read)
         return found.numel() * found.element_size()
 
-    def _payload(self, plan: _Plan, version: int, changes: Sequence[bytes | None]) -> Iterator[memoryview]:
-        for read, found in zip(plan.reads, changes, strict=True):
+    def _payload(
+        self, reads: Sequence[_Read], version: int, changes: Sequence[bytes | None]
+    ) -> Iterator[memoryview]:
+        for read, found in zip(reads, changes, strict=True):
             if found is not None:
                 yield memoryview(found)
                 continue
             with suppress(_Overwritten), self._reading(version) as snapshot:
-                yield memoryview(bytes_of(snapshot.strided(*read)).numpy())
+                yield bytes_of(snapshot.strided(*read)).numpy().data
                 continue
             raise ConnectionError("the version was overwritten")  # ends the link: the receiver starts over
