@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import CheckpointError, FormatError, IntegrityError, ShardwiseError
+from ..limits import parse_json
 from ..objects import frozen
 from ..publish.hosts import PIECE_BYTES, TAG_BYTES, Reader, Seal, Server, receive_bytes
 
@@ -24,6 +25,8 @@ _MOST_DOCUMENT_BYTES = 512 * 1024**2
 
 Document = Mapping[str, Any]
 Payload = Iterable[memoryview]
+#: From a request to the reply, and the number and content of the bytes that follow it.
+Answer = Callable[[Document], tuple[Document, int, Payload]]
 
 
 @frozen
@@ -72,7 +75,7 @@ class Listener(Server):
 
     def __init__(
         self,
-        answer: Callable[[Document], tuple[Document, int, Payload]],
+        answer: Answer,
         secret: str,
         address: str,
         port: int,
@@ -164,7 +167,7 @@ def _receive_document(link: socket.socket, seal: Seal, until: float) -> tuple[di
     content = receive_bytes(link, length, until)
     if not seal.is_of(receive_bytes(link, TAG_BYTES, until), content):
         raise FormatError("a document differs from what was sent")
-    found = json.loads(content)
+    found = parse_json(content, "", "a message")
     if not isinstance(found, dict):
         raise FormatError("a document is no JSON object")
     return found, nbytes
