@@ -9,6 +9,8 @@ from .checkpoint.verify import VerifyReport
 from .export.hub import ExportReport
 from .fit.pipelines import PipelinePlan, plan_pipeline
 from .fit.plan import PlanReport
+from .handover.receiver import PullReport
+from .handover.sender import PublishReport
 from .loading.load import LoadReport
 from .operations.ledger import memory_ledger
 from .operations.operation import Progress
@@ -25,6 +27,8 @@ __all__ = [
     "PipelinePlan",
     "PlanReport",
     "Progress",
+    "PublishReport",
+    "PullReport",
     "ResumeReport",
     "SaveReport",
     "VerifyReport",

@@ -135,7 +135,11 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
     if page.endswith("rl-engines.md"):
         return {"engine": Engine()}
     if page.endswith("/rl.md"):
-        return {"MyCritic": critic(), "ModelClass": Qwen3ForCausalLM, "config": config, "engine": Engine()}
+        found = {"MyCritic": critic(), "ModelClass": Qwen3ForCausalLM, "config": config, "engine": Engine()}
+        return found | {
+            "engine_model": AutoModelForCausalLM.from_config(config),
+            "layer": "model.layers.0.self_attn",
+        }
     if page.endswith("/peft.md"):
         write_adapter(config)
         return {"MyModel": Qwen3ForCausalLM, "cfg": config}

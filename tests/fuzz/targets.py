@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from safetensors.torch import load, save
 
@@ -22,6 +23,7 @@ from shardwise.checkpoint.sites import Hosts
 from shardwise.cli.commands import main
 from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
+from shardwise.handover.changes import apply, encoded
 from shardwise.integrations._folders import trainer_line_of
 from shardwise.integrations._trainer_data import DataPlace, check_place
 from shardwise.integrations._trainer_files import newest
@@ -498,3 +500,21 @@ def _commands(rng: random.Random, seeds: Seeds, place: Path) -> None:
 def _commands_source(rng: random.Random, seeds: Seeds, place: Path) -> None:
     """Every command that reads, over a changed source."""
     rng.choice((_index, _torch_archive, _dcp_metadata))(rng, seeds, place)
+
+
+# -------------------------------------------------------------------------------------------- weights
+
+
+def _applied(place: Path) -> None:
+    apply(memoryview((place / "changes").read_bytes()), np.zeros(3000, np.uint16))
+
+
+@target(2, _applied)
+def _weight_changes(rng: random.Random, seeds: Seeds, place: Path) -> None:
+    """What a sender says of a version's changes."""
+    before, after = np.zeros(3000, np.uint16), np.zeros(3000, np.uint16)
+    for _ in range(rng.randrange(1, 60)):
+        after[rng.randrange(3000)] = rng.randrange(1 << 16)
+    changes = encoded(before, after, 1 << 20)
+    assert changes is not None
+    replaced(place / "changes", mutate_bytes(rng, changes))

@@ -25,7 +25,7 @@ LAYERS = {
     "base": ("errors", "dtypes", "objects", "storage", "limits", "gates", "names", "internals", "host"),
     "tensors and sources": ("tensors", "format", "ranks", "catalog", "digests", "quantized", "rng"),
     "plan and engine": ("models", "planning", "engine", "operations", "sharding"),
-    "flows": ("loading", "publish", "state", "checkpoint", "runs", "export"),
+    "flows": ("loading", "publish", "state", "checkpoint", "runs", "export", "handover"),
     "user-facing": (
         *("fit", "api", "reports", "", "integrations", "doctor", "report", "demo", "cli", "__main__"),
     ),

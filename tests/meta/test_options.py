@@ -47,6 +47,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "save": sw.save,
     "shard": sw.shard,
     "verify": sw.verify,
+    "WeightReceiver": sw.WeightReceiver,
+    "WeightSender": sw.WeightSender,
 }
 
 #: What a call takes as its objects, by place; not options.
@@ -116,6 +118,8 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
 ODD = {
     ("export_hf", "dtype"): "None, as stored, is no dtype that a model could be built in",
     ("iter_full_tensors", "dtype"): "None, as stored, is no dtype that a model could be built in",
+    ("WeightSender", "dtype"): "None, as the model has it, is no dtype that a model could be built in",
+    ("WeightSender", "url"): "None takes a free port; a receiver has to be told",
     ("load_pipeline", "dtype"): "also dtypes by component; diffusers reads none from a config",
     ("plan_pipeline", "dtype"): "also dtypes by component; diffusers reads none from a config",
     ("export_hf", "config"): "a directory, because tokenizer and code are taken from it, too",

@@ -1830,8 +1830,8 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/hosts.py",
-        "        if not requests.is_of(_receive(link, _TAG_BYTES, until), head, text):\n",
-        "        if not _receive(link, _TAG_BYTES, until):\n",
+        "        if not requests.is_of(receive_bytes(link, TAG_BYTES, until), head, text):\n",
+        "        if not receive_bytes(link, TAG_BYTES, until):\n",
         ("tests/publish/test_link.py::test_whoever_passes_proofs_on_can_ask_nothing",),
         "whoever passes the proofs of two hosts on reads files of its own choice",
     ),
@@ -2605,5 +2605,41 @@ MUTATIONS = (
         "numbered.setdefault((node.dtype, node.shape), [])",
         (f"{CLI}::test_tree_folds_only_what_is_alike",),
         "modules that differ are shown as one",
+    ),
+    # ------------------------------------------------------------------------------------------- handover
+    Mutation(
+        "handover/receiver.py",
+        "            if xxhash.xxh3_64_intdigest(part.numpy().data) != expected:",
+        "            if expected < 0:",
+        ("tests/handover/test_errors.py::test_a_changed_engine_is_found_and_healed",),
+        "what arrived isn't compared with its checksum",
+    ),
+    Mutation(
+        "handover/receiver.py",
+        "damaged, self._is_doubted = damaged + 1, True",
+        "damaged, self._is_doubted = damaged + 1, False",
+        ("tests/handover/test_errors.py::test_a_changed_engine_is_found_and_healed",),
+        "changes are asked for again for a model that isn't as it was",
+    ),
+    Mutation(
+        "handover/layout.py",
+        "first + span <= typed.numel()",
+        "first + span <= typed.numel() + 1",
+        ("tests/handover/test_errors.py::test_a_snapshot_is_never_read_outside",),
+        "a receiver reads one element beyond the snapshot",
+    ),
+    Mutation(
+        "handover/sender.py",
+        "version <= self._newest:",
+        "version < self._newest:",
+        ("tests/handover/test_errors.py::test_versions_increase",),
+        "a version is published twice",
+    ),
+    Mutation(
+        "handover/changes.py",
+        "        block[where] += ",
+        "        block[where] = ",
+        ("tests/handover/test_errors.py::test_changes_that_nobody_wrote_are_refused_or_harmless",),
+        "changed elements are replaced by their differences",
     ),
 )

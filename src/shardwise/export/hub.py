@@ -410,14 +410,14 @@ def iter_full_tensors(
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         live = describe(model)
-        full = planned(live, _contents(live, naming), dtype_code(dtype), ranks.rank)
+        full = planned(live, contents_named(live, naming), dtype_code(dtype), ranks.rank)
         claim.alike([bucket_bytes, [[f.stored.name, f.stored.dtype, list(f.stored.shape)] for f in full]])
         device = device_of(live)
         sums_on = device_where_ranks_sum(device) if ranks.world_size > 1 else device
     return gathered(live, buckets(full, bucket_bytes), (sums_on, device), ranks)
 
 
-def _contents(live: LiveModel, naming: str) -> HubTensors:
+def contents_named(live: LiveModel, naming: str) -> HubTensors:
     """The full tensors to yield, by name, and the tiles that map the model's tensors to them."""
     if naming == "hub":
         if has_adapters(live.root):

@@ -490,7 +490,7 @@ def load(
         if names is None and not catalog.has_module_names:  # a checkpoint's are the module's
             hub = automatic_rules(live, key_mapping)
         rules = Rules(
-            _resolve(live, catalog, names, key_mapping, hub),
+            resolve_names(live, catalog, names, key_mapping, hub),
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             grow=rule_of,
@@ -692,7 +692,7 @@ def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
         )
 
 
-def _resolve(
+def resolve_names(
     live: LiveModel,
     catalog: Catalog,
     names: Names | None,

@@ -30,7 +30,7 @@ from .ring import open_below, unwritten
 # them: each request, reply and piece of a file has a tag, so whoever stands between the two can read, and can neither ask nor alter. Content
 # is not encrypted, as that of gloo and NCCL is not.
 
-_NONCE_BYTES, _HASH_BYTES, _TAG_BYTES = 16, 32, 16
+_NONCE_BYTES, _HASH_BYTES, TAG_BYTES = 16, 32, 16
 #: Length of the name, first byte and number of bytes.
 _REQUEST = struct.Struct("!HQQ")
 _REPLY = struct.Struct("!BQ")
@@ -44,7 +44,7 @@ _MAX_UNPROVED, _GRACE_S = 64, 1.0
 #: Before the next try to accept a connection: the process may be out of descriptors.
 _PAUSE_S = 0.05
 #: Of a reply, as it arrives: each has a tag, and stays in a core's cache until it is hashed and written.
-_PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 256 * 1024
 
 
 def own_address(toward: tuple[str, int]) -> str:
@@ -67,7 +67,7 @@ def _keyed(secret: bytes, use: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, use + nonces, "sha256")
 
 
-class _Seal:
+class Seal:
     """The tags of one side's messages on one connection. Each counts those before it, so that none can be left out, repeated or moved."""
 
     def __init__(self, key: bytes) -> None:
@@ -80,16 +80,16 @@ class _Seal:
         for part in message:
             found.update(part)
         self._count += 1
-        return found.digest()[:_TAG_BYTES]
+        return found.digest()[:TAG_BYTES]
 
     def is_of(self, tag: bytes, *message: bytes | memoryview) -> bool:
         """Whether the next message has this tag."""
         return hmac.compare_digest(tag, self.tag(*message))
 
 
-def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
+def _seals(secret: bytes, nonces: bytes) -> tuple[Seal, Seal]:
     """Of the reader's messages and the server's."""
-    return _Seal(_keyed(secret, b"requests", nonces)), _Seal(_keyed(secret, b"replies", nonces))
+    return Seal(_keyed(secret, b"requests", nonces)), Seal(_keyed(secret, b"replies", nonces))
 
 
 def _send_at_once(link: socket.socket) -> None:
@@ -97,13 +97,14 @@ def _send_at_once(link: socket.socket) -> None:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _receive(link: socket.socket, nbytes: int, until: float) -> bytes:
+def receive_bytes(link: socket.socket, nbytes: int, until: float) -> bytes:
+    """So many bytes, before that time of the monotonic clock, however slowly they come. Raises ``OSError``."""
     content = bytearray(nbytes)
-    _receive_into(link, memoryview(content), until)
+    receive_into(link, memoryview(content), until)
     return bytes(content)
 
 
-def _receive_into(link: socket.socket, view: memoryview, until: float) -> None:
+def receive_into(link: socket.socket, view: memoryview, until: float) -> None:
     """Fill ``view`` before that time of the monotonic clock, however slowly bytes come."""
     while view.nbytes:
         left = until - time.monotonic()
@@ -130,14 +131,16 @@ class Readable(Protocol):
 class Server:
     """Serves one ring or part until it is closed; its threads are daemons. ``address`` may be an IPv4 or IPv6 address or a name."""
 
-    def __init__(self, ring: Readable, secret: bytes, address: str, timeout_s: float) -> None:
+    def __init__(self, ring: Readable, secret: bytes, address: str, timeout_s: float, port: int = 0) -> None:
         self._ring, self._secret, self._timeout_s = ring, secret, timeout_s
         self._changed = threading.Condition()
         self._unproved: dict[socket.socket, float] = {}  # and since when
         self._proved = 0
         self._closed = False
         try:
-            found = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            found = socket.getaddrinfo(
+                address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
             family, _, _, _, at = found[0]
             self._socket = socket.create_server(at, family=family, backlog=_MAX_WAITING)
         except OSError as error:
@@ -209,20 +212,23 @@ class Server:
             if is_open and seals is not None:
                 self._answer_all(link, *seals)
 
-    def _meet(self, link: socket.socket) -> tuple[_Seal, _Seal] | None:
+    def _meet(self, link: socket.socket) -> tuple[Seal, Seal] | None:
         """Exchange proofs, all before one deadline. None: the reader does not know the secret."""
         until = time.monotonic() + self._timeout_s
         link.settimeout(self._timeout_s)
         _send_at_once(link)
         own = secrets.token_bytes(_NONCE_BYTES)
         link.sendall(own)
-        proof, nonces = _receive(link, _HASH_BYTES, until), own + _receive(link, _NONCE_BYTES, until)
+        proof, nonces = (
+            receive_bytes(link, _HASH_BYTES, until),
+            own + receive_bytes(link, _NONCE_BYTES, until),
+        )
         if not hmac.compare_digest(proof, _keyed(self._secret, b"reader", nonces)):
             return None
         link.sendall(_keyed(self._secret, b"server", nonces))
         return _seals(self._secret, nonces)
 
-    def _answer_all(self, link: socket.socket, requests: _Seal, replies: _Seal) -> None:
+    def _answer_all(self, link: socket.socket, requests: Seal, replies: Seal) -> None:
         with self._changed:
             self._proved += 1
         try:
@@ -234,12 +240,12 @@ class Server:
                 self._proved -= 1
                 self._changed.notify_all()
 
-    def _answer(self, link: socket.socket, requests: _Seal, replies: _Seal) -> None:
+    def _answer(self, link: socket.socket, requests: Seal, replies: Seal) -> None:
         until = time.monotonic() + self._timeout_s
-        head = _receive(link, _REQUEST.size, until)
+        head = receive_bytes(link, _REQUEST.size, until)
         length, start, nbytes = _REQUEST.unpack(head)
-        text = _receive(link, length, until)
-        if not requests.is_of(_receive(link, _TAG_BYTES, until), head, text):
+        text = receive_bytes(link, length, until)
+        if not requests.is_of(receive_bytes(link, TAG_BYTES, until), head, text):
             raise ConnectionError("a request has another tag: whoever sent it does not know the secret")
         link.settimeout(self._timeout_s)
         name = text.decode(errors="replace")
@@ -260,18 +266,18 @@ class Server:
             os.close(fd)
 
 
-def _send(link: socket.socket, fd: int, start: int, nbytes: int, replies: _Seal) -> None:
+def _send(link: socket.socket, fd: int, start: int, nbytes: int, replies: Seal) -> None:
     """Send bytes of a file in pieces, each with its tag. Raises ``OSError``, also if the file has become shorter."""
-    memory = memoryview(bytearray(min(_PIECE_BYTES, nbytes) + _TAG_BYTES))
-    for at in range(0, nbytes, _PIECE_BYTES):
-        size, filled = min(_PIECE_BYTES, nbytes - at), 0
+    memory = memoryview(bytearray(min(PIECE_BYTES, nbytes) + TAG_BYTES))
+    for at in range(0, nbytes, PIECE_BYTES):
+        size, filled = min(PIECE_BYTES, nbytes - at), 0
         while filled < size:
             count = os.preadv(fd, [memory[filled:size]], start + at + filled)
             if not count:
                 raise ConnectionError("the file has become shorter")
             filled += count
-        memory[size : size + _TAG_BYTES] = replies.tag(memory[:size])
-        link.sendall(memory[: size + _TAG_BYTES])
+        memory[size : size + TAG_BYTES] = replies.tag(memory[:size])
+        link.sendall(memory[: size + TAG_BYTES])
 
 
 class Reader:
@@ -282,7 +288,7 @@ class Reader:
         self._host, self._timeout_s = host, timeout_s
         self._at, self._secret = (address, port), secret
         self._link: socket.socket | None = None
-        self._requests = self._replies = _Seal(b"")
+        self._requests = self._replies = Seal(b"")
         self._unread = 0  # bytes of the last reply
 
     def close(self) -> None:
@@ -293,7 +299,7 @@ class Reader:
     def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
         """Bytes of a file, in order. All pieces lie in the same memory: each is valid until the next one."""
         self._ask_for_all_of(name, start, nbytes)
-        memory = memoryview(bytearray(min(_PIECE_BYTES, nbytes)))
+        memory = memoryview(bytearray(min(PIECE_BYTES, nbytes)))
         while self._unread:
             yield self._next_piece(name, memory)
 
@@ -320,8 +326,8 @@ class Reader:
             link.settimeout(self._timeout_s)
             link.sendall(head + text + self._requests.tag(head, text))
             until = time.monotonic() + self._timeout_s
-            reply = _receive(link, _REPLY.size, until)
-            self._check(_receive(link, _TAG_BYTES, until), reply, name)
+            reply = receive_bytes(link, _REPLY.size, until)
+            self._check(receive_bytes(link, TAG_BYTES, until), reply, name)
             status, found = _REPLY.unpack(reply)
             if status or found > (nbytes or _MAX_BYTES):
                 self.close()
@@ -332,18 +338,18 @@ class Reader:
     def _next_piece(self, name: str, view: memoryview) -> memoryview:
         """The next piece of the reply, at the start of ``view``."""
         assert self._link is not None
-        piece = view[: min(_PIECE_BYTES, self._unread)]
+        piece = view[: min(PIECE_BYTES, self._unread)]
         until = time.monotonic() + self._timeout_s
         with self._explained():
             self._take(piece, until)
-            self._check(_receive(self._link, _TAG_BYTES, until), piece, name)
+            self._check(receive_bytes(self._link, TAG_BYTES, until), piece, name)
         self._unread -= piece.nbytes
         return piece
 
     def _take(self, view: memoryview, until: float) -> None:
         """Fill ``view`` from the reply."""
         assert self._link is not None
-        _receive_into(self._link, view, until)
+        receive_into(self._link, view, until)
 
     def _check(self, tag: bytes, message: bytes | memoryview, name: str) -> None:
         """Raise unless the server has sent this message, as the next one."""
@@ -367,9 +373,9 @@ class Reader:
         try:
             _send_at_once(link)
             own = secrets.token_bytes(_NONCE_BYTES)
-            nonces = _receive(link, _NONCE_BYTES, until) + own
+            nonces = receive_bytes(link, _NONCE_BYTES, until) + own
             link.sendall(_keyed(self._secret, b"reader", nonces) + own)
-            proof = _receive(link, _HASH_BYTES, until)
+            proof = receive_bytes(link, _HASH_BYTES, until)
             if not hmac.compare_digest(proof, _keyed(self._secret, b"server", nonces)):
                 raise ConnectionError("does not know the secret of this run")
         except BaseException:

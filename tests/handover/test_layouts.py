@@ -1,0 +1,96 @@
+"""Weights handed from any layout of a trainer to any layout of an engine: bit for bit what an export gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from tests.handover import _fns as fns
+from tests.harness import models
+from tests.harness.on_ranks import on_ranks
+from tests.harness.tiers import nightly
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("handover")
+    for kind in ("qwen3", "qwen3-moe", "qwen3-tied", "mixtral"):
+        models.write_hub_directory(kind, found / kind, torch.float32)
+    return found
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "hsdp",
+        "cast",
+        "fsdp x tp",
+        *nightly(*(t for t in fns.TRAINERS if t not in ("hsdp", "cast", "fsdp x tp"))),
+    ],
+)
+@on_ranks(4)
+def test_any_layout_to_any_other(root: Path, trainer: str) -> None:
+    """Whole over the network, then changes; whole from memory. Every engine has the bits of the gathered tensors, cast as it is."""
+    kind, naming, dtype, make = fns.TRAINERS[trainer]
+    model = make(root / kind)
+
+    def expected() -> dict[str, torch.Tensor]:
+        return {n: t.clone() for n, t in sw.iter_full_tensors(model, naming=naming, dtype=dtype)}
+
+    with sw.WeightSender(model, naming=naming, dtype=dtype) as sender:
+        engines = {name: make_engine(expected()) for name, make_engine in fns.ENGINES.items()}
+        by_link = {n: sw.WeightReceiver(given, sender.url, carry="tcp") for n, (given, _) in engines.items()}
+        for version in (1, 2, 4):
+            fns.change(model, version, every=1 if version == 1 else 50)
+            sender.publish(version)
+            wanted = expected()
+            for name, receiver in by_link.items():
+                report = receiver.pull()
+                assert report is not None
+                assert (report.version, report.tensors) == (version, len(wanted)), name
+                fns.same(engines[name][1](), wanted)
+                receiver.verify()
+                assert receiver.pull() is None
+                if version > 1 and name != "another dtype" and report.local_bytes > 4096:
+                    assert report.changed
+                    assert report.bytes_moved < report.local_bytes / 4
+                else:
+                    assert report.bytes_moved == report.local_bytes
+        other = {name: make_engine(wanted) for name, make_engine in fns.ENGINES.items()}
+        for given, whole in other.values():
+            report = sw.WeightReceiver(given, sender.url, carry="memory").pull()
+            assert report is not None
+            assert report.bytes_moved == report.local_bytes
+            fns.same(whole(), wanted)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("engine", ["meta", *nightly("fsdp", "tensor parallel")])
+@on_ranks(2)
+def test_a_model_of_transformers_is_filled(root: Path, engine: str) -> None:
+    """Its own conversions stack the experts again; parameters on meta get memory; logits are the trainer's."""
+    source = root / "qwen3-moe"
+    trainer = sw.load_pretrained(source, fns.mesh())
+    fns.change(trainer, 3)
+    model = fns.built(source)
+    if engine == "fsdp":
+        sw.shard(model, fns.mesh())
+    elif engine == "tensor parallel":
+        fns.by_tensors(model, fns.mesh())
+    with sw.WeightSender(trainer) as sender:
+        sender.publish(7)
+        receiver = sw.WeightReceiver(model, sender.url)
+        report = receiver.pull()
+        assert report is not None
+        receiver.verify()
+        dist.barrier()
+    expected = {n: t.clone() for n, t in sw.iter_full_tensors(trainer, naming="module")}
+    fns.same({n: t.clone() for n, t in sw.iter_full_tensors(model, naming="module")}, expected)
+    ids = torch.arange(8)[None]
+    assert (
+        torch.equal(model(input_ids=ids).logits, trainer(input_ids=ids).logits) or engine == "tensor parallel"
+    )
