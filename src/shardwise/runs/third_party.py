@@ -34,6 +34,7 @@ from ..catalog.records import (
     StoredTensor,
     kind_below,
     kind_of,
+    megatron_folder,
     rank_files_in,
     refuse_below,
     refuse_foreign,
@@ -52,6 +53,7 @@ from ..storage import is_directory, is_file, looking_once, names_in
 from .history import ranks_of
 
 if TYPE_CHECKING:
+    from ..catalog.megatron import MegatronCheckpoint
     from ..catalog.zero import ZeroCheckpoint
 
 # ----------------------------------------------------------------------------------------------------
@@ -462,6 +464,8 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     refuse_foreign(root)
     if (folder := zero_folder(root)) is not None:
         return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_zero=True)
+    if (folder := megatron_folder(root)) is not None:
+        return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_megatron=True)
     models = _sources(root, FULL_STATE_STEM)
     if not models and (is_file(root) or holds_model(root)):
         models = (root,)
@@ -522,15 +526,20 @@ class ThirdPartyRun:
     kind: Kind | None = None
     is_zero: bool = False
     """Whether it's of DeepSpeed ZeRO: one folder has the files of model and optimizer."""
+    is_megatron: bool = False
+    """Whether it's of Megatron-core."""
     _read: dict[str, DcpCheckpoint] = field(default_factory=dict, repr=False)
     _plain: dict[str, Mapping[Any, Any]] = field(default_factory=dict, repr=False)
     _zeros: list[ZeroCheckpoint] = field(default_factory=list, repr=False)
+    _megatrons: list[MegatronCheckpoint] = field(default_factory=list, repr=False)
 
     def model(self, k: int) -> Catalog:
         """The k-th model, under module names (or hub names, if there is only a hub directory)."""
         source = self.models[k]
         if self._zero is not None:
             return self._zero.catalog
+        if self._megatron is not None:
+            return self._megatron.catalog
         found = model_in(self._dcp(source)) if _has(source, METADATA_NAME) else None
         if found is None or not found.tensors:
             found = open_catalog(source)
@@ -540,7 +549,7 @@ class ThirdPartyRun:
     def stored_optimizers(self) -> tuple[tuple[str, str], ...]:
         """The path of each optimizer, in order, and its entry in a DCP directory."""
         found: list[tuple[str, str]] = []
-        if self._zero is not None and self._zero.optimizer is None:
+        if (self._zero is not None and self._zero.optimizer is None) or self._megatron is not None:
             return ()
         for source in self.optimizers:
             heads = optimizers_in(self._dcp(source)) if _has(source, METADATA_NAME) else ("",)
@@ -565,6 +574,8 @@ class ThirdPartyRun:
         return f"{self.path} {why}" if "DeepSpeed" in why else ""
 
     def _no_optimizer(self, k: int) -> str:
+        if self._megatron is not None:
+            return "contains an optimizer of Megatron, which can't be read"
         others = [name for name in _listed(self.path) if _FOREIGN_OPTIMIZER.fullmatch(name)] if k == 0 else []
         if others:
             return f"contains no optimizer that can be read ({', '.join(others[:3])} of DeepSpeed can't be)"
@@ -621,6 +632,8 @@ class ThirdPartyRun:
         for dcp in self._dcps:
             if (step := step_in(dcp)) is not None:
                 return step
+        if self._megatron is not None and self._megatron.step is not None:
+            return self._megatron.step
         if "global_step" in self._meta:
             return count_of_steps(
                 self._meta["global_step"], "global_step", os.path.join(self.path, _META_NAME)
@@ -634,6 +647,8 @@ class ThirdPartyRun:
         """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
         if self._zero is not None:
             return self._zero.world_size
+        if self._megatron is not None:
+            return self._megatron.world_size
         files = {os.path.basename(f.path) for f in self.model(0).files}
         if stem_of_ranks(next(iter(files), "")):
             return len(files)
@@ -704,7 +719,7 @@ class ThirdPartyRun:
     @property
     def _dcps(self) -> Iterator[DcpCheckpoint]:
         """The DCP directories with models or optimizers, each read when it is come to."""
-        sources = dict.fromkeys((*self.models, *self.optimizers))
+        sources = {} if self.is_megatron else dict.fromkeys((*self.models, *self.optimizers))
         return (self._dcp(source) for source in sources if _has(source, METADATA_NAME))
 
     @property
@@ -715,6 +730,15 @@ class ThirdPartyRun:
 
             self._zeros.append(read_zero(self.models[0]))
         return self._zeros[0] if self._zeros else None
+
+    @property
+    def _megatron(self) -> MegatronCheckpoint | None:
+        """What Megatron-core saved, read when it's first asked for; None in other runs."""
+        if self.is_megatron and not self._megatrons:
+            from ..catalog.megatron import read_megatron
+
+            self._megatrons.append(read_megatron(self.models[0]))
+        return self._megatrons[0] if self._megatrons else None
 
     def _dcp(self, source: str) -> DcpCheckpoint:
         if source not in self._read:
