@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError, SourceError
@@ -314,10 +314,8 @@ def _config(folder: str, common: Mapping[Any, Any]) -> _Config:
             "says that norms are stored less one (apply_layernorm_1p), as only Gemma's are on the hub; export it with Megatron Bridge",
             path=path,
         )
-    divisor, tensor_parallel = (
-        args.get("make_vocab_size_divisible_by"),
-        args.get("tensor_model_parallel_size"),
-    )
+    padded = [args.get(key) for key in ("make_vocab_size_divisible_by", "tensor_model_parallel_size")]
+    factors = [n for n in padded if n is not None and is_count(n)]
     return _Config(
         path=path,
         layers=layers,
@@ -326,7 +324,7 @@ def _config(folder: str, common: Mapping[Any, Any]) -> _Config:
         head_dim=number("kv_channels", number("hidden_size", 0) // heads),
         experts=number("num_moe_experts", number("num_experts", 0)),
         vocabulary=number("vocab_size") if args.get("vocab_size") is not None else None,
-        multiple=math.prod(padded) if all(map(is_count, padded)) else None,
+        multiple=math.prod(factors) if len(factors) == 2 else None,
     )
 
 
@@ -477,35 +475,23 @@ def _cut(pieces: Sequence[Chunk], runs: Sequence[_Run], size: int) -> Iterator[C
                 yield Chunk(moved, piece.path, piece.offset_bytes + (first - box.start[0]) * row)
 
 
-class _Wanted(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+def without_padding(catalog: Catalog, rows: Iterable[tuple[str, int]]) -> Catalog:
+    """The catalog without the tokens that pad the vocabulary, where only the model knows how many it has.
 
-
-def without_padding(catalog: Catalog, wanted: Iterable[_Wanted]) -> Catalog:
-    """The catalog without the tokens that pad the vocabulary, where only the model (``wanted``) knows how many it has.
-
-    Rows are left out only of tensors that the model has under their name, and only if Megatron would have padded its vocabulary to the stored
-    one. Pure.
+    ``rows``: names of the model's tensors, and how many rows they have; it isn't looked at for other sources. Rows are left out only where
+    Megatron would have padded that number to the stored one. Pure.
     """
     multiple = int(catalog.metadata.get(VOCABULARY_MULTIPLE, 0))
     if not multiple:
         return catalog
-    shapes = {w.name: w.shape for w in wanted}
+    known = dict(rows)
     tensors, left = dict(catalog.tensors), list(catalog.ignored_entries)
     for part in _MODEL.values():
-        t, shape = tensors.get(part.names[0]), shapes.get(part.names[0])
-        if (
-            part.cut == "tokens"
-            and t
-            and shape
-            and 0 < shape[0] < t.shape[0] == -(-shape[0] // multiple) * multiple
-        ):
-            chunks = tuple(_cut(t.chunks, [(0, shape[0], 0)], itemsize(t.dtype)))
-            tensors[t.name] = replace(t, shape=(shape[0], *t.shape[1:]), chunks=chunks)
-            left.append(f"{t.name}: {t.shape[0] - shape[0]} rows that pad the vocabulary")
+        t, kept = tensors.get(part.names[0]), known.get(part.names[0], 0)
+        if part.cut == "tokens" and t and 0 < kept < t.shape[0] == -(-kept // multiple) * multiple:
+            chunks = tuple(_cut(t.chunks, [(0, kept, 0)], itemsize(t.dtype)))
+            tensors[t.name] = replace(t, shape=(kept, *t.shape[1:]), chunks=chunks)
+            left.append(f"{t.name}: {t.shape[0] - kept} rows that pad the vocabulary")
     if len(left) > len(catalog.ignored_entries):
         _log.info("%s: %s", catalog.root, "; ".join(left[len(catalog.ignored_entries) :]))
     return replace(catalog, tensors=tensors, ignored_entries=tuple(left))

@@ -235,7 +235,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     """The tensors of a transformers model on meta, proved complete, in their stored dtypes."""
     hub = hub_rules(model)
     named = [t for t in named_tensors(model) if t.persistent]
-    catalog = without_padding(catalog, [whole_tensor(t.name, "F32", t.tensor.shape) for t in named])
+    catalog = without_padding(catalog, ((n, len(t.tensor)) for t in named if t.tensor.ndim for n in t.names))
     known = {name for t in named for name in t.names}
     prefix = _prefix_in(catalog, named) if has_module_names(catalog) or catalog.kind == "torch" else ""
     # DCP's safetensors writer takes any names: transformers gives it module names, torchtitan hub names.
