@@ -464,7 +464,7 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     refuse_foreign(root)
     if (folder := zero_folder(root)) is not None:
         return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_zero=True)
-    if (folder := megatron_folder(root)) is not None:
+    if (folder := megatron_folder(root)) is not None and not holds_model(root):
         return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_megatron=True)
     models = _sources(root, FULL_STATE_STEM)
     if not models and (is_file(root) or holds_model(root)):
