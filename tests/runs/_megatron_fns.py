@@ -57,6 +57,9 @@ ITS_OWN = {
 }
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 def config_of(family: str, **sizes: Any) -> Any:
     return getattr(transformers, f"{family}Config")(**_SMALL | FAMILIES[family] | sizes)
 
@@ -112,7 +115,7 @@ def errors_of(paths: list[str], family: str) -> list[tuple[str, bool]]:
 def main(out: str, kind: str, tp: int, pp: int, ep: int) -> None:
     """A model of Megatron-core, saved by its ``dist_checkpointing``; and what each rank has of it, in ``rank_N.pt``."""
     if not torch.cuda.is_available():  # 0.16.1 asks for a device where it copies from one
-        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+        torch.cuda.synchronize = lambda *_: None
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     dist.init_process_group("gloo")
     states = import_module("megatron.core.parallel_state")

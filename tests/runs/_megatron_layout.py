@@ -158,5 +158,8 @@ def write(
         dcp.save(state, checkpoint_id=folder)
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     (folder / "metadata.json").write_text(json.dumps(said | {"common_backend_version": 1}))
-    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 100}, folder / "common.pt")
+    groups = [{"lr": 1e-4, "wd_mult": k, "step": 7} for k in (1.0, 0.0)]
+    optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 100, "optimizer": optimizer}
+    torch.save(common, folder / "common.pt")
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("100")

@@ -30,6 +30,11 @@ from .torch_files import ANY_NAMES, Archive, read_torch_file
 _log = logging.getLogger(__name__)
 _COMMON, _COMMON_ITEM, _BRIDGE = "common.pt", "common_state/shard_0_1", "run_config.yaml"
 _MOST_LAYERS = 10_000
+_MOST_CHAINED = 3
+#: What the optimizer keeps of a parameter, in its shape (``fully_reshardable``, or without the distributed optimizer).
+_STATE = re.compile(
+    r"(chained_\d+\.)?optimizer\.state\.(?P<state>fp32_param|exp_avg|exp_avg_sq)\.(?P<name>.+)"
+)
 
 # ----------------------------------------------------------------------------------------------------
 # Names
@@ -53,6 +58,7 @@ _MODEL = {
     "output_layer.weight": _part("lm_head.weight", cut="tokens"),
     "decoder.final_layernorm.weight": _part("model.norm.weight"),
 }
+_TOKENS = tuple(part.names[0] for part in _MODEL.values() if part.cut == "tokens")
 #: In a layer of any family.
 _LAYER = {
     # Transformer Engine's modules have the norm before them.
@@ -211,7 +217,11 @@ class MegatronCheckpoint:
     """What a folder ``iter_0000100`` holds."""
 
     catalog: Catalog
-    """The model under hub names: fp32 master weights if they are stored whole, otherwise the weights themselves."""
+    """The model under hub names: of each parameter the fp32 master, if it's stored in the parameter's shape."""
+    moments: Mapping[str, StoredTensor]
+    """Adam's, as ``<parameter>.exp_avg``; empty if they aren't stored in the parameters' shapes, or the model has experts."""
+    updates: int
+    """The number of the optimizer's steps."""
     step: int | None
     world_size: int
 
@@ -233,7 +243,22 @@ def read_megatron(folder: str) -> MegatronCheckpoint:
     found = read_dcp(folder)
     common = _common(folder, found)
     config = _config(folder, common)
-    tensors, cut = _hub_tensors(folder, found, config)
+    model = {name: t for name, t in found.catalog.tensors.items() if not _BESIDE.fullmatch(name)}
+    states: dict[str, dict[str, StoredTensor]] = {}
+    for name, t in found.catalog.tensors.items():
+        match = _STATE.fullmatch(name)
+        if match and match["name"] in model and model[match["name"]].shape == t.shape:
+            states.setdefault(match["state"], {})[match["name"]] = t
+    names = _Names(folder, model, config)
+    tensors, cut = names.on_hub(model | states.pop("fp32_param", {}))
+    names.check_layers()
+    updates = _updates_in(common.get("optimizer"))
+    moments = {
+        f"{name}.{state}": replace(t, name=f"{name}.{state}")
+        for state, own in states.items()
+        if updates and not config.experts
+        for name, t in names.on_hub(own)[0].items()
+    }
     others = sorted(
         {_short(name) for name in (*found.objects, *found.catalog.tensors) if _BESIDE.fullmatch(name)}
     )
@@ -245,7 +270,11 @@ def read_megatron(folder: str) -> MegatronCheckpoint:
     )
     step, world = common.get("iteration"), _state(common.get("args")).get("world_size")
     return MegatronCheckpoint(
-        catalog, step if is_count(step) else None, int(world) if world and is_count(world) else 0
+        catalog,
+        moments,
+        updates,
+        step if is_count(step) else None,
+        int(world) if world and is_count(world) else 0,
     )
 
 
@@ -266,7 +295,7 @@ def _common(folder: str, found: DcpCheckpoint) -> dict[Any, Any]:
     def pick(content: Any) -> dict[str, Any]:
         if type(content) is not dict:
             raise FormatError(f"holds {brief(content)}, expected a dict")
-        return {key: content.get(key) for key in ("args", "iteration")}
+        return {key: content.get(key) for key in ("args", "iteration", "optimizer")}
 
     path = join(folder, _COMMON)
     if is_file(path):
@@ -275,6 +304,17 @@ def _common(folder: str, found: DcpCheckpoint) -> dict[Any, Any]:
     if (item := found.objects.get(_COMMON_ITEM)) is None:
         raise IntegrityError(f"lost: no such file, and no item {_COMMON_ITEM}", path=path)
     return pick(_item(item, found))
+
+
+def _updates_in(found: Any, depth: int = 0) -> int:
+    """The ``step`` of an optimizer's groups, also of one of several that are chained; 0 if there is none."""
+    groups = found.get("param_groups") if type(found) is dict else None
+    steps = [group.get("step") for group in groups if type(group) is dict] if type(groups) is list else []
+    first = steps[0] if steps else None
+    if first is not None and is_count(first) and steps == [first] * len(steps):
+        return int(first)
+    inner = found.values() if type(found) is dict and depth < _MOST_CHAINED else ()
+    return next((n for one in inner if (n := _updates_in(one, depth + 1))), 0)
 
 
 def _item(item: ByteRange, found: DcpCheckpoint) -> Any:
@@ -347,73 +387,93 @@ def _of_yaml(text: str) -> dict[str, Any]:
 # Tensors
 
 
-def _hub_tensors(
-    folder: str, found: DcpCheckpoint, config: _Config
-) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The model's tensors under hub names, and what is left out of them."""
-    stored = {name: t for name, t in found.catalog.tensors.items() if not _BESIDE.fullmatch(name)}
-    names = [_found(name, config.layers) for name in sorted(stored)]
-    rests = {one.rest for one in names}
-    family = next(
-        (f for f in _FAMILIES if f.mark in rests and (not f.without or f.without not in rests)), None
-    )
-    layer = {**_LAYER, **(family.layer if family else {})}
-    if unknown := [n.stored for n in names if n.rest not in (_MODEL if n.first is None else layer)]:
-        raise SourceError(
-            f"holds {brief(unknown[0])}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}, and no hub name is known for it (known are "
-            f"Llama, Mistral, Qwen2, Qwen3, Mixtral, Gemma and DeepSeek-V3). Export the model with Megatron Bridge: AutoBridge.export_ckpt",
-            path=folder,
+#: Rows ``start`` to ``stop`` of a stored tensor, which are a hub's tensor's from row ``at`` on.
+_Run = tuple[int, int, int]
+
+
+class _Names:
+    """A model's names on the hub, by the family that its names in Megatron show."""
+
+    def __init__(self, folder: str, model: Iterable[str], config: _Config) -> None:
+        self._folder, self._config, self._seen = folder, config, set[int]()
+        self._found = {name: _found(name, config.layers) for name in sorted(model)}
+        rests = {one.rest for one in self._found.values()}
+        family = next(
+            (f for f in _FAMILIES if f.mark in rests and (not f.without or f.without not in rests)), None
         )
-    if not names:
-        raise SourceError("contains no model", path=folder)
-    tensors: dict[str, StoredTensor] = {}
-    left: list[str] = []
-    seen: set[int] = set()
-    for one in names:
-        part, t = (_MODEL if one.first is None else layer)[one.rest], stored[one.stored]
-        if one.half is not None:
-            if part.cut != "halves":
-                raise FormatError(f"holds {brief(one.stored)}, a half of what has no halves", path=folder)
-            part = _part(part.names[one.half])
-        if len(t.shape) <= len(one.axes):
-            raise FormatError(
-                f"{brief(one.stored)} has shape {list(t.shape)}, expected a dim for each {' and '.join(one.axes)}, and others",
+        self._layer = {**_LAYER, **(family.layer if family else {})}
+        if unknown := [n.stored for n in self._found.values() if n.rest not in self._parts(n)]:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise SourceError(
+                f"holds {brief(unknown[0])}{more}, and no hub name is known for it (known are Llama, Mistral, Qwen2, Qwen3, Mixtral, Gemma and "
+                f"DeepSeek-V3). Export the model with Megatron Bridge: AutoBridge.export_ckpt",
                 path=folder,
             )
-        rows, inner = t.shape[len(one.axes)], t.shape[len(one.axes) + 1 :]
-        runs = list(_dealt(one.stored, rows, part, config))
+        if not rests:
+            raise SourceError("contains no model", path=folder)
+
+    def _parts(self, one: _Found) -> Mapping[str, _Part]:
+        return _MODEL if one.first is None else self._layer
+
+    def check_layers(self) -> None:
+        """Raise :class:`IntegrityError` if nothing is there of one of the layers."""
+        if missing := [k for k in range(self._config.layers) if k not in self._seen]:
+            raise IntegrityError(
+                f"holds nothing of layer(s) {brief(missing)} of {self._config.layers}", path=self._folder
+            )
+
+    def on_hub(self, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+        """Tensors with these names in Megatron under hub names, and what is left out of them."""
+        tensors: dict[str, StoredTensor] = {}
+        left: list[str] = []
+        for one in (self._found[name] for name in stored):
+            part, t = self._parts(one)[one.rest], stored[one.stored]
+            if one.half is not None:
+                if part.cut != "halves":
+                    raise FormatError(
+                        f"holds {brief(one.stored)}, a half of what has no halves", path=self._folder
+                    )
+                part = _part(part.names[one.half])
+            runs, inner = self._checked(one, part, t)
+            rows = t.shape[len(one.axes)]
+            if padding := rows - sum(stop - start for own in runs for start, stop, _ in own):
+                left.append(f"{one.stored}: {padding} rows that pad the vocabulary")
+            for lead, pieces in _by_lead(t, len(one.axes)).items():
+                numbers = {**one.fixed, **dict(zip(one.axes, lead, strict=True))}
+                layer = (one.first or 0) + numbers.get("layer", 0)
+                if one.first == 0:
+                    self._seen.add(layer)
+                for name, own in zip(part.names, runs, strict=True):
+                    name = name.format(numbers.get("expert"))
+                    name = name if one.first is None else f"model.layers.{layer}.{name}"
+                    if name in tensors:
+                        raise FormatError(
+                            f"has two tensors for {name}, {brief(one.stored)} is one of them",
+                            path=self._folder,
+                        )
+                    shape = (sum(stop - start for start, stop, _ in own), *inner)
+                    chunks = tuple(_cut(pieces, own, itemsize(t.dtype)))
+                    tensors[name] = StoredTensor(name, t.dtype, shape, chunks)
+        return tensors, left
+
+    def _checked(self, one: _Found, part: _Part, t: StoredTensor) -> tuple[list[list[_Run]], tuple[int, ...]]:
+        """How rows are dealt out, and the dims after them. Raises :class:`FormatError` for a shape that doesn't fit the run."""
+        if len(t.shape) <= len(one.axes):
+            raise FormatError(
+                f"{brief(one.stored)} has shape {list(t.shape)}, expected a dim for each {' and '.join(one.axes) or 'row'}, and others",
+                path=self._folder,
+            )
         for axis, size in zip(one.axes, t.shape, strict=False):
+            config = self._config
             expected = config.experts if axis == "expert" else size if one.first else config.layers
             if size != expected:
                 raise FormatError(
                     f"{brief(one.stored)} has {size} {axis}s, and the run {expected} ({config.path})",
-                    path=folder,
+                    path=self._folder,
                 )
-        if left_rows := rows - sum(stop - start for one_runs in runs for start, stop, _ in one_runs):
-            left.append(f"{one.stored}: {left_rows} rows that pad the vocabulary")
-        for lead, pieces in _by_lead(t, len(one.axes)).items():
-            numbers = {**one.fixed, **dict(zip(one.axes, lead, strict=True))}
-            layer_number = (one.first or 0) + numbers.get("layer", 0)
-            if one.first == 0:
-                seen.add(layer_number)
-            for name, own in zip(part.names, runs, strict=True):
-                name = name.format(numbers.get("expert"))
-                name = name if one.first is None else f"model.layers.{layer_number}.{name}"
-                if name in tensors:
-                    raise FormatError(
-                        f"has two tensors for {name}, {brief(one.stored)} is one of them", path=folder
-                    )
-                shape = (sum(stop - start for start, stop, _ in own), *inner)
-                tensors[name] = StoredTensor(
-                    name, t.dtype, shape, tuple(_cut(pieces, own, itemsize(t.dtype)))
-                )
-    if missing := [k for k in range(config.layers) if k not in seen]:
-        raise IntegrityError(f"holds nothing of layer(s) {brief(missing)} of {config.layers}", path=folder)
-    return tensors, left
-
-
-#: Rows ``start`` to ``stop`` of a stored tensor, which are a hub's tensor's from row ``at`` on.
-_Run = tuple[int, int, int]
+        return list(_dealt(one.stored, t.shape[len(one.axes)], part, self._config)), t.shape[
+            len(one.axes) + 1 :
+        ]
 
 
 def _dealt(stored: str, rows: int, part: _Part, config: _Config) -> Iterator[list[_Run]]:
@@ -486,12 +546,12 @@ def without_padding(catalog: Catalog, rows: Iterable[tuple[str, int]]) -> Catalo
         return catalog
     known = dict(rows)
     tensors, left = dict(catalog.tensors), list(catalog.ignored_entries)
-    for part in _MODEL.values():
-        t, kept = tensors.get(part.names[0]), known.get(part.names[0], 0)
-        if part.cut == "tokens" and t and 0 < kept < t.shape[0] == -(-kept // multiple) * multiple:
+    for name, t in catalog.tensors.items():
+        kept = known.get(name, 0) if name.startswith(_TOKENS) else 0  # an optimizer's states, too
+        if 0 < kept < t.shape[0] == -(-kept // multiple) * multiple:
             chunks = tuple(_cut(t.chunks, [(0, kept, 0)], itemsize(t.dtype)))
-            tensors[t.name] = replace(t, shape=(kept, *t.shape[1:]), chunks=chunks)
-            left.append(f"{t.name}: {t.shape[0] - kept} rows that pad the vocabulary")
+            tensors[name] = replace(t, shape=(kept, *t.shape[1:]), chunks=chunks)
+            left.append(f"{name}: {t.shape[0] - kept} rows that pad the vocabulary")
     if len(left) > len(catalog.ignored_entries):
         _log.info("%s: %s", catalog.root, "; ".join(left[len(catalog.ignored_entries) :]))
     return replace(catalog, tensors=tensors, ignored_entries=tuple(left))

@@ -549,8 +549,10 @@ class ThirdPartyRun:
     def stored_optimizers(self) -> tuple[tuple[str, str], ...]:
         """The path of each optimizer, in order, and its entry in a DCP directory."""
         found: list[tuple[str, str]] = []
-        if (self._zero is not None and self._zero.optimizer is None) or self._megatron is not None:
+        if self._zero is not None and self._zero.optimizer is None:
             return ()
+        if self._megatron is not None:
+            return ((self.models[0], ""),) if self._megatron.moments else ()
         for source in self.optimizers:
             heads = optimizers_in(self._dcp(source)) if _has(source, METADATA_NAME) else ("",)
             found += [(source, head) for head in heads]
@@ -564,6 +566,12 @@ class ThirdPartyRun:
         source, head = stored[k]
         if self._zero is not None and self._zero.optimizer is not None:
             return _as_torchs(_of_state_dict(self._zero.optimizer(), self._zero.catalog.files, source))
+        if (megatron := self._megatron) is not None:
+            catalog = replace(megatron.catalog, tensors=megatron.moments)
+            owners = {StateKey.of(name).parameter for name in megatron.moments}
+            steps = {owner: {"step": torch.tensor(float(megatron.updates))} for owner in owners}
+            # Groups are numbers of ranks' own parameters: this run's settings count.
+            return StoredOptimizer(catalog, steps, None, {owner: {} for owner in owners})
         if is_file(source):
             return _of_state_dict(*read_torch_file(source), source)
         return _of_dcp(self._dcp(source), head)
@@ -575,7 +583,10 @@ class ThirdPartyRun:
 
     def _no_optimizer(self, k: int) -> str:
         if self._megatron is not None:
-            return "contains an optimizer of Megatron, which can't be read"
+            return (
+                "contains no optimizer of Megatron that can be read: of models without experts one can be that has its states in the shapes of "
+                "parameters (--dist-ckpt-optim-fully-reshardable)"
+            )
         others = [name for name in _listed(self.path) if _FOREIGN_OPTIMIZER.fullmatch(name)] if k == 0 else []
         if others:
             return f"contains no optimizer that can be read ({', '.join(others[:3])} of DeepSpeed can't be)"
