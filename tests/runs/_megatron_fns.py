@@ -140,7 +140,11 @@ def main(out: str, kind: str, tp: int, pp: int, ep: int) -> None:
         "qk_layernorm": kind.startswith("Qwen3"),
     }
     if experts := 4 * (kind in ("Mixtral", "Qwen3Moe")) or None:
-        config |= {"num_moe_experts": experts, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+        config |= {
+            "num_moe_experts": experts,
+            "moe_ffn_hidden_size": 48 if kind == "Mixtral" else 24,
+            "moe_router_topk": 2,
+        }
     made = import_module("megatron.core.transformer.transformer_config").TransformerConfig(**config)
     options = {"num_experts": experts, "moe_grouped_gemm": False, "qk_layernorm": config["qk_layernorm"]}
     torch.manual_seed(0)
