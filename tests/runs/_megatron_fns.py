@@ -162,9 +162,14 @@ def main(out: str, kind: str, tp: int, pp: int, ep: int) -> None:
         )
         .bfloat16()
     )
+    at = {
+        "tp": states.get_tensor_model_parallel_rank(),
+        "pp": states.get_pipeline_model_parallel_rank(),
+        "ep": states.get_expert_model_parallel_rank(),
+    }
     for name, p in model.named_parameters():  # what is not cut is the same on all ranks of a stage
-        is_cut = getattr(p, "tensor_model_parallel", False) or ".local_experts." in name
-        place = states.get_pipeline_model_parallel_rank(), name, dist.get_rank() if is_cut else -1
+        part = at["tp"] if getattr(p, "tensor_model_parallel", False) else -1
+        place = at["pp"], name, part, at["ep"] if ".local_experts." in name else -1
         torch.manual_seed(crc32(repr(place).encode()))
         torch.nn.init.normal_(p)
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -177,12 +182,7 @@ def main(out: str, kind: str, tp: int, pp: int, ep: int) -> None:
     dist.barrier()
     group = states.get_data_parallel_group(with_context_parallel=True)
     sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
-    ranks = {
-        "tp": states.get_tensor_model_parallel_rank(),
-        "pp": states.get_pipeline_model_parallel_rank(),
-        "ep": states.get_expert_model_parallel_rank(),
-    }
-    torch.save({"own": own, **ranks}, Path(out, f"rank_{dist.get_rank()}.pt"))
+    torch.save({"own": own, **at}, Path(out, f"rank_{dist.get_rank()}.pt"))
     saving = import_module("megatron.core.dist_checkpointing")
     saving.save({"model": sharded, "args": args, "iteration": 100}, str(folder))
     Path(out, "latest_checkpointed_iteration.txt").write_text("100")

@@ -27,6 +27,8 @@ from ..catalog.pickles import Names, Record
 from ..catalog.quantized import OpenFile, open_file
 from ..catalog.records import (
     FULL_STATE_STEM,
+    MEGATRON,
+    MEGATRON_RUN,
     METADATA_NAME,
     Catalog,
     Kind,
@@ -464,7 +466,8 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     refuse_foreign(root)
     if (folder := zero_folder(root)) is not None:
         return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_zero=True)
-    if (folder := megatron_folder(root)) is not None and not holds_model(root):
+    if kind_of(root) in (MEGATRON, MEGATRON_RUN) and not holds_model(root):
+        folder = megatron_folder(root) or root
         return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_megatron=True)
     models = _sources(root, FULL_STATE_STEM)
     if not models and (is_file(root) or holds_model(root)):
