@@ -142,9 +142,17 @@ def args_of(config: Any, padded: int, **more: Any) -> Namespace:
 
 
 def write(
-    folder: Path, tensors: Tensors, args: Namespace | None, *, dims: dict[str, int] | None = None
+    folder: Path,
+    tensors: Tensors,
+    args: Namespace | None,
+    *,
+    dims: dict[str, int] | None = None,
+    is_newer: bool = False,
 ) -> None:
-    """The files of ``iter_0000100``. ``dims``: names' ends → the dim that ranks share, if there are several."""
+    """The files of ``iter_0000100``. ``dims``: names' ends → the dim that ranks share, if there are several.
+
+    ``is_newer``: as after 0.16.1, where the content of ``common.pt`` is an item of DCP: a list of one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = dict(tensors)
     if dist.is_initialized():
@@ -152,14 +160,16 @@ def write(
         for name, t in tensors.items():
             dim = next((d for end, d in (dims or {}).items() if name.endswith(end)), None)
             state[name] = distribute_tensor(t, mesh, [Replicate() if dim is None else Shard(dim)])
-    state["rng_state/shard_0_1"] = [{"numpy": 1}]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=folder)
-    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
-    (folder / "metadata.json").write_text(json.dumps(said | {"common_backend_version": 1}))
     groups = [{"lr": 1e-4, "wd_mult": k, "step": 7} for k in (1.0, 0.0)]
     optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 100, "optimizer": optimizer}
-    torch.save(common, folder / "common.pt")
+    state |= {"common_state/shard_0_1": [common]} if is_newer else {}
+    state["rng_state/shard_0_1"] = [{"numpy": 1}]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (folder / "metadata.json").write_text(json.dumps(said | {"common_backend_version": 1}))
+    if not is_newer:
+        torch.save(common, folder / "common.pt")
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("100")

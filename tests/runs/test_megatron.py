@@ -116,6 +116,17 @@ def test_every_command_reads_it(tmp_path: Path) -> None:
         sw.restore(sw.TrainState(model=other, optimizer=optimizer), root)
 
 
+def test_a_newer_layout(tmp_path: Path) -> None:
+    """Without ``common.pt``: its content is an item next to the tensors."""
+    model, config = fns.model_of("Llama", 0), fns.config_of("Llama")
+    tensors = megatron_of(hub_of(model, tmp_path / "hub"), config, _PADDED)
+    write(tmp_path / "run/iter_0000100", tensors, args_of(config, _PADDED), is_newer=True)
+    assert not (tmp_path / "run/iter_0000100/common.pt").exists()
+    other = fns.model_of("Llama", 5)
+    assert sw.restore(sw.TrainState(model=other), tmp_path / "run").step == 100
+    assert differences(other.state_dict(), model.state_dict()) == []
+
+
 def test_where_the_number_of_tokens_is_known(tmp_path: Path) -> None:
     """From args, or from Megatron Bridge's config; only what Megatron itself would have padded is left out for a model."""
     made(tmp_path / "a", "Llama", vocab_size=41)

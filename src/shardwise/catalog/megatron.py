@@ -290,7 +290,7 @@ def _state(found: Any) -> dict[Any, Any]:
 
 
 def _common(folder: str, found: DcpCheckpoint) -> dict[Any, Any]:
-    """What ranks share. From Megatron-core 0.17 on it's an item next to the tensors."""
+    """What ranks share. After Megatron-core 0.16.1 it's an item next to the tensors."""
 
     def pick(content: Any) -> dict[str, Any]:
         if type(content) is not dict:
@@ -303,7 +303,8 @@ def _common(folder: str, found: DcpCheckpoint) -> dict[Any, Any]:
         return content
     if (item := found.objects.get(_COMMON_ITEM)) is None:
         raise IntegrityError(f"lost: no such file, and no item {_COMMON_ITEM}", path=path)
-    return pick(_item(item, found))
+    held = _item(item, found)
+    return pick(held[0] if type(held) is list and len(held) == 1 else held)
 
 
 def _updates_in(found: Any, depth: int = 0) -> int:
