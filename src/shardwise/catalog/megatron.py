@@ -347,8 +347,8 @@ def _config(folder: str, common: Mapping[Any, Any]) -> _Config:
         raise FormatError(f"says {heads} heads and {layers} layers", path=path)
     # Megatron-LM's num_query_groups is 1 if nobody asked for groups.
     has_groups = args.get("group_query_attention", args.get("num_query_groups") is not None)
-    zero_centered = args.get("layernorm_zero_centered_gamma", args.get("apply_layernorm_1p"))
-    if zero_centered is True and (
+    zero_centered = (args.get(key) for key in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
+    if True in zero_centered and (
         args.get("swiglu") is True or (is_bridge and "emma" not in str(args.get("_target_")))
     ):
         raise SourceError(
