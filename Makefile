@@ -173,8 +173,9 @@ launchers: install
 # bring forty packages, so they have a place of their own; the last ones come alone, because the rest of what they need is installed.
 loggers: install
 	$(PIP) --target build/loggers wandb mlflow-skinny tensorboard
-	$(PIP) --target build/loggers --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
-	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py tests/runs/test_zero.py
+	$(PIP) --target build/loggers --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo megatron-core
+	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py tests/runs/test_zero.py \
+		tests/runs/test_megatron.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

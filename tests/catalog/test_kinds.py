@@ -30,12 +30,7 @@ from tests.harness.pool import RankPool
 #: Public layouts: words of the name → directories, each with its files. A name that ends in a slash is a folder.
 DIRECTORIES: dict[str, list[list[str]]] = {
     "NeMo": [["context/", "weights/"]],
-    "Megatron-LM checkpoint": [
-        ["latest_checkpointed_iteration.txt", "iter_0000003/"],
-        ["mp_rank_00/"],
-        ["mp_rank_00_001/"],
-    ],
-    "Megatron-LM checkpoint (torch_dist)": [[".metadata", "common.pt", "metadata.json", "__0_0.distcp"]],
+    "Megatron-LM checkpoint (a file for each rank)": [["mp_rank_00/"], ["mp_rank_00_001/"]],
     "a verl run": [["latest_checkpointed_iteration.txt", "global_step_100/", "global_step_200/"]],
     "Accelerate checkpoint of FSDP1's flat parameters": [
         [
@@ -61,8 +56,8 @@ DIRECTORIES: dict[str, list[list[str]]] = {
 }
 FILES: dict[str, list[tuple[str, bytes]]] = {
     "NeMo": [("model.nemo", b"x" * 99)],
-    "Megatron-LM checkpoint": [("model_optim_rng.pt", b"PK\x03\x04" + b"x" * 99)],
-    "Megatron-LM checkpoint (torch_dist)": [("common.pt", b"PK\x03\x04" + b"x" * 99)],
+    "Megatron-LM checkpoint (a file for each rank)": [("model_optim_rng.pt", b"PK\x03\x04" + b"x" * 99)],
+    "what the ranks of a Megatron-LM checkpoint share": [("common.pt", b"PK\x03\x04" + b"x" * 99)],
     "DeepSpeed checkpoint (ZeRO)": [
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"PK\x03\x04"),
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"PK\x03\x04"),

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.integrations._trainer_data import DataPlace
+from tests.runs._megatron_layout import args_of, megatron_of
+from tests.runs._megatron_layout import write as write_megatron
 from tests.runs._zero_layout import write
 
 __all__ = ["Net", "data_loader", "make_model", "make_seeds", "state_of"]
@@ -109,6 +112,7 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _pickles(folder("torch_file"), folder("torch_index"))
         _rank_files(folder("rank_files"))
         _zero(folder("zero"))
+        _megatron(folder("megatron"))
         _dcp(folder("dcp"))
         _full_state(folder("full_state"))
         _trainer(folder("trainer"))
@@ -130,6 +134,17 @@ def _zero(folder: Path) -> None:
     }
     for stage in (2, 3):
         write(folder / f"zero-{stage}", stage, 2, torch.bfloat16, groups, moments, **rest)
+
+
+def _megatron(folder: Path) -> None:
+    """A model of two layers, with groups of queries and a padded vocabulary."""
+    sizes = {"hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = SimpleNamespace(**sizes, head_dim=2)
+    layer = {f"self_attn.{x}_proj.weight": torch.ones(rows, 4) for x, rows in (("q", 4), ("k", 2), ("v", 2))}
+    layer |= {f"mlp.{x}_proj.weight": torch.ones(6, 4) for x in ("gate", "up")}
+    hub = {f"model.layers.{k}.{name}": t for k in range(2) for name, t in layer.items()}
+    hub |= {"model.embed_tokens.weight": torch.ones(5, 4), "model.norm.weight": torch.ones(4)}
+    write_megatron(folder / "iter_0000100", megatron_of(hub, config, 16), args_of(config, 16, vocab_size=5))
 
 
 def _rank_files(folder: Path) -> None:

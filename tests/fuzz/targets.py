@@ -240,6 +240,15 @@ def _zero(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(file, mutate_archive(rng, _bytes(seeds["zero"] / folder / "global_step2" / file.name)))
 
 
+@target(60, open_catalog)
+def _megatron(rng: random.Random, seeds: Seeds, place: Path) -> None:
+    folder = seeds["megatron"] / "iter_0000100"
+    copied(folder, place)
+    name = rng.choice(("common.pt", ".metadata", "metadata.json", "__0_0.distcp"))
+    mutate = mutate_archive if name == "common.pt" else mutate_bytes
+    replaced(place / name, mutate(rng, _bytes(folder / name)))
+
+
 @target(10, lambda place: open_catalog(place / "model.pt"))
 def _torch_legacy(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "model.pt", mutate_bytes(rng, _bytes(seeds["torch_file"] / "legacy.pt")))

@@ -262,6 +262,12 @@ _RECORDS = (
     (_METADATA, "TensorProperties"),
     (_METADATA, "ChunkStorageMetadata"),
     (_METADATA, "StorageMeta"),
+    # Megatron-core keeps the plans of its save.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
     (_METADATA, "MetadataIndex"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )

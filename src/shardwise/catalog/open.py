@@ -20,6 +20,7 @@ from .records import (
     Catalog,
     is_torch_file,
     kind_of,
+    megatron_folder,
     rank_files_in,
     refuse_below,
     refuse_foreign,
@@ -106,6 +107,10 @@ def _open(root: str, model: str | None, choice: Choice) -> Catalog:
         from .zero import read_zero
 
         return read_zero(of_zero).catalog
+    if (of_megatron := megatron_folder(root)) is not None:
+        from .megatron import read_megatron
+
+        return read_megatron(of_megatron).catalog
     if is_file(os.path.join(root, METADATA_NAME)):
         found = _of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.

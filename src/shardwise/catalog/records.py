@@ -350,10 +350,11 @@ _RESTORED = "load, inspect, diff, export, convert, restore"
 _LOADED = "load, inspect, diff, export, convert"
 _CONVERT = "It records no digests. Convert it first: shardwise convert {path} OUT --to checkpoint"
 
-_MEGATRON = (
-    "Export it with Megatron Bridge: AutoBridge.from_hf_pretrained(HUB_ID).export_ckpt('{folder}', OUT), or with "
-    "Megatron-LM's tools/checkpoint/convert.py; then give OUT"
-)
+#: The file by which a directory is one step of Megatron-core's distributed checkpoints.
+MEGATRON_FILE = "metadata.json"
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+#: Key of a catalog's metadata: the vocabulary was padded to the next multiple of this.
+VOCABULARY_MULTIPLE = "shardwise.vocabulary_multiple"
 
 #: The file that lists a pipeline's components.
 PIPELINE_NAME = "model_index.json"
@@ -374,6 +375,19 @@ ZERO = Kind(
     instead=_CONVERT,
 )
 
+MEGATRON = Kind(
+    name="a Megatron-LM checkpoint (torch_dist)",
+    marks=(r"\.metadata", re.escape(MEGATRON_FILE)),
+    works=_RESTORED,
+    instead=_CONVERT,
+)
+MEGATRON_RUN = Kind(
+    name="a run of Megatron-LM",
+    marks=(rf"{re.escape(_MEGATRON_LATEST)}|latest_train_state\.pt|iter_\d{{7}}",),
+    works=_RESTORED,
+    instead=_CONVERT,
+)
+
 #: In this order: the first whose marks are all there.
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -388,16 +402,18 @@ KINDS: tuple[Kind, ...] = (
         instead="Give the folder of one of its models, such as {path}/global_step_N/actor",
     ),
     Kind(
-        name="a Megatron-LM checkpoint",
-        marks=(r"latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*|iter_\d{7}",),
+        name="a Megatron-LM checkpoint (a file for each rank)",
+        marks=(r"mp_rank_\d+(_\d+)*",),
         file=r"model_optim_rng\.pt|distrib_optim\.pt",
-        instead=_MEGATRON,
+        instead="Let Megatron-LM convert it: start the run once with --load RUN --ckpt-convert-format torch_dist --ckpt-convert-save OUT; then "
+        "give OUT",
     ),
+    MEGATRON_RUN,
+    MEGATRON,
     Kind(
-        name="a Megatron-LM checkpoint (torch_dist)",
-        marks=(r"common\.pt", r"metadata\.json"),
+        name="what the ranks of a Megatron-LM checkpoint share",
         file=r"common\.pt",
-        instead=_MEGATRON,
+        instead="Give its directory: {folder}",
     ),
     ZERO,
     Kind(
@@ -631,6 +647,31 @@ def zero_folder(path: str) -> str | None:
         folder, names = inside(path, tag), _names(inside(path, tag))
     is_universal = "zero" in names and any(map(ZERO_FILE.fullmatch, names))
     return folder if is_universal or any(name.endswith("_optim_states.pt") for name in names) else None
+
+
+def megatron_folder(path: str) -> str | None:
+    """The folder of one step of Megatron-core: ``path``, or the one below it that Megatron saved last; None if there is none.
+
+    Lists the folders. Raises :class:`SourceError` if that folder isn't there, or is of another kind.
+    """
+    names = _names(path)
+    kind = kind_in(names)
+    if kind not in (MEGATRON, MEGATRON_RUN):
+        return None
+    folder = path.rstrip("/")
+    if kind is MEGATRON:
+        return folder
+    steps = [name for name in names if re.fullmatch(r"iter_\d{7}|release", name)]
+    last = max(steps, default="", key=lambda name: (name != "release", name))
+    if _MEGATRON_LATEST in names:
+        said = read_small(join(path, _MEGATRON_LATEST), f"Megatron's {_MEGATRON_LATEST}", 1024)
+        tag = said.decode(errors="replace").strip()
+        last = f"iter_{tag:>07}" if re.fullmatch(r"\d{1,7}", tag) else tag
+    folder = inside(path, last or "iter_0000000")
+    refuse_foreign(folder)
+    if kind_in(_names(folder)) is not MEGATRON:
+        raise SourceError(f"has no {MEGATRON_FILE}, which the last step of {path} should have", path=folder)
+    return folder
 
 
 def refuse_foreign(path: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named, refuse_referred
+from ..catalog.megatron import without_padding
 from ..catalog.open import open_catalog
 from ..catalog.quantized import method_of_config
 from ..catalog.records import Catalog, StoredTensor
@@ -134,7 +135,10 @@ class StoredJob(Job):
         except SourceError as error:
             self._files.close()
             raise self._unless_deleted(error) from error
-        self.stem = stem_of(json.loads(self._documents.get("config.json", "{}")))
+        config_json = json.loads(self._documents.get("config.json", "{}"))
+        self.stem = stem_of(config_json)
+        if isinstance(tokens := config_json.get("vocab_size"), int):
+            self._catalog = without_padding(self._catalog, ((name, tokens) for name in self._catalog.tensors))
         self._stored: StoredModel = as_stored(self._catalog)
         self._sums = {name: 0 for name in self._catalog.tensors if name in self._catalog.digests}
         self._summed_in_parts: Collection[str] = ()

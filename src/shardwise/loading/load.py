@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..catalog.megatron import without_padding
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, Coded, packed_catalog, unpacked_catalog
 from ..catalog.weights import Choice as WeightsChoice
@@ -640,6 +641,8 @@ def plan_load(
 ) -> Planned:
     """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
     layout = live.layout(rank=rank)
+    rows = ((name, w.shape[0]) for w in layout.wanted if w.shape for name in (w.name, *w.aliases))
+    catalog = without_padding(catalog, rows)
     matched = match_rules(catalog, layout.wanted, rules)
     matched.problems += _unfilled_buffers(live, {d.name for d in matched.initialized} | matched.grown.keys())
     return Planned(build_plan(catalog, layout, matched, io), live, catalog, matched, io)

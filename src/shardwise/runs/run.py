@@ -22,6 +22,7 @@ from ..catalog.checkpoint import (
     refuse_referred,
 )
 from ..catalog.dcp import UNKNOWN_ENTRIES
+from ..catalog.megatron import without_padding
 from ..catalog.records import Catalog, StoredFile, StoredTensor
 from ..checkpoint.optimizer import StoredStates, trained_by
 from ..checkpoint.receivers import Receiver, check_documents
@@ -234,6 +235,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     """The tensors of a transformers model on meta, proved complete, in their stored dtypes."""
     hub = hub_rules(model)
     named = [t for t in named_tensors(model) if t.persistent]
+    catalog = without_padding(catalog, ((n, len(t.tensor)) for t in named if t.tensor.ndim for n in t.names))
     known = {name for t in named for name in t.names}
     prefix = _prefix_in(catalog, named) if has_module_names(catalog) or catalog.kind == "torch" else ""
     # DCP's safetensors writer takes any names: transformers gives it module names, torchtitan hub names.

@@ -27,6 +27,8 @@ from ..catalog.pickles import Names, Record
 from ..catalog.quantized import OpenFile, open_file
 from ..catalog.records import (
     FULL_STATE_STEM,
+    MEGATRON,
+    MEGATRON_RUN,
     METADATA_NAME,
     Catalog,
     Kind,
@@ -34,6 +36,7 @@ from ..catalog.records import (
     StoredTensor,
     kind_below,
     kind_of,
+    megatron_folder,
     rank_files_in,
     refuse_below,
     refuse_foreign,
@@ -52,6 +55,7 @@ from ..storage import is_directory, is_file, looking_once, names_in
 from .history import ranks_of
 
 if TYPE_CHECKING:
+    from ..catalog.megatron import MegatronCheckpoint
     from ..catalog.zero import ZeroCheckpoint
 
 # ----------------------------------------------------------------------------------------------------
@@ -462,6 +466,9 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     refuse_foreign(root)
     if (folder := zero_folder(root)) is not None:
         return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_zero=True)
+    if kind_of(root) in (MEGATRON, MEGATRON_RUN) and not holds_model(root):
+        folder = megatron_folder(root) or root
+        return ThirdPartyRun(root, (folder,), (folder,), kind_of(root), is_megatron=True)
     models = _sources(root, FULL_STATE_STEM)
     if not models and (is_file(root) or holds_model(root)):
         models = (root,)
@@ -522,15 +529,20 @@ class ThirdPartyRun:
     kind: Kind | None = None
     is_zero: bool = False
     """Whether it's of DeepSpeed ZeRO: one folder has the files of model and optimizer."""
+    is_megatron: bool = False
+    """Whether it's of Megatron-core."""
     _read: dict[str, DcpCheckpoint] = field(default_factory=dict, repr=False)
     _plain: dict[str, Mapping[Any, Any]] = field(default_factory=dict, repr=False)
     _zeros: list[ZeroCheckpoint] = field(default_factory=list, repr=False)
+    _megatrons: list[MegatronCheckpoint] = field(default_factory=list, repr=False)
 
     def model(self, k: int) -> Catalog:
         """The k-th model, under module names (or hub names, if there is only a hub directory)."""
         source = self.models[k]
         if self._zero is not None:
             return self._zero.catalog
+        if self._megatron is not None:
+            return self._megatron.catalog
         found = model_in(self._dcp(source)) if _has(source, METADATA_NAME) else None
         if found is None or not found.tensors:
             found = open_catalog(source)
@@ -542,6 +554,8 @@ class ThirdPartyRun:
         found: list[tuple[str, str]] = []
         if self._zero is not None and self._zero.optimizer is None:
             return ()
+        if self._megatron is not None:
+            return ((self.models[0], ""),) if self._megatron.moments else ()
         for source in self.optimizers:
             heads = optimizers_in(self._dcp(source)) if _has(source, METADATA_NAME) else ("",)
             found += [(source, head) for head in heads]
@@ -555,6 +569,12 @@ class ThirdPartyRun:
         source, head = stored[k]
         if self._zero is not None and self._zero.optimizer is not None:
             return _as_torchs(_of_state_dict(self._zero.optimizer(), self._zero.catalog.files, source))
+        if (megatron := self._megatron) is not None:
+            catalog = replace(megatron.catalog, tensors=megatron.moments)
+            owners = {StateKey.of(name).parameter for name in megatron.moments}
+            steps = {owner: {"step": torch.tensor(float(megatron.updates))} for owner in owners}
+            # Groups are numbers of ranks' own parameters: this run's settings count.
+            return StoredOptimizer(catalog, steps, None, {owner: {} for owner in owners})
         if is_file(source):
             return _of_state_dict(*read_torch_file(source), source)
         return _of_dcp(self._dcp(source), head)
@@ -565,6 +585,11 @@ class ThirdPartyRun:
         return f"{self.path} {why}" if "DeepSpeed" in why else ""
 
     def _no_optimizer(self, k: int) -> str:
+        if self._megatron is not None:
+            return (
+                "contains no optimizer of Megatron that can be read: of models without experts one can be that has its states in the shapes of "
+                "parameters (--dist-ckpt-optim-fully-reshardable)"
+            )
         others = [name for name in _listed(self.path) if _FOREIGN_OPTIMIZER.fullmatch(name)] if k == 0 else []
         if others:
             return f"contains no optimizer that can be read ({', '.join(others[:3])} of DeepSpeed can't be)"
@@ -621,6 +646,8 @@ class ThirdPartyRun:
         for dcp in self._dcps:
             if (step := step_in(dcp)) is not None:
                 return step
+        if self._megatron is not None and self._megatron.step is not None:
+            return self._megatron.step
         if "global_step" in self._meta:
             return count_of_steps(
                 self._meta["global_step"], "global_step", os.path.join(self.path, _META_NAME)
@@ -634,6 +661,8 @@ class ThirdPartyRun:
         """The number of ranks that wrote the run; 0 for a full state alone, which doesn't record it."""
         if self._zero is not None:
             return self._zero.world_size
+        if self._megatron is not None:
+            return self._megatron.world_size
         files = {os.path.basename(f.path) for f in self.model(0).files}
         if stem_of_ranks(next(iter(files), "")):
             return len(files)
@@ -704,7 +733,7 @@ class ThirdPartyRun:
     @property
     def _dcps(self) -> Iterator[DcpCheckpoint]:
         """The DCP directories with models or optimizers, each read when it is come to."""
-        sources = dict.fromkeys((*self.models, *self.optimizers))
+        sources = {} if self.is_megatron else dict.fromkeys((*self.models, *self.optimizers))
         return (self._dcp(source) for source in sources if _has(source, METADATA_NAME))
 
     @property
@@ -715,6 +744,15 @@ class ThirdPartyRun:
 
             self._zeros.append(read_zero(self.models[0]))
         return self._zeros[0] if self._zeros else None
+
+    @property
+    def _megatron(self) -> MegatronCheckpoint | None:
+        """What Megatron-core saved, read when it's first asked for; None in other runs."""
+        if self.is_megatron and not self._megatrons:
+            from ..catalog.megatron import read_megatron
+
+            self._megatrons.append(read_megatron(self.models[0]))
+        return self._megatrons[0] if self._megatrons else None
 
     def _dcp(self, source: str) -> DcpCheckpoint:
         if source not in self._read:
