@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise as sw
+from shardwise.errors import CheckpointError
 
 VOCABULARY, LENGTH, SEQUENCES = 64, 12, 64
 
@@ -61,6 +62,13 @@ def sample(model: Any, seed: int) -> torch.Tensor:
     return ids
 
 
+def is_done(out: Path) -> bool:
+    """Whether the trainer is done, as rank 0 sees it: all ranks go the same way."""
+    found = torch.tensor(int((out / "done").exists()))
+    dist.broadcast(found, src=0)
+    return bool(found)
+
+
 def engine(out: Path) -> None:
     """Pull, sample, write; until the trainer says that it is done."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -68,8 +76,12 @@ def engine(out: Path) -> None:
     while not (out / "url").exists():
         time.sleep(0.1)
     receiver = sw.WeightReceiver(model, (out / "url").read_text())
-    while not (out / "done").exists():
-        report = receiver.pull(wait_s=60)
+    while not is_done(out):
+        try:
+            report = receiver.pull(wait_s=5)
+        except CheckpointError as error:  # the trainer is away
+            print(error, flush=True)
+            continue
         if report is None:
             continue
         ids = sample(model, seed=report.version)
@@ -130,9 +142,9 @@ def trainer(out: Path, steps: int, port: int) -> None:
             if dist.get_rank() == 0:
                 with (out / "rewards.txt").open("a") as file:
                     file.write(f"{step} {reward}\n")
+        if dist.get_rank() == 0:
+            write_whole(out / "done", b"")
         dist.barrier()
-    if dist.get_rank() == 0:
-        write_whole(out / "done", b"")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -37,11 +37,13 @@ SHAPES = {"rows": (301, 40), "columns": (7, 1000), "vector": (513,), "scalar": (
 STILL_S = 120.0
 
 
-def values(name: str, version: int) -> torch.Tensor:
-    """All elements of a tensor at a version; about one in 25 differs from the version before."""
+def values(name: str, version: int, life: int) -> torch.Tensor:
+    """All elements of a tensor at a version of a trainer's life; about one in 25 differs from the version before."""
     shape = SHAPES[name]
+    if name == "scalar":
+        return torch.tensor(float(life), dtype=torch.bfloat16)
     index = torch.arange(int(torch.Size(shape).numel()))
-    changed = (index % 50 == version % 50) * version
+    changed = (index % 50 == version % 50) * version + life % 7
     return ((index * 31 + len(name)) % 997 + changed).to(torch.bfloat16).view(shape)
 
 
@@ -50,20 +52,23 @@ def main(role: str, *arguments: str) -> int:
     return {"trainer": trainer, "engine": engine}[role](*arguments)
 
 
-def trainer(rank: str, world: str, store: str, url: str, progress: str, versions: str) -> int:
+def trainer(rank: str, world: str, store: str, url: str, progress: str, versions: str, life: str) -> int:
     """Publish versions after the last one that was published, to the last; then wait to be killed."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     model = nn.Module()
     for name in SHAPES:
-        model.register_parameter(name, nn.Parameter(values(name, 0), requires_grad=False))
+        model.register_parameter(name, nn.Parameter(values(name, 0, 0), requires_grad=False))
     model.get_parameter("rows").requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (int(world),)), ignored_params={model.scalar})
     with sw.WeightSender(model, url=url, timeout_s=20) as sender:
-        for version in range(int(Path(progress).read_text()) + 1, int(versions) + 1):
+        first = (
+            int(Path(progress).read_text()) - 2
+        )  # as after a resume: the last numbers come again, with other values
+        for version in range(max(1, first), int(versions) + 1):
             with torch.no_grad():
                 for name in SHAPES:
                     parameter = model.get_parameter(name)
-                    whole = values(name, version)
+                    whole = values(name, version, int(life))
                     if isinstance(parameter, DTensor):
                         own = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
                         parameter.to_local().copy_(own.to_local())
@@ -102,7 +107,7 @@ def engine(rank: str, world: str, store: str, url: str, flips: str, versions: st
                 return 3  # a rank of this engine is gone
             report = None
         for name, tensor in mine.items() if receiver.version is not None else ():
-            whole = values(name, receiver.version)
+            whole = values(name, receiver.version, int(mine["scalar"]))
             if isinstance(tensor, DTensor):
                 whole = distribute_tensor(whole, mesh, tensor.placements).to_local()
                 tensor = tensor.to_local()
@@ -172,7 +177,14 @@ def run(versions: int, seed: int, folder: Path) -> dict[str, int]:
     counts = {"kills of a trainer": 0, "kills of an engine": 0, "pauses": 0}
 
     def start_trainer() -> None:
-        trainers.start("trainer", generator.choice([1, 2, 3]), url, str(progress), str(versions))
+        trainers.start(
+            "trainer",
+            generator.choice([1, 2, 3]),
+            url,
+            str(progress),
+            str(versions),
+            str(trainers.starts + 1),
+        )
 
     def start_engine(k: int) -> None:
         engines[k].start("engine", k + 1, url, "0.02", str(versions), str(generator.randrange(1000)))

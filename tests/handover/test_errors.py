@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, PlanError, StateError
+from shardwise.handover import sender as handover
 from shardwise.handover.changes import apply, encoded
 from shardwise.handover.layout import Snapshot
-from shardwise.handover.links import Address, Asker
+from shardwise.handover.links import PIECE_BYTES, Address, Asker, _in_pieces
 
 
 def _model() -> nn.Module:
@@ -103,6 +107,119 @@ def test_a_url_is_parsed_without_telling_the_secret() -> None:
         assert "hush" not in str(caught.value)
 
 
+def test_a_trainer_that_was_replaced_is_planned_for_again() -> None:
+    """The new one holds other tensors in another order, and publishes the same version."""
+
+    def model(order: tuple[str, ...], value: float) -> nn.Module:
+        found = nn.Module()
+        for k, name in enumerate(order):
+            found.register_parameter(name, nn.Parameter(torch.full((40,), float(value + k))))
+        return found
+
+    engine = {"a": torch.zeros(40), "b": torch.zeros(40)}
+    with sw.WeightSender(model(("a", "b"), 1)) as first:
+        url = first.url
+        first.publish(5)
+        receiver = sw.WeightReceiver(engine, url, carry="tcp")
+        receiver.pull()
+        plan = receiver._plan
+        assert plan is not None
+    with sw.WeightSender(model(("b", "a"), 7), url=url) as second:
+        second.publish(5)
+        assert receiver._take_all(plan, 5, [])[0] == "gone", "between two questions of one pull"
+        assert receiver.pull() is not None, "the version has the same number, and is another one"
+        receiver.verify()
+    assert (engine["a"][0], engine["b"][0]) == (8, 7)
+
+
+def test_a_model_that_was_changed_is_noticed_on_both_sides() -> None:
+    trainer, engine = nn.Conv2d(4, 8, 3), nn.Conv2d(4, 8, 3)
+    with sw.WeightSender(trainer) as sender:
+        receiver = sw.WeightReceiver(engine, sender.url, carry="tcp")
+        sender.publish(1)
+        receiver.pull()
+        engine.to(memory_format=torch.channels_last)
+        sender.publish(2)
+        receiver.pull()
+        assert torch.equal(engine.weight, trainer.weight)
+        engine.load_state_dict({n: torch.zeros_like(t) for n, t in engine.state_dict().items()}, assign=True)
+        with pytest.raises(IntegrityError, match="was changed since version 2"):
+            receiver.verify()
+        sender.publish(3)
+        receiver.pull()
+        receiver.verify()
+        assert torch.equal(engine.weight, trainer.weight)
+        trainer.to(memory_format=torch.channels_last)
+        with pytest.raises(StateError, match="'weight' has another shape, dtype or layout"):
+            sender.publish(4)
+        assert receiver.pull() is None
+
+
+def test_tensors_on_meta_in_a_mapping_are_refused(sender: sw.WeightSender) -> None:
+    with pytest.raises(ValueError, match="1 tensors of the mapping are on meta"):
+        sw.WeightReceiver({"0.weight": torch.empty(30, 40, device="meta")}, sender.url)
+
+
+def test_a_cast_is_verified_too(sender: sw.WeightSender) -> None:
+    sender.publish(1)
+    engine = {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in _mapping(_model()).items()}
+    receiver = sw.WeightReceiver(engine, sender.url)
+    with pytest.raises(StateError, match="no version is on"):
+        receiver.verify()
+    receiver.pull()
+    receiver.verify()
+    engine["0.weight"] += 1
+    with pytest.raises(IntegrityError, match="was changed since version 1"):
+        receiver.verify()
+
+
+def test_a_version_that_is_overwritten_on_its_way_is_not_damage() -> None:
+    """A link that ends before the last piece: never the right number of wrong bytes."""
+
+    def payload() -> Iterator[memoryview]:
+        yield memoryview(bytes(PIECE_BYTES))
+        raise ConnectionError("the version was overwritten")
+
+    with pytest.raises(ConnectionError):
+        assert list(_in_pieces(payload())) == []
+    sizes = [len(piece) for piece in _in_pieces([memoryview(bytes(PIECE_BYTES + 5)), memoryview(b"abc")])]
+    assert sizes == [PIECE_BYTES, 8]
+
+
+def test_versions_that_are_overwritten_too_fast_are_an_error(sender: sw.WeightSender) -> None:
+    sender.publish(1)
+    receiver = sw.WeightReceiver(_mapping(_model()), sender.url, carry="tcp")
+    for slot in sender._slots:
+        slot.version = None  # as while they are written
+    with pytest.raises(CheckpointError, match="overwritten faster than they are pulled"):
+        receiver.pull()
+
+
+def test_a_closed_sender_has_given_its_memory_back() -> None:
+    before = _shared_kib()
+    sender = sw.WeightSender(nn.Linear(2000, 2000))
+    sender.publish(1)
+    assert _shared_kib() - before > 15_000
+    sender.close()
+    sender.close()
+    assert _shared_kib() - before < 1_000
+    with pytest.raises(StateError, match="was closed"):
+        sender.publish(2)
+    taken = socket.create_server(("127.0.0.1", 0))
+    before_fds = len(os.listdir("/proc/self/fd"))
+    with taken, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "_PATIENCE_S", 0.3)
+        url = f"shardwise://127.0.0.1:{taken.getsockname()[1]}/word"
+        with pytest.raises(CheckpointError, match="can't listen"):
+            sw.WeightSender(nn.Linear(4, 4), url=url)
+        assert len(os.listdir("/proc/self/fd")) == before_fds
+
+
+def _shared_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssShmem:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
 def test_tensors_that_do_not_fit_are_listed(sender: sw.WeightSender) -> None:
     sender.publish(1)
     engine = _mapping(_model())
@@ -123,7 +240,7 @@ def test_tensors_that_do_not_fit_are_listed(sender: sw.WeightSender) -> None:
 def test_weights_on_meta_are_not_published() -> None:
     with sw.meta_init():
         model = _model()
-    with sw.WeightSender(model) as sender, pytest.raises(StateError, match="are on meta"):
+    with sw.WeightSender(model) as sender, pytest.raises(StateError, match="is on meta"):
         sender.publish(1)
 
 
@@ -142,10 +259,12 @@ def test_unknown_requests_and_reads_outside_are_refused(sender: sw.WeightSender)
         {"ask": "register", "plan": "a", "reads": 7},
     ):
         if question.get("plan") == "none":
-            assert asker.ask(question | {"reads": [0, 1], "version": 1, "have": None})[0] == {"unknown": True}
+            more = {"run": sender._run, "reads": [0, 1], "version": 1, "have": None}
+            assert asker.ask(question | more)[0] == {"unknown": True}
+            assert asker.ask(question | more | {"run": "other"})[0] == {"gone": True}
             continue
         with pytest.raises(CheckpointError, match="Error"):
-            asker.ask(question)
+            asker.ask(question | {"run": sender._run} if question else question)
     asker.close()
 
 

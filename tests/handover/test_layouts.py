@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise as sw
+from shardwise.errors import RankError
 from tests.handover import _fns as fns
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
@@ -94,3 +97,43 @@ def test_a_model_of_transformers_is_filled(root: Path, engine: str) -> None:
     assert (
         torch.equal(model(input_ids=ids).logits, trainer(input_ids=ids).logits) or engine == "tensor parallel"
     )
+
+
+@on_ranks(2)
+def test_an_engine_under_fsdp_computes_with_what_it_pulled(root: Path) -> None:
+    """A forward leaves gathered parameters behind, which aren't the ones that a pull fills."""
+    source = root / "qwen3"
+    trainer, model = sw.load_pretrained(source, fns.mesh()), fns.built(source)
+    sw.shard(model, fns.mesh())
+    model.eval()
+    ids = torch.arange(8)[None]
+    with sw.WeightSender(trainer) as sender, torch.no_grad():
+        receiver = sw.WeightReceiver(model, sender.url)
+        for version in (1, 2, 3):
+            fns.change(trainer, version)
+            sender.publish(version)
+            receiver.pull()
+            assert torch.equal(model(input_ids=ids).logits, trainer(input_ids=ids).logits), version
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_version_that_a_rank_could_not_publish_is_nobodys() -> None:
+    model = nn.Linear(30, 20)
+    engine = {n: torch.zeros_like(t) for n, t in model.state_dict().items()}
+    with sw.WeightSender(model) as sender:
+        receiver = sw.WeightReceiver(engine, sender.url)
+        for version in (4, 5):
+            sender.publish(version)
+        with pytest.raises(RankError):
+            sender.publish(6 + dist.get_rank())
+        assert receiver.pull().version == 5
+        with torch.no_grad():
+            model.weight.fill_(3)
+        sender.publish(6)
+        assert receiver.pull(wait_s=5).version == 6
+        assert (engine["weight"] == 3).all()
+        # The time is over for all ranks at once, whenever each of them came.
+        time.sleep(0.2 * dist.get_rank())
+        assert receiver.pull(wait_s=0.3) is None
+        dist.barrier()

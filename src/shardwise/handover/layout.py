@@ -122,6 +122,11 @@ class Snapshot:
         return torch.as_strided(typed, [n for n, _ in loops], [s for _, s in loops], first)
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a plan of strided copies takes for granted of a local tensor."""
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 def bytes_of(elements: torch.Tensor) -> torch.Tensor:
     """The bytes of elements on the CPU in row-major order, flat; a copy unless they are contiguous."""
     return elements.contiguous().reshape(-1).view(torch.uint8)

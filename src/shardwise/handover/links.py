@@ -40,13 +40,15 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Raises :class:`ValueError`, without the secret in its text."""
+        seen = "something else"
         with contextlib.suppress(ValueError):
             parts = urlsplit(url)
-            if parts.scheme == "shardwise" and parts.hostname and parts.port and len(parts.path) > 1:
-                return cls(parts.hostname, parts.port, parts.path[1:])
-        raise ValueError(
-            f"expected a sender's url, shardwise://host:port/secret, got {url.rpartition('/')[0]!r} and a last part"
-        )
+            seen = f"{parts.scheme or 'no scheme'} with host {parts.hostname} and port {parts.port}"
+            secret = parts.path.removeprefix("/")
+            is_plain = not ("/" in secret or parts.query or parts.fragment or parts.username)
+            if parts.scheme == "shardwise" and parts.hostname and parts.port and secret and is_plain:
+                return cls(parts.hostname, parts.port, secret)
+        raise ValueError(f"expected a sender's url, shardwise://host:port/secret, got {seen}")
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -83,6 +85,10 @@ class Listener(Server):
     ) -> None:
         self._answer_to = answer
         super().__init__(_NoFiles(), secret.encode(), address, timeout_s, port)
+
+    def leave(self) -> None:
+        """In a fork: close the copy of the port, which stays open in the parent."""
+        self._socket.close()
 
     def _answer(self, link: socket.socket, requests: Seal, replies: Seal) -> None:
         until = time.monotonic() + self._timeout_s
@@ -127,11 +133,13 @@ class Asker(Reader):
         self._unread = nbytes
         return said, nbytes
 
-    def take(self, view: memoryview) -> None:
+    def take(self, view: memoryview, on_progress: Callable[[int], object]) -> None:
         """Fill ``view`` with all of the bytes that follow the answer."""
         assert view.nbytes == self._unread
         while self._unread:
-            view = view[self._next_piece("weights", view).nbytes :]
+            nbytes = self._next_piece("weights", view).nbytes
+            on_progress(nbytes)
+            view = view[nbytes:]
 
 
 def _in_pieces(payload: Payload) -> Iterator[memoryview]:
@@ -140,12 +148,14 @@ def _in_pieces(payload: Payload) -> Iterator[memoryview]:
     for part in payload:
         at = 0
         while at < part.nbytes:
+            if (
+                filled == PIECE_BYTES
+            ):  # not before more has come: a payload that can't be finished must not arrive whole
+                yield memory
+                filled = 0
             count = min(PIECE_BYTES - filled, part.nbytes - at)
             memory[filled : filled + count] = part[at : at + count]
             at, filled = at + count, filled + count
-            if filled == PIECE_BYTES:
-                yield memory
-                filled = 0
     if filled:
         yield memory[:filled]
 

@@ -7,7 +7,9 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, Literal
 
@@ -15,10 +17,10 @@ import torch
 import xxhash
 from torch import nn
 
-from ..catalog.records import Catalog, StoredTensor
+from ..catalog.records import Catalog
 from ..dtypes import itemsize, torch_dtype
-from ..engine.engine import Destination
-from ..errors import CheckpointError, IntegrityError, PlanError
+from ..engine.engine import Destination, fill
+from ..errors import CheckpointError, IntegrityError, PlanError, StateError
 from ..loading.load import Names, plan_load, resolve_names
 from ..models.meta import default_device, materialize
 from ..names import patterns_of
@@ -31,9 +33,11 @@ from ..ranks.ranks import Ranks, host_key
 from ..tensors.live import LiveModel, describe
 from ..tensors.placements import geometry_of
 from .changes import apply, words_of
-from .layout import Snapshot, bytes_of, tensors_from
+from .layout import Snapshot, bytes_of, layout_of, tensors_from
 from .links import Address, Asker
 
+#: How often bytes may arrive damaged, or be overwritten on the way when there is no time left.
+_TRIES = 3
 #: Of a request, counted as if all came whole.
 _BATCH_BYTES = 64 * 1024**2
 #: Between two questions for a newer version.
@@ -69,12 +73,16 @@ class _Source:
     files: Sequence[str]
     """The sender's snapshots as files, if this rank can open them."""
 
-    def described(self) -> list[Any]:
-        """The reads as the sender wants them."""
-        return [
-            [t.source_dtype, t.offset_bytes, [[loop.size, loop.source_stride] for loop in t.loops]]
-            for t in self.reads
-        ]
+
+@frozen
+class _Plan:
+    """What this rank takes from a sender, for tensors that are laid out like this."""
+
+    run: str
+    """Of the sender: one that was restarted has another."""
+    sources: Sequence[_Source]
+    tensors: int
+    layouts: Mapping[str, object]
 
 
 @frozen
@@ -88,12 +96,21 @@ class _Taken:
     changed: int
 
 
+@frozen
+class _On:
+    """The version that is on: the sender's run, and for each source the checksums of what is live."""
+
+    version: int
+    run: str
+    sums: Sequence[tuple[_Source, Sequence[int]]]
+
+
 class WeightReceiver:
     """Receive versions of a model's weights from a trainer's :class:`WeightSender`.
 
     Args:
-        model: the engine's model, in any layout, or a mapping of tensors by hub name (plain tensors or DTensors). Every tensor
-            must be in what the sender publishes, as in :func:`load`. Tensors on meta are allocated by the first :meth:`pull`.
+        model: the engine's model, in any layout, or a mapping of tensors by hub name (plain tensors or DTensors, all with memory). Every
+            tensor must be in what the sender publishes, as in :func:`load`. A model's tensors on meta are allocated by the first :meth:`pull`.
         url: the sender's ``url``. It is contacted by the first :meth:`pull`.
         names, key_mapping, allow_unused: as in :func:`load`.
         device: where tensors on meta are allocated. Default: the mesh's device, otherwise the CPU.
@@ -119,72 +136,81 @@ class WeightReceiver:
     ) -> None:
         if carry not in ("auto", "tcp", "memory"):
             raise ValueError(f"carry must be 'auto', 'tcp' or 'memory', got {carry!r}")
-        self.version: int | None = None
-        """The version that is switched on; None before the first."""
+        if not isinstance(model, nn.Module) and (empty := [n for n, t in model.items() if t.is_meta]):
+            raise ValueError(
+                f"{len(empty)} tensors of the mapping are on meta, e.g. {empty[0]!r}: give them memory first"
+            )
         self._model, self._address = model, Address.parse(url)
         self._names, self._key_mapping, self._device = names, key_mapping, device
         self._unused = patterns_of("allow_unused", allow_unused)
         self._carry, self._timeout_s = carry, timeout_s
         self._ranks = Ranks.current(timeout_s=timeout_s)
-        self._run: str | None = None
-        self._sources: Sequence[_Source] = ()
-        self._live: LiveModel
-        self._tensors = 0
-        self._sums: Mapping[int, Sequence[int]] = {}
+        self._plan: _Plan | None = None
+        self._on: _On | None = None
         self._is_doubted = False  # changes didn't make the version: the model may have been changed
 
+    @property
+    def version(self) -> int | None:
+        """The version that is on; None before the first."""
+        return None if self._on is None else self._on.version
+
     def pull(self, *, wait_s: float = 0.0) -> PullReport | None:
-        """Pull the newest version, prove it, and switch it on: either all ranks have it afterwards, or none.
+        """Pull the newest version, prove it, and switch it on, on all ranks.
 
         Returns None if there is no version other than the one that is on, after waiting ``wait_s`` for one. Every rank must call it, and
-        none may use the model meanwhile. Each read is compared with a checksum that the sender took of the same elements.
+        none may use the model meanwhile. Each read is compared with a checksum that the sender took of the same elements, and nothing is
+        copied into the model before all ranks have everything.
 
-        Raises, on every rank, :class:`CheckpointError` if the sender can't be reached within ``wait_s``, :class:`IntegrityError` if bytes
-        arrived damaged three times, and :class:`PlanError` if the sender's tensors don't fill the model. The model then has the version that it
-        had.
+        Raises, on every rank, :class:`CheckpointError` if the sender can't be reached within ``wait_s``, or overwrites versions faster than they can be
+        pulled; :class:`IntegrityError` if bytes arrived damaged three times; and :class:`PlanError` if the sender's tensors don't fill the
+        model. The model then has the version that it had. Raises :class:`RankError` if copying into the model itself failed on a rank: no
+        version is on then, and the next pull brings all of it.
         """
-        started, until, damaged = time.perf_counter(), time.monotonic() + wait_s, 0
+        started, until = time.perf_counter(), time.monotonic() + wait_s
+        tries = Counter[str]()
         while True:
-            found = self._ranks.on_first("ask for the newest version", self._ask_newest)
-            problem = found.get("away")
-            if problem is None and found["run"] != self._run:
-                problem = self._connect()
-            is_new = problem is None and found["version"] not in (None, self.version)
-            if is_new:
-                taken = list[_Taken]()
-                version = int(found["version"])
-                said = self._ranks.combine("pull weights", partial(self._take_all, version, taken), list)
-                kinds = {kind for kind, _ in said}
-                if kinds == {"taken"}:
-                    return self._switch_on(version, taken, started)
-                problem = next(text for kind, text in said if kind != "taken")
-                if "damaged" in kinds:
-                    damaged, self._is_doubted = damaged + 1, True
-                    if damaged == 3:
-                        with self._ranks.agree("pull weights"):
-                            raise IntegrityError(f"version {version} isn't switched on: {problem}")
-                    continue
-                if "gone" in kinds:
-                    continue
-            if time.monotonic() >= until:
-                if problem is None:
+            found = self._ranks.on_first("ask for the newest version", partial(self._ask_newest, until))
+            kind, problem = "none", "the sender has published nothing new"
+            if "away" in found:
+                kind, problem = "away", found["away"]
+            elif self._plan is None or self._plan.run != found["run"]:
+                kind, problem = self._connect()
+            if kind == "none" and found["version"] is not None and not self._has(found):
+                taken: list[_Taken] = []
+                version, plan = int(found["version"]), self._plan
+                assert plan is not None
+                work = partial(self._take_all, plan, version, taken)
+                kind, problem = self._ranks.combine("pull weights", work, _worst)
+                if kind == "taken":
+                    return self._switch_on(version, plan, taken, started)
+                if kind == "moved":
+                    self._plan = None
+            tries[kind] += 1
+            self._is_doubted |= kind == "damaged"
+            if tries["damaged"] == _TRIES:
+                with self._ranks.agree("pull weights"):
+                    raise IntegrityError(f"version {found['version']} isn't switched on: {problem}")
+            # Once the time is over, what happens while a trainer publishes or is replaced gets a few more tries.
+            if found["late"] and (kind in ("none", "away") or tries[kind] >= _TRIES) and kind != "damaged":
+                if kind == "none":
                     return None
                 with self._ranks.agree("pull weights"):
                     raise CheckpointError(f"no new version: {problem}")
             time.sleep(_POLL_S)
 
     def verify(self) -> None:
-        """Prove that the model still has the version that is on: compare each read with the checksum that came with it. Collective.
+        """Prove that the model still has the version that is on: compare what is live with checksums. Collective; reads the weights once.
 
-        Raises :class:`IntegrityError` or :class:`RankError`, naming the first tensor that differs.
+        Where the sender's dtype was cast, the checksum is that of the values after the cast. Raises :class:`RankError` or
+        :class:`IntegrityError`, naming the first tensor that differs, and :class:`StateError` if no version is on.
         """
         with self._ranks.agree("verify weights"):
-            local = Destination(self._live.local_tensors())
-            for source in self._sources:
-                for read, expected in zip(source.reads, self._sums[source.rank], strict=True):
-                    if read.source_dtype != read.target_dtype:
-                        continue  # cast when it was switched on
-                    if xxhash.xxh3_64_intdigest(bytes_of(local.strided(read).cpu()).numpy().data) != expected:
+            if self._on is None:
+                raise StateError("verify: no version is on; pull one first")
+            local = Destination(self._describe().local_tensors())
+            for source, sums in self._on.sums:
+                for read, expected in zip(source.reads, sums, strict=True):
+                    if _checksum(local, read) != expected:
                         raise IntegrityError(
                             f"{read.wanted!r} was changed since version {self.version} was switched on (part of {read.stored!r} from "
                             f"rank {source.rank} of the sender)"
@@ -192,42 +218,59 @@ class WeightReceiver:
 
     # ------------------------------------------------------------------------------------------------
 
-    def _ask_newest(self) -> dict[str, Any]:
-        try:
-            asker = Asker(0, self._address, self._timeout_s)
-            try:
-                return asker.ask({"ask": "newest"})[0]
-            finally:
-                asker.close()
-        except (CheckpointError, IntegrityError) as error:
-            return {"away": str(error)}
+    def _has(self, newest: Mapping[str, Any]) -> bool:
+        """Whether the newest version is on."""
+        return self._on is not None and (self._on.run, self._on.version) == (newest["run"], newest["version"])
 
-    def _connect(self) -> str | None:
-        """Plan the reads from a sender that is new, or was restarted. Returns why that can't be done yet. Collective."""
+    def _describe(self) -> LiveModel:
+        """The tensors to fill as they are now; FSDP2's as shards."""
+        if isinstance(self._model, nn.Module):
+            return describe(self._model)
+        given = dict(self._model)
+        geometries = {
+            n: geometry_of(t, world_size=self._ranks.world_size, fsdp_order=True) for n, t in given.items()
+        }
+        return describe(nn.Module()).of_states(given, geometries)
+
+    def _asker(self, rank: int, at: Address) -> Asker:
+        """Gives up before the other ranks of the engine would give this one up."""
+        return Asker(rank, at, self._timeout_s / 3)
+
+    def _ask_newest(self, until: float) -> dict[str, Any]:
+        """On rank 0, whose clock says for all ranks whether the time is over."""
+        late = time.monotonic() >= until
+        with closing(self._asker(0, self._address)) as asker:
+            try:
+                return asker.ask({"ask": "newest"})[0] | {"late": late}
+            except (CheckpointError, IntegrityError) as error:
+                return {"away": str(error), "late": late}
+
+    def _connect(self) -> tuple[str, str]:
+        """Plan the reads from a sender that is new, or was restarted. Collective. Returns a word for the outcome, and why."""
 
         def fetch() -> dict[str, Any]:
-            asker = Asker(0, self._address, self._timeout_s)
-            try:
-                return asker.ask({"ask": "catalog"})[0]
-            except (CheckpointError, IntegrityError) as error:
-                return {"away": str(error)}
-            finally:
-                asker.close()
+            with closing(self._asker(0, self._address)) as asker:
+                try:
+                    return asker.ask({"ask": "catalog"})[0]
+                except (CheckpointError, IntegrityError) as error:
+                    return {"away": str(error)}
 
         told = self._ranks.on_first("fetch the sender's catalog", fetch)
         if "away" in told:
-            return str(told["away"])
+            return "away", str(told["away"])
         with self._ranks.agree("plan the pulls"):
-            self._plan(told)
-            self.version = None
-            self._run = str(told["run"])
-        return None
+            plan = self._planned(told)
+        self._plan = plan
+        return "none", ""
 
-    def _plan(self, told: Mapping[str, Any]) -> None:
+    def _planned(self, told: Mapping[str, Any]) -> _Plan:
         ranks = told["ranks"]
         specs = {name: (code, tuple(shape)) for name, (code, shape) in told["tensors"].items()}
         tensors = tensors_from(specs, [one["boxes"] for one in ranks])
-        live = self._describe(tensors)
+        live = self._describe()
+        if any(t.tensor.is_meta for t in live.stored):
+            materialize(live, self._device or default_device(live.stored))
+            live = live.refreshed()
         catalog = Catalog("weights", "the sender's weights", tensors, ())
         hub = automatic_rules(live, self._key_mapping) if self._names is None else None
         rules = Rules(
@@ -249,125 +292,115 @@ class WeightReceiver:
         for transfer in plan.transfers:
             if transfer.numel:
                 by_rank.setdefault(int(transfer.path), []).append(transfer)
-        here, secret = host_key(), self._address.secret
-        sources = []
-        for rank, reads in sorted(by_rank.items()):
-            at, files = Address(str(ranks[rank]["at"][0]), int(ranks[rank]["at"][1]), secret), []
-            if self._carry != "tcp" and ranks[rank]["host"] == here:
-                files = [path for path in ranks[rank]["files"] if os.access(path, os.R_OK)]
-                files = files if len(files) == len(ranks[rank]["files"]) else []
-            if self._carry == "memory" and not files:
-                raise CheckpointError(
-                    f"carry='memory': this process can't open the memory of the sender's rank {rank}, at {at.host}; they must be on one "
-                    "host, in one container, and of one user"
-                )
-            source = _Source(rank, at, "", reads, files)
-            name = hashlib.blake2b(repr(source.described()).encode(), digest_size=16).hexdigest()
-            sources.append(_Source(rank, at, name, reads, files))
-        self._sources, self._live, self._tensors = sources, live, len(plan.recipes)
+        sources = [self._source(rank, ranks[rank], reads) for rank, reads in by_rank.items()]
+        # Not all ranks ask the same one first.
+        sources.sort(key=lambda one: (one.rank - self._ranks.rank) % len(ranks))
+        layouts = {n: layout_of(t) for n, t in live.local_tensors().items()}
+        return _Plan(str(told["run"]), sources, len(plan.recipes), layouts)
 
-    def _describe(self, stored: Mapping[str, StoredTensor]) -> LiveModel:
-        """The tensors to fill, described."""
-        if isinstance(self._model, nn.Module):
-            return describe(self._model)
-        world = self._ranks.world_size
-        given = dict(self._model)
-        return describe(nn.Module()).of_states(
-            given, {n: geometry_of(t, world_size=world, fsdp_order=True) for n, t in given.items()}
-        )
+    def _source(self, rank: int, told: Mapping[str, Any], reads: Sequence[Transfer]) -> _Source:
+        at = Address(str(told["at"][0]), int(told["at"][1]), self._address.secret)
+        files: list[str] = []
+        if self._carry != "tcp" and told["host"] == host_key():
+            files = [str(path) for path in told["files"]]
+            files = files if all(os.access(path, os.R_OK) for path in files) else []
+        if self._carry == "memory" and not files:
+            raise CheckpointError(
+                f"carry='memory': this process can't open the memory of the sender's rank {rank}, at {at.host}; they must be on one "
+                "host, in one container, and of one user"
+            )
+        name = hashlib.blake2b(repr(_described(reads)).encode(), digest_size=16).hexdigest()
+        return _Source(rank, at, name, reads, files)
 
     # ------------------------------------------------------------------------------------------------
 
-    def _take_all(self, version: int, taken: list[_Taken]) -> list[str]:
+    def _take_all(self, plan: _Plan, version: int, taken: list[_Taken]) -> list[str]:
         """Take this rank's part from all ranks of the sender. Returns a word for the outcome, and why."""
-        local = None if self.version is None else Destination(self._live.local_tensors())
-        for source in self._sources:
-            asker = Asker(source.rank, source.at, self._timeout_s)
-            try:
-                found = self._take(source, asker, version, local)
-            except IntegrityError as error:
-                return ["damaged", str(error)]
-            except CheckpointError as error:
-                return ["away", str(error)]
-            finally:
-                asker.close()
+        tensors = self._describe().local_tensors()
+        if {n: layout_of(t) for n, t in tensors.items()} != plan.layouts:
+            return ["moved", "the model's tensors have changed"]
+        local = Destination(tensors)
+        for source in plan.sources:
+            with closing(self._asker(source.rank, source.at)) as asker:
+                try:
+                    found = self._take(plan, source, asker, version, local)
+                except IntegrityError as error:
+                    return ["damaged", str(error)]
+                except CheckpointError as error:
+                    return ["cut", str(error)]
             if found is None:
-                return ["gone", f"version {version} was overwritten before it had arrived"]
+                return [
+                    "gone",
+                    "versions are overwritten faster than they are pulled; give the WeightSender a larger keep=",
+                ]
             taken.append(found)
         return ["taken", ""]
 
-    def _take(self, source: _Source, asker: Asker, version: int, local: Destination | None) -> _Taken | None:
-        """All reads from one rank of the sender, proved. None: the version was overwritten."""
+    def _take(
+        self, plan: _Plan, source: _Source, asker: Asker, version: int, local: Destination
+    ) -> _Taken | None:
+        """All reads from one rank of the sender, proved. None: the version was overwritten, or the sender replaced."""
         parts, sums = list[torch.Tensor](), list[int]()
         moved = changed = 0
+        on = self._on if self._on is not None and self._on.run == plan.run and not self._is_doubted else None
         for first, stop in _batches(source.reads):
-            found = self._take_some(source, first, stop, asker, version, local)
-            if found is None:
+            reads = source.reads[first:stop]
+            # Changes are added to what is live, which has to be in the sender's dtype.
+            is_cast = any(t.source_dtype != t.target_dtype for t in reads)
+            have = None if on is None or source.files or is_cast else on.version
+            question = {"run": plan.run, "plan": source.plan}
+            take = question | {"ask": "take", "reads": [first, stop], "version": version, "have": have}
+            take["carry"] = "memory" if source.files else "tcp"
+            said, nbytes = asker.ask(take)
+            if "unknown" in said:
+                asker.ask(question | {"ask": "register", "reads": _described(source.reads)})
+                said, nbytes = asker.ask(take)
+            if "sums" not in said:
                 return None
-            parts += found.parts
-            sums += found.sums
-            moved, changed = moved + found.moved, changed + found.changed
-            self._ranks.tick(found.moved)
-        return _Taken(source, parts, sums, moved, changed)
-
-    def _take_some(
-        self, source: _Source, first: int, stop: int, asker: Asker, version: int, local: Destination | None
-    ) -> _Taken | None:
-        by_memory, reads = bool(source.files), source.reads[first:stop]
-        # A delta is added to what is live, which has to be in the sender's dtype.
-        is_cast = any(t.source_dtype != t.target_dtype for t in reads)
-        have = None if by_memory or is_cast or self._is_doubted else self.version
-        question = {
-            "ask": "take",
-            "plan": source.plan,
-            "reads": [first, stop],
-            "version": version,
-            "have": have,
-        }
-        question["carry"] = "memory" if by_memory else "tcp"
-        said, nbytes = asker.ask(question)
-        if "unknown" in said:
-            asker.ask({"ask": "register", "plan": source.plan, "reads": source.described()})
-            said, nbytes = asker.ask(question)
-        if "gone" in said:
-            return None
-        sums = [int(one) for one in said["sums"]]
-        if len(sums) != len(reads):
-            raise IntegrityError(f"the sender's rank {source.rank} answered for another plan")
-        if by_memory:
-            parts, changed = _copied(source, reads, int(said["slot"])), 0
-            moved = sum(part.numel() for part in parts)
-        else:
-            parts, changed = _received(source, reads, asker, said["changes"], nbytes, local)
-            moved = nbytes
-        for read, part, expected in zip(reads, parts, sums, strict=True):
-            if xxhash.xxh3_64_intdigest(part.numpy().data) != expected:
-                if by_memory and asker.ask({"ask": "newest"})[0]["version"] != version:
-                    return None  # overwritten as it was copied
-                raise IntegrityError(
-                    f"part of {read.stored!r} from rank {source.rank} of the sender doesn't have its checksum"
-                    + (
-                        f"; {read.wanted!r} may have been changed since version {self.version}"
-                        if changed
-                        else ""
-                    )
+            expected = [int(one) for one in said["sums"]]
+            if len(expected) != len(reads):
+                raise IntegrityError(f"the sender's rank {source.rank} answered for another plan")
+            if source.files:
+                found, of_them = _copied(source, reads, int(said["slot"])), 0
+                nbytes = sum(part.numel() for part in found)
+                self._ranks.tick(nbytes)
+            else:
+                found, of_them = _received(
+                    source, reads, asker, said["changes"], nbytes, local, self._ranks.tick
                 )
+            for read, part, one in zip(reads, found, expected, strict=True):
+                if xxhash.xxh3_64_intdigest(part.numpy().data) != one:
+                    if source.files and version not in asker.ask({"ask": "newest"})[0]["versions"]:
+                        return None  # overwritten as it was copied
+                    raise IntegrityError(
+                        f"part of {read.stored!r} from rank {source.rank} of the sender doesn't have its checksum"
+                        + (
+                            f"; {read.wanted!r} may have been changed since version {self.version}"
+                            if of_them
+                            else ""
+                        )
+                    )
+            parts += found
+            sums += expected
+            moved, changed = moved + nbytes, changed + of_them
         return _Taken(source, parts, sums, moved, changed)
 
     @torch.no_grad()
-    def _switch_on(self, version: int, taken: Sequence[_Taken], started: float) -> PullReport:
+    def _switch_on(self, version: int, plan: _Plan, taken: Sequence[_Taken], started: float) -> PullReport:
         """Copy proved bytes into the model. Collective."""
+        self._on = None
+        sums = []
         with self._ranks.agree("switch weights on"):
-            if any(t.tensor.is_meta for t in self._live.stored):
-                materialize(self._live, self._device or default_device(self._live.stored))
-                self._live = self._live.refreshed()
-            local = Destination(self._live.local_tensors())
+            local = Destination(self._describe().local_tensors())
             for one in taken:
-                for read, part in zip(one.source.reads, one.parts, strict=True):
+                live = list(one.sums)
+                for k, (read, part) in enumerate(zip(one.source.reads, one.parts, strict=True)):
                     target = local.strided(read)
-                    target.copy_(_elements(part, read).view(target.shape))
-            self._sums = {one.source.rank: one.sums for one in taken}
-            self.version, self._is_doubted = version, False
+                    fill(target, _elements(part, read).view(target.shape))
+                    if read.source_dtype != read.target_dtype:
+                        live[k] = _checksum(local, read)
+                sums.append((one.source, live))
+        self._on, self._is_doubted = _On(version, plan.run, sums), False
         here = sum(bool(one.source.files) for one in taken)
         carry = {
             0: "tcp: the sender is on other hosts, or carry='tcp'",
@@ -375,8 +408,8 @@ class WeightReceiver:
         }
         return PullReport(
             version=version,
-            tensors=self._tensors,
-            local_bytes=sum(t.numel * itemsize(t.source_dtype) for s in self._sources for t in s.reads),
+            tensors=plan.tensors,
+            local_bytes=sum(t.numel * itemsize(t.source_dtype) for s in plan.sources for t in s.reads),
             bytes_moved=sum(one.moved for one in taken),
             changed=sum(one.changed for one in taken),
             carry=carry.get(
@@ -384,6 +417,26 @@ class WeightReceiver:
             ),
             seconds=time.perf_counter() - started,
         )
+
+
+#: Outcomes of ranks; the first one that any of them has counts for all.
+_OUTCOMES = ("moved", "damaged", "cut", "gone", "taken")
+
+
+def _worst(said: list[list[str]]) -> list[str]:
+    return min(said, key=lambda one: _OUTCOMES.index(one[0]))
+
+
+def _described(reads: Sequence[Transfer]) -> list[Any]:
+    """Reads as the sender wants them."""
+    return [
+        [t.source_dtype, t.offset_bytes, [[loop.size, loop.source_stride] for loop in t.loops]] for t in reads
+    ]
+
+
+def _checksum(local: Destination, read: Transfer) -> int:
+    """Of the elements that are live."""
+    return xxhash.xxh3_64_intdigest(bytes_of(local.strided(read).cpu()).numpy().data)
 
 
 def _batches(reads: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
@@ -402,23 +455,22 @@ def _received(
     asker: Asker,
     changes: Sequence[int | None],
     nbytes: int,
-    local: Destination | None,
+    local: Destination,
+    on_progress: Callable[[int], object],
 ) -> tuple[list[torch.Tensor], int]:
     """Reads that come over the network, and how many of them came as changes to what is live."""
     sizes = [t.numel * itemsize(t.source_dtype) for t in reads]
     expected = sum(n if one is None else one for n, one in zip(sizes, changes, strict=True))
     if nbytes != expected or any(one is not None and one > n for n, one in zip(sizes, changes, strict=True)):
         raise IntegrityError(f"the sender's rank {source.rank} sends {nbytes:,} bytes for {expected:,}")
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    asker.take(memory.numpy().data)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    asker.take(memory.numpy().data, on_progress)
     parts, at = list[torch.Tensor](), 0
     for read, size, change in zip(reads, sizes, changes, strict=True):
         if change is None:
             parts.append(memory[at : at + size])
             at += size
             continue
-        if local is None:
-            raise IntegrityError(f"the sender's rank {source.rank} sent changes that weren't asked for")
         part = bytes_of(local.strided(read).cpu()).clone()
         apply(
             memoryview(memory[at : at + change].numpy()), words_of(part.numpy(), itemsize(read.source_dtype))
