@@ -472,9 +472,8 @@ def _received(
             at += size
             continue
         part = bytes_of(local.strided(read).cpu()).clone()
-        apply(
-            memoryview(memory[at : at + change].numpy()), words_of(part.numpy(), itemsize(read.source_dtype))
-        )
+        content: Any = memory[at : at + change].numpy()
+        apply(content.data, words_of(part.numpy(), itemsize(read.source_dtype)))
         parts.append(part)
         at += change
     return parts, sum(one is not None for one in changes)
