@@ -73,7 +73,7 @@ def trainer(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
     model = Model(mib)
     for layer in model.layers:
         fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
-    sender = sw.WeightSender(model)
+    sender = sw.handover.WeightSender(model)
     if rank == 0:
         (Path(folder) / "url").write_text(sender.url)
     meet(folder, "ready")
@@ -115,7 +115,10 @@ def engine(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
 
     meet(folder, "ready")
     url = (Path(folder) / "url").read_text()
-    by_memory, by_link = sw.WeightReceiver(empty(), url), sw.WeightReceiver(empty(), url, carry="tcp")
+    by_memory, by_link = (
+        sw.handover.WeightReceiver(empty(), url),
+        sw.handover.WeightReceiver(empty(), url, carry="tcp"),
+    )
     local = sum(torch.Size(s).numel() * 2 // world for s in shapes(mib).values())
     seconds: dict[str, list[float]] = {}
     moved: dict[str, int] = {}
@@ -127,7 +130,7 @@ def engine(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
         dist.barrier()
         seconds.setdefault(name, []).append(time.perf_counter() - started)
 
-    def pull(receiver: sw.WeightReceiver) -> int:
+    def pull(receiver: sw.handover.WeightReceiver) -> int:
         report = receiver.pull()
         assert report is not None
         return report.bytes_moved

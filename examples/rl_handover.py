@@ -75,7 +75,7 @@ def engine(out: Path) -> None:
     model = sw.shard(new_model(), mesh).eval()  # any layout: this one, or tensor parallelism
     while not (out / "url").exists():
         time.sleep(0.1)
-    receiver = sw.WeightReceiver(model, (out / "url").read_text())
+    receiver = sw.handover.WeightReceiver(model, (out / "url").read_text())
     while not is_done(out):
         try:
             report = receiver.pull(wait_s=5)
@@ -131,7 +131,7 @@ def trainer(out: Path, steps: int, port: int) -> None:
     dist.barrier()
     with (
         sw.Checkpointer(out / "checkpoints", keep_last=2) as checkpoints,
-        sw.WeightSender(model, url=(out / "url").read_text(), dtype=torch.bfloat16) as sender,
+        sw.handover.WeightSender(model, url=(out / "url").read_text(), dtype=torch.bfloat16) as sender,
     ):
         resumed = checkpoints.resume(state)
         first = resumed.step + 1 if resumed else 1

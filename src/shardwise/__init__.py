@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from . import errors as errors
 
 if _typing.TYPE_CHECKING:
+    from . import handover as handover
     from . import reports as reports
     from .api import *
 
@@ -25,8 +26,6 @@ __all__ = [
     "ShardPolicy",
     "TrainState",
     "TrainingSpec",
-    "WeightReceiver",
-    "WeightSender",
     "__version__",
     "clone",
     "configure_storage",
@@ -41,7 +40,6 @@ __all__ = [
     "load",
     "load_pipeline",
     "load_pretrained",
-    "load_report",
     "meta_init",
     "plan",
     "progress",
@@ -65,8 +63,6 @@ _HOMES = {
     "ShardPolicy": "sharding.fsdp",
     "TrainState": "state.optimizer",
     "TrainingSpec": "fit.records",
-    "WeightReceiver": "handover.receiver",
-    "WeightSender": "handover.sender",
     "clone": "loading.initialize",
     "configure_storage": "storage.records",
     "convert": "runs.convert",
@@ -80,7 +76,6 @@ _HOMES = {
     "load": "loading.load",
     "load_pipeline": "loading.pipelines",
     "load_pretrained": "loading.pretrained",
-    "load_report": "loading.load",
     "meta_init": "models.meta",
     "plan": "fit.plan",
     "progress": "operations.operation",
@@ -93,8 +88,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Imports a public name when it is first used."""
-    if name == "reports":
-        return _import_module(".reports", __name__)
+    if name in ("handover", "reports"):
+        return _import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(_import_module(f".{_HOMES[name]}", __name__), name)

@@ -10,12 +10,9 @@ from .export.hub import export_hf as export_hf
 from .export.hub import iter_full_tensors as iter_full_tensors
 from .fit.plan import plan as plan
 from .fit.records import TrainingSpec as TrainingSpec
-from .handover.receiver import WeightReceiver as WeightReceiver
-from .handover.sender import WeightSender as WeightSender
 from .loading.initialize import clone as clone
 from .loading.initialize import init_weights as init_weights
 from .loading.load import load as load
-from .loading.load import load_report as load_report
 from .loading.pipelines import load_pipeline as load_pipeline
 from .loading.pretrained import load_pretrained as load_pretrained
 from .models.meta import meta_init as meta_init

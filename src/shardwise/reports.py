@@ -11,7 +11,7 @@ from .fit.pipelines import PipelinePlan, plan_pipeline
 from .fit.plan import PlanReport
 from .handover.receiver import PullReport
 from .handover.sender import PublishReport
-from .loading.load import LoadReport
+from .loading.load import LoadReport, load_report
 from .operations.ledger import memory_ledger
 from .operations.operation import Progress
 from .publish.copy import CopyReport
@@ -32,6 +32,7 @@ __all__ = [
     "ResumeReport",
     "SaveReport",
     "VerifyReport",
+    "load_report",
     "memory_ledger",
     "plan_pipeline",
 ]

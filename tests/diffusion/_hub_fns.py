@@ -61,7 +61,7 @@ def load(root: str, cache: str) -> dict[str, Any]:
         )
         expected, found = tensors_of(other), tensors_of(model)
         assert all(torch.equal(whole(found[n]), whole(t)) for n, t in expected.items())
-        assert Path(str(sw.load_report(model).source)).is_relative_to(cache)
+        assert Path(str(sw.reports.load_report(model).source)).is_relative_to(cache)
         log[f"{name}, one"] = _log()
         _pipeline("tiny/wan", **options)
         log[f"{name}, again"] = _log()

@@ -84,7 +84,7 @@ def test_other_components(pipelines: Path) -> None:
     assert pipeline.scheduler is own
     assert isinstance(pipeline.transformer, FSDPModule)
     assert not isinstance(pipeline.transformer_2, FSDPModule)
-    assert sw.load_report(pipeline.transformer).bytes_read > 0
+    assert sw.reports.load_report(pipeline.transformer).bytes_read > 0
 
 
 @on_ranks(1)

@@ -139,6 +139,7 @@ EXAMPLES = {
     "preemptible.py": "ranks/test_torchrun.py",
     "ray_train.py": "launchers/ray_train.py",
     "rl_engine.py": "examples/_rl_engine_fns.py",
+    "rl_handover.py": "handover/_example.py",
     "titan_loop.py": "examples/_loops_fns.py",
     "trainer_sft.py": "examples/test_trainer_example.py",
 }

@@ -196,7 +196,8 @@ def test_every_public_name_is_on_one_of_the_api_pages() -> None:
     shown = re.findall(r"^::: shardwise\.([\w.]+)$", text, re.MULTILINE)
     reports = {f"reports.{name}" for name in sw.reports.__all__}
     assert len(shown) == len(set(shown))
-    assert set(shown) == (set(sw.__all__) | reports) - {"__version__"}
+    handover = {f"handover.{name}" for name in sw.handover.__all__}
+    assert set(shown) == (set(sw.__all__) | reports | handover) - {"__version__"}
     assert set(re.findall(r"\]\[shardwise\.([\w.]+)\]", (folder / "index.md").read_text())) == set(shown)
 
 

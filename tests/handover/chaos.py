@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -60,7 +61,7 @@ def trainer(rank: str, world: str, store: str, url: str, progress: str, versions
         model.register_parameter(name, nn.Parameter(values(name, 0, 0), requires_grad=False))
     model.get_parameter("rows").requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (int(world),)), ignored_params={model.scalar})
-    with sw.WeightSender(model, url=url, timeout_s=20) as sender:
+    with sw.handover.WeightSender(model, url=url, timeout_s=20) as sender:
         first = (
             int(Path(progress).read_text()) - 2
         )  # as after a resume: the last numbers come again, with other values
@@ -94,7 +95,7 @@ def engine(rank: str, world: str, store: str, url: str, flips: str, versions: st
     for name, shape in SHAPES.items():
         empty = torch.full(shape, -1.0, dtype=torch.bfloat16)
         mine[name] = distribute_tensor(empty, mesh, [Shard(len(shape) - 1)]) if shape else empty
-    receiver = sw.WeightReceiver(mine, url, carry="tcp" if int(seed) % 2 else "auto", timeout_s=5)
+    receiver = sw.handover.WeightReceiver(mine, url, carry="tcp" if int(seed) % 2 else "auto", timeout_s=5)
     while receiver.version != int(versions):
         try:
             report = receiver.pull(wait_s=30)
@@ -171,7 +172,7 @@ def run(versions: int, seed: int, folder: Path) -> dict[str, int]:
     generator = random.Random(seed)
     progress = folder / "progress"
     progress.write_text("0")
-    url = str(Address("127.0.0.1", _free_port(), new_secret()))
+    url = str(Address("127.0.0.1", free_port(), new_secret()))
     trainers = Group(folder, "trainer")
     engines = [Group(folder, f"engine{k}") for k in range(2)]
     counts = {"kills of a trainer": 0, "kills of an engine": 0, "pauses": 0}
@@ -247,9 +248,8 @@ def run(versions: int, seed: int, folder: Path) -> dict[str, int]:
     return counts
 
 
-def _free_port() -> int:
-    import socket
-
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -30,15 +30,15 @@ def _mapping(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def sender() -> Iterator[sw.WeightSender]:
-    with sw.WeightSender(_model()) as found:
+def sender() -> Iterator[sw.handover.WeightSender]:
+    with sw.handover.WeightSender(_model()) as found:
         yield found
 
 
-def test_one_process_needs_no_group(sender: sw.WeightSender) -> None:
+def test_one_process_needs_no_group(sender: sw.handover.WeightSender) -> None:
     model = _model()
     engine = _mapping(model)
-    receiver = sw.WeightReceiver(engine, sender.url)
+    receiver = sw.handover.WeightReceiver(engine, sender.url)
     assert receiver.pull() is None
     assert sender.publish(5).version == 5
     report = receiver.pull()
@@ -49,17 +49,17 @@ def test_one_process_needs_no_group(sender: sw.WeightSender) -> None:
         assert torch.equal(engine[name], tensor), name
 
 
-def test_versions_increase(sender: sw.WeightSender) -> None:
+def test_versions_increase(sender: sw.handover.WeightSender) -> None:
     sender.publish(3)
     for version in (3, 2):
         with pytest.raises(ValueError, match="versions must increase, and 3 was published"):
             sender.publish(version)
 
 
-def test_a_changed_engine_is_found_and_healed(sender: sw.WeightSender) -> None:
+def test_a_changed_engine_is_found_and_healed(sender: sw.handover.WeightSender) -> None:
     model = _model()
     engine = _mapping(model)
-    receiver = sw.WeightReceiver(engine, sender.url, carry="tcp")
+    receiver = sw.handover.WeightReceiver(engine, sender.url, carry="tcp")
     sender.publish(1)
     receiver.pull()
     receiver.verify()
@@ -74,9 +74,9 @@ def test_a_changed_engine_is_found_and_healed(sender: sw.WeightSender) -> None:
     assert torch.equal(engine["0.weight"], model.state_dict()["0.weight"])
 
 
-def test_a_sender_that_left_is_named(sender: sw.WeightSender) -> None:
+def test_a_sender_that_left_is_named(sender: sw.handover.WeightSender) -> None:
     sender.publish(1)
-    receiver = sw.WeightReceiver(engine := _mapping(_model()), sender.url)
+    receiver = sw.handover.WeightReceiver(engine := _mapping(_model()), sender.url)
     receiver.pull()
     held = {n: t.clone() for n, t in engine.items()}
     sender.close()
@@ -86,11 +86,11 @@ def test_a_sender_that_left_is_named(sender: sw.WeightSender) -> None:
     assert all(torch.equal(t, held[n]) for n, t in engine.items())
 
 
-def test_a_wrong_secret_gets_nothing(sender: sw.WeightSender) -> None:
+def test_a_wrong_secret_gets_nothing(sender: sw.handover.WeightSender) -> None:
     sender.publish(1)
     url = re.sub(r"/\w+$", "/" + "0" * 32, sender.url)
     with pytest.raises(CheckpointError, match="no new version"):
-        sw.WeightReceiver(_mapping(_model()), url).pull()
+        sw.handover.WeightReceiver(_mapping(_model()), url).pull()
 
 
 def test_a_url_is_parsed_without_telling_the_secret() -> None:
@@ -117,14 +117,14 @@ def test_a_trainer_that_was_replaced_is_planned_for_again() -> None:
         return found
 
     engine = {"a": torch.zeros(40), "b": torch.zeros(40)}
-    with sw.WeightSender(model(("a", "b"), 1)) as first:
+    with sw.handover.WeightSender(model(("a", "b"), 1)) as first:
         url = first.url
         first.publish(5)
-        receiver = sw.WeightReceiver(engine, url, carry="tcp")
+        receiver = sw.handover.WeightReceiver(engine, url, carry="tcp")
         receiver.pull()
         plan = receiver._plan
         assert plan is not None
-    with sw.WeightSender(model(("b", "a"), 7), url=url) as second:
+    with sw.handover.WeightSender(model(("b", "a"), 7), url=url) as second:
         second.publish(5)
         assert receiver._take_all(plan, 5, [])[0] == "gone", "between two questions of one pull"
         assert receiver.pull() is not None, "the version has the same number, and is another one"
@@ -134,8 +134,8 @@ def test_a_trainer_that_was_replaced_is_planned_for_again() -> None:
 
 def test_a_model_that_was_changed_is_noticed_on_both_sides() -> None:
     trainer, engine = nn.Conv2d(4, 8, 3), nn.Conv2d(4, 8, 3)
-    with sw.WeightSender(trainer) as sender:
-        receiver = sw.WeightReceiver(engine, sender.url, carry="tcp")
+    with sw.handover.WeightSender(trainer) as sender:
+        receiver = sw.handover.WeightReceiver(engine, sender.url, carry="tcp")
         sender.publish(1)
         receiver.pull()
         engine.to(memory_format=torch.channels_last)
@@ -155,15 +155,15 @@ def test_a_model_that_was_changed_is_noticed_on_both_sides() -> None:
         assert receiver.pull() is None
 
 
-def test_tensors_on_meta_in_a_mapping_are_refused(sender: sw.WeightSender) -> None:
+def test_tensors_on_meta_in_a_mapping_are_refused(sender: sw.handover.WeightSender) -> None:
     with pytest.raises(ValueError, match="1 tensors of the mapping are on meta"):
-        sw.WeightReceiver({"0.weight": torch.empty(30, 40, device="meta")}, sender.url)
+        sw.handover.WeightReceiver({"0.weight": torch.empty(30, 40, device="meta")}, sender.url)
 
 
-def test_a_cast_is_verified_too(sender: sw.WeightSender) -> None:
+def test_a_cast_is_verified_too(sender: sw.handover.WeightSender) -> None:
     sender.publish(1)
     engine = {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in _mapping(_model()).items()}
-    receiver = sw.WeightReceiver(engine, sender.url)
+    receiver = sw.handover.WeightReceiver(engine, sender.url)
     with pytest.raises(StateError, match="no version is on"):
         receiver.verify()
     receiver.pull()
@@ -186,9 +186,9 @@ def test_a_version_that_is_overwritten_on_its_way_is_not_damage() -> None:
     assert sizes == [PIECE_BYTES, 8]
 
 
-def test_versions_that_are_overwritten_too_fast_are_an_error(sender: sw.WeightSender) -> None:
+def test_versions_that_are_overwritten_too_fast_are_an_error(sender: sw.handover.WeightSender) -> None:
     sender.publish(1)
-    receiver = sw.WeightReceiver(_mapping(_model()), sender.url, carry="tcp")
+    receiver = sw.handover.WeightReceiver(_mapping(_model()), sender.url, carry="tcp")
     for slot in sender._slots:
         slot.version = None  # as while they are written
     with pytest.raises(CheckpointError, match="overwritten faster than they are pulled"):
@@ -197,7 +197,7 @@ def test_versions_that_are_overwritten_too_fast_are_an_error(sender: sw.WeightSe
 
 def test_a_closed_sender_has_given_its_memory_back() -> None:
     before = _shared_kib()
-    sender = sw.WeightSender(nn.Linear(2000, 2000))
+    sender = sw.handover.WeightSender(nn.Linear(2000, 2000))
     sender.publish(1)
     assert _shared_kib() - before > 15_000
     sender.close()
@@ -211,7 +211,7 @@ def test_a_closed_sender_has_given_its_memory_back() -> None:
         patch.setattr(handover, "_PATIENCE_S", 0.3)
         url = f"shardwise://127.0.0.1:{taken.getsockname()[1]}/word"
         with pytest.raises(CheckpointError, match="can't listen"):
-            sw.WeightSender(nn.Linear(4, 4), url=url)
+            sw.handover.WeightSender(nn.Linear(4, 4), url=url)
         assert len(os.listdir("/proc/self/fd")) == before_fds
 
 
@@ -220,31 +220,31 @@ def _shared_kib() -> int:
     return int(re.search(r"RssShmem:\s+(\d+)", status)[1])  # type: ignore[index]
 
 
-def test_tensors_that_do_not_fit_are_listed(sender: sw.WeightSender) -> None:
+def test_tensors_that_do_not_fit_are_listed(sender: sw.handover.WeightSender) -> None:
     sender.publish(1)
     engine = _mapping(_model())
     del engine["0.bias"]
     engine["extra"] = torch.zeros(3)
     engine["0.weight"] = torch.zeros(30, 41)
     with pytest.raises(PlanError) as caught:
-        sw.WeightReceiver(engine, sender.url).pull()
+        sw.handover.WeightReceiver(engine, sender.url).pull()
     text = str(caught.value)
     assert "extra" in text
     assert "0.bias" in text
     assert "[30, 41]" in text
     engine = _mapping(_model())
     del engine["0.bias"]
-    assert sw.WeightReceiver(engine, sender.url, allow_unused=["0.bias"]).pull() is not None
+    assert sw.handover.WeightReceiver(engine, sender.url, allow_unused=["0.bias"]).pull() is not None
 
 
 def test_weights_on_meta_are_not_published() -> None:
     with sw.meta_init():
         model = _model()
-    with sw.WeightSender(model) as sender, pytest.raises(StateError, match="is on meta"):
+    with sw.handover.WeightSender(model) as sender, pytest.raises(StateError, match="is on meta"):
         sender.publish(1)
 
 
-def test_unknown_requests_and_reads_outside_are_refused(sender: sw.WeightSender) -> None:
+def test_unknown_requests_and_reads_outside_are_refused(sender: sw.handover.WeightSender) -> None:
     sender.publish(1)
     asker = Asker(0, Address.parse(sender.url), 5.0)
     for question in (

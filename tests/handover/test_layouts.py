@@ -44,9 +44,11 @@ def test_any_layout_to_any_other(root: Path, trainer: str) -> None:
     def expected() -> dict[str, torch.Tensor]:
         return {n: t.clone() for n, t in sw.iter_full_tensors(model, naming=naming, dtype=dtype)}
 
-    with sw.WeightSender(model, naming=naming, dtype=dtype) as sender:
+    with sw.handover.WeightSender(model, naming=naming, dtype=dtype) as sender:
         engines = {name: make_engine(expected()) for name, make_engine in fns.ENGINES.items()}
-        by_link = {n: sw.WeightReceiver(given, sender.url, carry="tcp") for n, (given, _) in engines.items()}
+        by_link = {
+            n: sw.handover.WeightReceiver(given, sender.url, carry="tcp") for n, (given, _) in engines.items()
+        }
         for version in (1, 2, 4):
             fns.change(model, version, every=1 if version == 1 else 50)
             sender.publish(version)
@@ -65,7 +67,7 @@ def test_any_layout_to_any_other(root: Path, trainer: str) -> None:
                     assert report.bytes_moved == report.local_bytes
         other = {name: make_engine(wanted) for name, make_engine in fns.ENGINES.items()}
         for given, whole in other.values():
-            report = sw.WeightReceiver(given, sender.url, carry="memory").pull()
+            report = sw.handover.WeightReceiver(given, sender.url, carry="memory").pull()
             assert report is not None
             assert report.bytes_moved == report.local_bytes
             fns.same(whole(), wanted)
@@ -84,9 +86,9 @@ def test_a_model_of_transformers_is_filled(root: Path, engine: str) -> None:
         sw.shard(model, fns.mesh())
     elif engine == "tensor parallel":
         fns.by_tensors(model, fns.mesh())
-    with sw.WeightSender(trainer) as sender:
+    with sw.handover.WeightSender(trainer) as sender:
         sender.publish(7)
-        receiver = sw.WeightReceiver(model, sender.url)
+        receiver = sw.handover.WeightReceiver(model, sender.url)
         report = receiver.pull()
         assert report is not None
         receiver.verify()
@@ -107,8 +109,8 @@ def test_an_engine_under_fsdp_computes_with_what_it_pulled(root: Path) -> None:
     sw.shard(model, fns.mesh())
     model.eval()
     ids = torch.arange(8)[None]
-    with sw.WeightSender(trainer) as sender, torch.no_grad():
-        receiver = sw.WeightReceiver(model, sender.url)
+    with sw.handover.WeightSender(trainer) as sender, torch.no_grad():
+        receiver = sw.handover.WeightReceiver(model, sender.url)
         for version in (1, 2, 3):
             fns.change(trainer, version)
             sender.publish(version)
@@ -121,8 +123,8 @@ def test_an_engine_under_fsdp_computes_with_what_it_pulled(root: Path) -> None:
 def test_a_version_that_a_rank_could_not_publish_is_nobodys() -> None:
     model = nn.Linear(30, 20)
     engine = {n: torch.zeros_like(t) for n, t in model.state_dict().items()}
-    with sw.WeightSender(model) as sender:
-        receiver = sw.WeightReceiver(engine, sender.url)
+    with sw.handover.WeightSender(model) as sender:
+        receiver = sw.handover.WeightReceiver(engine, sender.url)
         for version in (4, 5):
             sender.publish(version)
         with pytest.raises(RankError):

@@ -73,10 +73,10 @@ def cast_of(report: Any) -> tuple[str, str, int]:
 
 def test_a_dtype_that_the_caller_gives_is_in_the_report(source: Path, tmp_path: Path) -> None:
     count = len(load_file(source / "model.safetensors"))
-    assert sw.load_report(sw.load_pretrained(source)).casts == ()
+    assert sw.reports.load_report(sw.load_pretrained(source)).casts == ()
     model, report = sw.load_pretrained(source, dtype=torch.bfloat16, return_report=True)
     assert cast_of(report) == ("F32", "BF16", count)
-    assert sw.load_report(sw.load_pretrained(source, dtype="float64")).casts == ()
+    assert sw.reports.load_report(sw.load_pretrained(source, dtype="float64")).casts == ()
     assert cast_of(sw.plan(source, ranks=1, dtype="bfloat16")) == ("F32", "BF16", count)
     assert sw.export_hf(model, tmp_path / "same").casts == ()
     assert sw.export_hf(model, tmp_path / "wider", dtype="float32").casts == ()

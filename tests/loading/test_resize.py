@@ -212,7 +212,7 @@ def test_patterns_come_before_the_vocabulary(base: Path, tmp_path: Path) -> None
             grow={"lm_head.*": "init"},
             adapter=peft.LoraConfig(target_modules=["q_proj"]),
         )
-    report = sw.load_report(adapted)
+    report = sw.reports.load_report(adapted)
     assert report is not None
     rules = {one.name.rpartition("model.")[2]: one.rule for one in report.grown}
     assert rules == {"embed_tokens.weight": "mean", "lm_head.weight": "init"}

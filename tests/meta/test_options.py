@@ -47,8 +47,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "save": sw.save,
     "shard": sw.shard,
     "verify": sw.verify,
-    "WeightReceiver": sw.WeightReceiver,
-    "WeightSender": sw.WeightSender,
+    "WeightReceiver": sw.handover.WeightReceiver,
+    "WeightSender": sw.handover.WeightSender,
 }
 
 #: What a call takes as its objects, by place; not options.
@@ -198,13 +198,12 @@ def test_every_call_is_looked_at() -> None:
         "ShardPolicy",
         "TrainState",
         "TrainingSpec",
-        "load_report",
         "meta_init",
     }
     others |= {"configure_storage"}  # those of obstore and fsspec, under their names
     others |= {"progress"}  # a block around other calls
     public = {name for name in sw.__all__ if callable(getattr(sw, name))}
-    public |= {"plan_pipeline"}  # of sw.reports
+    public |= {"plan_pipeline", *sw.handover.__all__}  # of sw.reports, and of sw.handover
     assert public == CALLS.keys() | others
 
 
@@ -449,8 +448,8 @@ def test_verify_is_an_option_of_load_pretrained_too(source: Path, tmp_path: Path
     model, report = sw.load_pretrained(source, return_report=True)
     assert report.verified == "cover", "files of the hub record no digests"
     sw.save(sw.TrainState(model=model), tmp_path / "step")
-    assert sw.load_report(sw.load_pretrained(tmp_path / "step")).verified == "digest"
-    assert sw.load_report(sw.load_pretrained(tmp_path / "step", verify="cover")).verified == "cover"
+    assert sw.reports.load_report(sw.load_pretrained(tmp_path / "step")).verified == "digest"
+    assert sw.reports.load_report(sw.load_pretrained(tmp_path / "step", verify="cover")).verified == "cover"
 
 
 def test_plan_plans_with_the_caller_s_staging(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def equals(path: str, origin: str, **options: Any) -> str:
     for name, tensor in own.items():
         assert torch.equal(tensor.to_local(), expected[name].to_local()), name
     assert model.name_or_path == model.config.name_or_path == path
-    return str(sw.load_report(model).source)
+    return str(sw.reports.load_report(model).source)
 
 
 def refusal(path: str, **options: Any) -> str:

@@ -461,4 +461,4 @@ def test_the_links_of_the_hub_cache_are_followed(
     found = read_assets(str(snapshot))
     assert {"config.json", "vocab.txt"} <= found.keys()
     assert "merges.txt" not in found
-    assert sw.load_report(sw.load_pretrained(snapshot)).initialized == ()
+    assert sw.reports.load_report(sw.load_pretrained(snapshot)).initialized == ()

@@ -430,7 +430,7 @@ def test_modules_of_sentence_transformers_are_named(tmp_path: Path, caplog: pyte
 
     caplog.clear()
     shutil.rmtree(tmp_path / "new" / "2_Dense")  # pooling has no weights
-    assert sw.load_report(sw.load_pretrained(tmp_path / "new")).ignored_files == ()
+    assert sw.reports.load_report(sw.load_pretrained(tmp_path / "new")).ignored_files == ()
     assert caplog.records == []
 
 

@@ -611,7 +611,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             build: function that creates the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
             source, options: as for :func:`load`.
 
-        Returns the model, ready for :meth:`prepare`. :func:`shardwise.load_report` returns the report of its load. Every rank must call it.
+        Returns the model, ready for :meth:`prepare`. :func:`shardwise.reports.load_report` returns the report of its load. Every rank must call it.
         Raises the errors of :func:`load`.
         """
         with Ranks.current().agree("build the model"), meta_init():

@@ -733,7 +733,7 @@ REFUSED: Mapping[str, str] = {
     "offload_buffers": _OFFLOAD,
     "offload_folder": _OFFLOAD,
     "offload_state_dict": _OFFLOAD,
-    "output_loading_info": "the report says it: pass return_report=True, or call shardwise.load_report(model)",
+    "output_loading_info": "the report says it: pass return_report=True, or call shardwise.reports.load_report(model)",
     "proxies": "set HTTPS_PROXY in the environment",
     "resume_download": _GONE,
     "state_dict": "save it as safetensors and load that: nothing else is proved complete",
