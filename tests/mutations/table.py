@@ -2247,8 +2247,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/snapshot.py",
-        "base is not None",
-        "base is not False",
+        "        and is_of_base(t.name, found)\n",
+        "",
         ("tests/loading/test_peft.py::test_adapters_of_a_checkpoint",),
         "an adapter that isn't trained is taken for a part of the base",
     ),
