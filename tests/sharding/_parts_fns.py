@@ -19,7 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
+from shardwise.tensors.live import describe
 
+#: Where no directory can be made.
+NOWHERE = "/dev/null/step"
 VOCAB, ROWS, LENGTH, LAYERS = 32, 4, 6, 3
 
 
@@ -435,6 +438,10 @@ class Few(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
 
 def _box(start: int, shape: tuple[int, ...] = (8, 2)) -> dict[str, Any]:
     return {"boxes": {"w": (shape, (start, 0))}}
@@ -479,6 +486,11 @@ def wrong(case: str) -> str:
             model.v, given = model.w, {}
     elif case == "uneven copies":
         given = _box(4 * (rank // 2))
+    elif case == "differing buffers":
+        model, given = Few(v=(4, 2)), {}
+        if rank < 2:
+            model = nn.Module()
+            model.register_buffer("w", torch.full((4, 2), float(rank)))
     elif case == "two patterns":
         given["boxes"]["*"] = ((16, 2), (4 * rank, 0))
     elif case == "not text":
@@ -492,6 +504,8 @@ def wrong(case: str) -> str:
         if case == "changed":
             model.to(torch.bfloat16)
             sw.digest(model)
+        elif case == "differing buffers":
+            sw.digest(model)
         elif case == "bytes":
             model = Few(w=(4, 2))
             model.w.data.add_(rank)
@@ -499,7 +513,7 @@ def wrong(case: str) -> str:
             sw.digest(model)
         elif case == "groups":
             groups = [{"params": [model.w]}, {"params": []}][: 1 + rank]
-            sw.save(sw.TrainState(model, torch.optim.SGD(groups, lr=1.0)), "/nowhere", step=1)
+            sw.save(sw.TrainState(model, torch.optim.SGD(groups, lr=1.0)), NOWHERE, step=1)
         else:
             _later(case, model, rank)
     except sw.errors.ShardwiseError as error:
@@ -531,24 +545,24 @@ def _later(case: str, model: Few, rank: int) -> None:
         sw.declare_part(listed, rename=lambda name: name.replace("0", str(rank)))
         sw.init_weights(listed)
     elif case == "optimizers":
-        sw.save(sw.TrainState(model, {f"sgd{rank}": sgd}), "/nowhere", step=1)
+        sw.save(sw.TrainState(model, {f"sgd{rank}": sgd}), NOWHERE, step=1)
     elif case == "options":
         sgd.param_groups[0]["lr"] = 1.0 + rank
-        sw.save(state, "/nowhere", step=1)
+        sw.save(state, NOWHERE, step=1)
     elif case == "steps":
         if rank:
             model.w.grad = torch.ones(4, 2)
             sgd.step()
-        sw.save(state, "/nowhere", step=1)
+        sw.save(state, NOWHERE, step=1)
     elif case == "no parameters":
         empty = torch.optim.SGD([{"params": list(model.parameters())[rank:]}], lr=1.0)
-        sw.save(sw.TrainState({"model": model, "other": Few(v=(1,))}, {"model": empty}), "/nowhere", step=1)
+        sw.save(sw.TrainState({"model": model, "other": Few(v=(1,))}, {"model": empty}), NOWHERE, step=1)
     elif case == "refer":
-        sw.save(sw.TrainState(model, sgd, frozen="refer"), "/nowhere", step=1)
+        sw.save(sw.TrainState(model, sgd, frozen="refer"), NOWHERE, step=1)
     elif case == "sharded extra":
         copies = Few(w=(4, 2))
         _placed(copies, DeviceMesh("cpu", [0, 1]), Shard(0))
-        sw.save(sw.TrainState(model, sgd, extra={"ema": copies}), "/nowhere", step=1)
+        sw.save(sw.TrainState(model, sgd, extra={"ema": copies}), NOWHERE, step=1)
 
 
 class Stage(nn.Module):
@@ -583,6 +597,7 @@ def small_stages(path: str) -> tuple[list[str], str]:
         part = nn.ModuleDict({f"s{own}": whole[f"s{own}"]})
         with torch.device("meta"):
             sw.declare_part(part)
+            describe(part)
         optimizer = torch.optim.AdamW(part.parameters(), foreach=False)
         _stepped(optimizer)
         return sw.TrainState(part, optimizer, extra=extra)
