@@ -518,8 +518,10 @@ def note_base(model: nn.Module, catalog: Catalog, report: LoadReport, ranks: Ran
 
     Not one that it read from a checkpoint, which may be the only file that has it.
     """
-    if catalog.has_module_names or is_declared(model) or not has_adapters(model):
-        return  # of a declared one, only some ranks may have adapters
+    if is_declared(model):  # only some ranks may have adapters
+        return
+    if catalog.has_module_names or not has_adapters(model):
+        return
     from ..digests import remember_base
 
     made = {new.name for new in report.initialized} | {grown.name for grown in report.grown}
