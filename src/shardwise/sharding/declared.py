@@ -59,7 +59,7 @@ def declare_part(
             ``nn.ModuleList(stages)``, and ``rename`` strips the number.
         rename: from a tensor's name in this module to its name in the whole model. None: the names are those of the whole model, as they are in the stages of
             torch.distributed.pipelining and of torchtitan.
-        boxes: ``fnmatch`` pattern of names in the whole model → global shape, and the index of this rank's first element. For tensors of which the
+        boxes: ``fnmatch`` pattern of names in the whole model → global shape, and the index of this rank's first element. For tensors whose
             live tensor (or DTensor) is only a part: packed experts, cut along dim 0. The parts of all ranks must have one
             size and tile the tensor.
 
