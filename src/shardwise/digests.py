@@ -22,8 +22,8 @@ from .internals.peft import is_of_base, places
 from .internals.torch import local_tensor
 from .names import unwrap
 from .ranks.ranks import Ranks
-from .tensors.live import LiveModel, describe
-from .tensors.placements import Geometry, cut_boxes, geometry_of
+from .tensors.live import LiveModel, describe, world_size
+from .tensors.placements import Geometry, cut_boxes, geometry_of, replicated
 
 if TYPE_CHECKING:
     import torch
@@ -726,7 +726,12 @@ def differing_from(
 
 
 def _plain_buffers(live: LiveModel) -> set[str]:
-    return {t.name for t in live.stored if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
+    everywhere = replicated(world_size())
+    return {
+        t.name
+        for t in live.stored
+        if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor and live.geometries[t.name] == everywhere
+    }
 
 
 # ----------------------------------------------------------------------------------------------------

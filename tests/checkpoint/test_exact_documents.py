@@ -225,7 +225,7 @@ def test_tensors_of_own_documents_go_to_their_device(tmp_path: Path) -> None:
 def test_what_each_rank_saved_by_itself_is_named_at_another_world_size(tmp_path: Path) -> None:
     state = sw.TrainState(model=Holder(3))
     sw.save(state, tmp_path / "c")
-    manifest = replace(read_manifest(tmp_path / "c"), local_documents=("own",))
+    manifest = replace(read_manifest(tmp_path / "c"), local_documents=("own",), world_size=8)
     own = OwnState({}, manifest, Places())
     lives = {name: describe(model) for name, model in state.models.items()}
     own.give_to_models(lives, Ranks())

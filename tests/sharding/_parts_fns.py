@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
+from shardwise.tensors.live import describe
 
+#: Where no directory can be made.
+NOWHERE = "/dev/null/step"
 VOCAB, ROWS, LENGTH, LAYERS = 32, 4, 6, 3
 
 
@@ -432,6 +438,10 @@ class Few(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
 
 def _box(start: int, shape: tuple[int, ...] = (8, 2)) -> dict[str, Any]:
     return {"boxes": {"w": (shape, (start, 0))}}
@@ -474,10 +484,27 @@ def wrong(case: str) -> str:
             model, given = Few(v=(4, 2)), {}
         else:
             model.v, given = model.w, {}
+    elif case == "uneven copies":
+        given = _box(4 * (rank // 2))
+    elif case == "differing buffers":
+        model, given = Few(v=(4, 2)), {}
+        if rank < 2:
+            model = nn.Module()
+            model.register_buffer("w", torch.full((4, 2), float(rank)))
+    elif case == "two patterns":
+        given["boxes"]["*"] = ((16, 2), (4 * rank, 0))
+    elif case == "not text":
+        given = {"rename": lambda _: rank}
+    elif case == "blocks":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("boxes", "own"))["own"]
+        _placed(model, mesh, _StridedShard(0, split_factor=2))
+        given = {"boxes": {"w": ((4, 4), (0, 2 * rank))}}
     try:
         sw.declare_part(model, **given)
         if case == "changed":
             model.to(torch.bfloat16)
+            sw.digest(model)
+        elif case == "differing buffers":
             sw.digest(model)
         elif case == "bytes":
             model = Few(w=(4, 2))
@@ -486,10 +513,142 @@ def wrong(case: str) -> str:
             sw.digest(model)
         elif case == "groups":
             groups = [{"params": [model.w]}, {"params": []}][: 1 + rank]
-            sw.save(sw.TrainState(model, torch.optim.SGD(groups, lr=1.0)), "/nowhere", step=1)
+            sw.save(sw.TrainState(model, torch.optim.SGD(groups, lr=1.0)), NOWHERE, step=1)
+        else:
+            _later(case, model, rank)
     except sw.errors.ShardwiseError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def _placed(model: Few, mesh: DeviceMesh, placement: Any) -> None:
+    model.w = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [placement], run_check=False))
+
+
+def _later(case: str, model: Few, rank: int) -> None:
+    """What is wrong after a declaration."""
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    state = sw.TrainState(model, sgd)
+    if case == "mesh order":
+        for order in ([0, 1], [1, 0]):
+            _placed(model, DeviceMesh("cpu", order), Shard(0))
+            if order[0] == 0:
+                sw.declare_part(model)
+        sw.digest(model)
+    elif case == "frozen later":
+        model.w.requires_grad_(False)
+        sw.digest(model)
+    elif case == "drawn":
+        sw.init_weights(model)
+    elif case == "drawn renamed":
+        listed = nn.ModuleList([nn.Linear(2, 2, bias=False)])
+        sw.declare_part(listed, rename=lambda name: name.replace("0", str(rank)))
+        sw.init_weights(listed)
+    elif case == "optimizers":
+        sw.save(sw.TrainState(model, {f"sgd{rank}": sgd}), NOWHERE, step=1)
+    elif case == "options":
+        sgd.param_groups[0]["lr"] = 1.0 + rank
+        sw.save(state, NOWHERE, step=1)
+    elif case == "steps":
+        if rank:
+            model.w.grad = torch.ones(4, 2)
+            sgd.step()
+        sw.save(state, NOWHERE, step=1)
+    elif case == "no parameters":
+        empty = torch.optim.SGD([{"params": list(model.parameters())[rank:]}], lr=1.0)
+        sw.save(sw.TrainState({"model": model, "other": Few(v=(1,))}, {"model": empty}), NOWHERE, step=1)
+    elif case == "refer":
+        sw.save(sw.TrainState(model, sgd, frozen="refer"), NOWHERE, step=1)
+    elif case == "sharded extra":
+        copies = Few(w=(4, 2))
+        _placed(copies, DeviceMesh("cpu", [0, 1]), Shard(0))
+        sw.save(sw.TrainState(model, sgd, extra={"ema": copies}), NOWHERE, step=1)
+
+
+class Stage(nn.Module):
+    """With a parameter and a buffer that have no dims."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.num_batches_tracked.fill_(int(number))
+        self.scale = nn.Parameter(torch.tensor(number))
+
+
+class Counter:
+    """An object of the program's own, equal on all ranks."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def small_stages(path: str) -> tuple[list[str], str]:
+    """Two small stages are saved, and restored into the same layout, and with the stages swapped: the differences reported of the
+    first, and the error of the second."""
+    rank = dist.get_rank()
+    whole = nn.ModuleDict({f"s{k}": Stage(k + 2.0) for k in range(2)})
+
+    def state_of(own: int, **extra: Any) -> sw.TrainState:
+        part = nn.ModuleDict({f"s{own}": whole[f"s{own}"]})
+        with torch.device("meta"):
+            sw.declare_part(part)
+            describe(part)
+        optimizer = torch.optim.AdamW(part.parameters(), foreach=False)
+        _stepped(optimizer)
+        return sw.TrainState(part, optimizer, extra=extra)
+
+    state = state_of(rank, counter=Counter())
+    dist.barrier()
+    whole[f"s{1 - rank}"].load_state_dict(_swapped(whole[f"s{rank}"]))
+    part = state.models["model"]
+    assert sw.digest(part) == sw.digest(whole)
+    for name, tensor in sw.iter_full_tensors(part):
+        torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=0)
+    sw.save(state, path, step=1)
+    report = sw.restore(state, path)
+    assert sw.digest(part) == sw.digest(whole)
+    sw.save(state_of(rank, ema=[torch.full((2,), 1.0 + rank)]), f"{path}-ema", step=1)
+    taken = sw.restore(state_of(1 - rank), f"{path}-ema")
+    assert [line for line in taken.skipped if line.startswith("extra.ema")], taken
+    try:
+        sw.restore(state_of(1 - rank, ema=[torch.zeros(2)]), f"{path}-ema")
+    except sw.errors.ShardwiseError as error:
+        return [*report.differences, *report.skipped], str(error)
+    return [*report.differences, *report.skipped], "nothing"
+
+
+def _swapped(own: nn.Module) -> dict[str, torch.Tensor]:
+    """What the other rank of two has."""
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, own.state_dict())
+    return found[1 - dist.get_rank()]
+
+
+def two_models(path: str) -> None:
+    """A stage, and an average of it as a model of its own, both sharded by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def state(value: float) -> sw.TrainState:
+        found = {}
+        for name in ("model", "ema"):
+            stage = nn.Sequential(OrderedDict({f"s{mesh.get_local_rank('pp')}": nn.Linear(4, 4)}))
+            fully_shard(stage, mesh=mesh["dp"])
+            sw.declare_part(stage)
+            for parameter in stage.parameters():
+                nn.init.constant_(parameter, value)
+            found[name] = stage
+        return sw.TrainState(found, torch.optim.AdamW(found["model"].parameters(), foreach=False))
+
+    saved, now = state(1.0), state(2.0)
+    _stepped(next(iter(saved.optimizers.values())))
+    sw.save(saved, path, step=1)
+    assert sw.restore(now, path).exact
+    assert sw.digest(now.models["ema"]) == sw.digest(saved.models["ema"]) != sw.digest(now.models["model"])
 
 
 def digest_of_whole(*, tied: bool) -> dict[str, str]:

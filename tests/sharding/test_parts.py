@@ -166,14 +166,45 @@ WRONG = {
     "tie": "v is another name of w on rank 0, and a tensor of its own on rank 1",
     "changed": "1 tensors have changed since declare_part: w was torch.float32",
     "bytes": "replicas of w differ between ranks",
+    "uneven copies": "w: 2 copies of one box, on ranks \\[0, 1\\], but 1 of another, on ranks \\[2\\]",
+    "differing buffers": "replicas of w differ between ranks",
+    "two patterns": "rank 0: w: several patterns of boxes= match it and differ: \\['w', '\\*'\\]",
+    "not text": "rank 1: rename= gives 1 for 'w', expected text",
+    "blocks": "w: a box whose own mesh cuts it in blocks",
+    "mesh order": "w was torch.float32 .* on ranks \\[0, 1\\], and is .* on ranks \\[1, 0\\]",
+    "frozen later": "w was .*requires_grad True.* and is .*requires_grad False",
+    "drawn": "PlanError.*\\n.*w: is declared with boxes=",
+    "drawn renamed": "1.weight: no module has this name",
+    "optimizers": "ranks have different optimizers: sgd0 on rank 0, sgd1 on rank 1",
+    "options": "optimizer optimizer: the lr of group 0 is 1.0 on rank 0, and 2.0 on rank 1",
+    "steps": "the tensors of w differ .* packed experts without tokens need a gradient of zeros",
+    "no parameters": "optimizer model: has no parameters on this rank",
+    "refer": "frozen='refer' isn't supported for a model that is declared in parts",
+    "sharded extra": "extra.ema has sharded tensors.*call declare_part on it",
     "groups": "optimizer optimizer: its number of parameter groups differs between ranks: 1 on rank 0, 2 on rank 1",
 }
+
+OF_THREE = ("uneven copies", "differing buffers")
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_declarations_are_named(ranks: RankPool, case: str) -> None:
-    for text in ranks.run_ranks(2, fns.wrong, case):
+    for text in ranks.run_ranks(3 if case in OF_THREE else 2, fns.wrong, case):
         assert re.search(WRONG[case], text), text
+
+
+def test_small_stages(ranks: RankPool, tmp_path: Path) -> None:
+    """Tensors without dims have their digests and shapes on all ranks. What a rank stored for itself goes to no other stage."""
+    for reported, error in ranks.run_ranks(2, fns.small_stages, str(tmp_path / "step")):
+        assert reported == []
+        assert (
+            "extra.ema was stored per rank by 2 ranks, but ranks of this run hold other parts of the model"
+            in error
+        )
+
+
+def test_two_declared_models(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run_ranks(4, fns.two_models, str(tmp_path / "step"))
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,28 @@ def agree_on_parts(state: TrainState, ranks: Ranks) -> dict[str, Joined]:
     found = ranks.combine("join optimizers", told, _joined)
     if found["problems"]:
         raise StateError("; ".join(found["problems"][:5]))
-    return {name: Joined(**one) for name, one in found["optimizers"].items()}
+    return {name: Joined(**one) for name, one in found["optimizers"].items() if one is not None}
 
 
-def _told(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> dict[str, Any]:
-    """What this rank's part of an optimizer keeps."""
+def trained_model(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
+    """The name of the first model that holds all parameters of the optimizer; of the first one, if none does.
+
+    Raises :class:`StateError` if a rank can't tell: it has no parameters of several models that are declared in parts.
+    """
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not optimized and len(lives) > 1 and any(is_declared(live.root) for live in lives.values()):
+        raise StateError(
+            f"optimizer {name}: has no parameters on this rank, so it isn't known which of the models {', '.join(lives)} it trains. Give it a "
+            f"parameter on each rank, or save the models as two states"
+        )
+    found = (n for n, live in lives.items() if optimized <= {id(t.tensor) for t in live.tensors})
+    return next(found, next(iter(lives)))
+
+
+def _told(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> dict[str, Any] | None:
+    """What this rank's part of an optimizer keeps; None if its model isn't declared in parts."""
+    if not is_declared(lives[trained_model(name, optimizer, lives)].root):
+        return None
     tensors = [t for live in lives.values() for t in live.tensors if t.owners]
     drained = drain(optimizer, parameter_names(optimizer, tensors))
     if drained.low_bit:
@@ -110,18 +127,60 @@ def _told(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> di
             ]
     return {
         "groups": [list(group["names"]) for group in drained.groups],
+        "options": [_texts(group["options"]) for group in drained.groups],
         "tensors": {n: {k: code_of(t.dtype) for k, t in of.items()} for n, of in drained.tensors.items()},
         "scalars": scalars,
         "values": drained.values,
     }
 
 
-def _joined(told: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options of a parameter group that every rank writes alike. The save compares the others as documents."""
+
+    def is_plain(value: Any) -> bool:
+        return all(map(is_plain, value)) if type(value) in (tuple, list) else type(value) in _PLAIN
+
+    numbers = {
+        k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in options.items()
+    }
+    return {key: repr(value) for key, value in numbers.items() if is_plain(value)}
+
+
+def _unlike_options(name: str, parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = []
+    for k, first in enumerate(parts[0]["options"]):
+        for rank, part in enumerate(parts):
+            now = part["options"][k]
+            found += [
+                f"optimizer {name}: the {key} of group {k} is {first.get(key, 'not there')} on rank 0, and "
+                f"{now.get(key, 'not there')} on rank {rank}; expected the same on each rank"
+                for key in {**first, **now}
+                if first.get(key) != now.get(key)
+            ]
+    return found
+
+
+def _joined(told: Sequence[Mapping[str, Mapping[str, Any] | None]]) -> dict[str, Any]:
     """Rank 0 joins the parts of all ranks. Pure."""
     problems: list[str] = []
-    found = {}
+    found: dict[str, Any] = {}
+    given: dict[tuple[str, ...], int] = {}
+    for rank, one in enumerate(told):
+        given.setdefault(tuple(sorted(one)), rank)
+    if len(given) > 1:
+        texts = ", ".join(f"{', '.join(names) or 'none'} on rank {rank}" for names, rank in given.items())
+        return {
+            "optimizers": {},
+            "problems": [f"ranks have different optimizers: {texts}. Give the same names on each rank"],
+        }
     for name in told[0]:
-        parts = [one[name] for one in told]
+        parts = [part for part in (one[name] for one in told) if part is not None]
+        if not parts:
+            found[name] = None
+            continue
+        if len(parts) < len(told):
+            problems.append(f"optimizer {name}: trains different models on different ranks")
+            continue
         counts: dict[int, int] = {}
         for rank, part in enumerate(parts):
             counts.setdefault(len(part["groups"]), rank)
@@ -132,6 +191,7 @@ def _joined(told: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
                 f"parameters there"
             )
             continue
+        problems += _unlike_options(name, parts)
         places: dict[str, set[int]] = defaultdict(set)
         for part in parts:
             for k, members in enumerate(part["groups"]):
@@ -142,7 +202,7 @@ def _joined(told: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
             for member, of in places.items()
             if len(of) > 1
         ]
-        one: dict[str, Any] = {
+        joined: dict[str, Any] = {
             "groups": [
                 merged_order([part["groups"][k] for part in parts]) for k in range(len(parts[0]["groups"]))
             ]
@@ -156,8 +216,9 @@ def _joined(told: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
                     if merged.setdefault(member, states) != states:
                         problems.append(
                             f"optimizer {name}: the {what} of {member} differ between ranks that hold it: {states} on rank {rank}, "
-                            f"{merged[member]} on one before"
+                            f"{merged[member]} on one before. All of them must have made the same steps with it; packed experts without tokens "
+                            f"need a gradient of zeros"
                         )
-            one[what] = {member: states for member, states in merged.items() if states}
-        found[name] = one
+            joined[what] = {member: states for member, states in merged.items() if states}
+        found[name] = joined
     return {"optimizers": found, "problems": problems}

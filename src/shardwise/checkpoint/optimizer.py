@@ -24,7 +24,7 @@ from ..state.low_bit import PARTS, PLAIN, Form, StoredForm, part_name, state_by_
 from ..state.optimizer import TrainedBy, check_groups, check_stored
 from ..tensors.live import HostMemory, LiveModel, absent, elsewhere_in, world_size
 from ..tensors.placements import fitting_ranks, mesh_text, replicated
-from .snapshot import trained_model
+from .joined import trained_model
 from .stored import StoredCheckpoint
 
 # ----------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ from .stored import StoredCheckpoint
 
 def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> TrainedBy:
     """An optimizer with the model that :func:`trained_model` finds for it. Raises :class:`StateError` for parameters that it lacks."""
-    model = trained_model(optimizer, lives)
+    model = trained_model(name, optimizer, lives)
     return TrainedBy.of(name, optimizer, model, lives[model])
 
 

@@ -30,7 +30,7 @@ from ..state.documents import inner_schedulers, unwrapped
 from ..state.optimizer import TrainState
 from ..state.parts import is_several
 from ..state.typed_json import Places, decode, encode
-from ..tensors.live import LiveModel, describe
+from ..tensors.live import LiveModel, describe, is_elsewhere
 
 # ----------------------------------------------------------------------------------------------------
 # Restores the own state of models and optimizers, and checks whether it arrived.
@@ -219,7 +219,7 @@ class Watched:
             f"{name}: {t.name} was replaced with a different tensor when another object was restored; optimizers train the previous one"
             for name, before in self._tensors.items()
             for t in lives[name].stored
-            if before.get(t.name) is not t.tensor
+            if before.get(t.name) is not t.tensor and not is_elsewhere(t)
         ]
         changed = [
             f"{name}: {what} was changed when another object was restored, and may differ now"

@@ -35,7 +35,7 @@ from ..tensors.live import LiveModel
 from .optimizer import OptimizerInCheckpoint, trained_by
 from .own import not_taken, reaches_others
 from .snapshot import classes_of, modules_with_state
-from .stored import StoredCheckpoint
+from .stored import StoredCheckpoint, why_of_others
 
 # ----------------------------------------------------------------------------------------------------
 # The objects of a run that take documents. Each checks its document before anything changes, and takes it later.
@@ -77,7 +77,7 @@ class _OfCheckpoint(Receiver):
 
     @property
     def _is_of_other_ranks(self) -> bool:
-        """Whether each rank stored its own, where the document is missing: the saved run had another world size."""
+        """Whether each rank stored its own, where the document is missing: the saved run had another world size, or other parts of a declared model."""
         return self.name in self._stored.manifest.local_documents
 
     def missing(self) -> None:
@@ -89,8 +89,8 @@ class _OfCheckpoint(Receiver):
                 else "use one whose state is equal on all ranks"
             )
             raise StateError(
-                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, but this run has a different number: "
-                f"its state can't be carried over. Launch on {manifest.world_size} ranks, or leave it out of the state. "
+                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, but {why_of_others(manifest)}: "
+                f"its state can't be carried over. Launch on {manifest.world_size} ranks in the saved layout, or leave it out of the state. "
                 f"To change the number of ranks in later resumes, {equal}"
             )
         if kind := manifest.software.get(CONVERTED):
@@ -429,7 +429,7 @@ def _without_document(
         if meaning.kind == "buffers":
             yield f"{name} that differed between ranks: every rank now has those of one rank"
         elif meaning.kind in (*_LISTED, "own"):
-            yield f"{name}: stored per rank, but this run has a different number of ranks"
+            yield f"{name}: stored per rank, but {why_of_others(manifest)}"
     for name in manifest.models:
         if name not in lives:
             yield f"model {name}: not given to this run"

@@ -285,7 +285,7 @@ class _Checkpoint(Run):
         self.catalogs = {
             n: catalog_of_checkpoint(path, n, manifest=manifest) for n in lives if n in manifest.models
         }
-        stored = self._stored = read_checkpoint(path, manifest, ranks)
+        stored = self._stored = read_checkpoint(path, manifest, ranks, lives)
         for name, extra in state.extra.items():  # sharded when saved, and not now
             if name in manifest.models and f"extra.{name}" not in stored.documents and name not in lives:
                 add_extra(lives, name, extra)

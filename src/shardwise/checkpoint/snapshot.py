@@ -59,9 +59,9 @@ from ..state.optimizer import (
 from ..state.parts import is_several, refuse_unfinished_step, why_unstorable
 from ..state.typed_json import Encoded, encode
 from ..tensors.boxes import LocalBox
-from ..tensors.live import LiveModel, describe, world_size
+from ..tensors.live import LiveModel, describe, is_declared, world_size
 from ..tensors.placements import Geometry, cut_boxes, replicated
-from .joined import Joined, agree_on_parts
+from .joined import Joined, agree_on_parts, trained_model
 
 _log = logging.getLogger(__name__)
 
@@ -255,7 +255,8 @@ class Agreed:
 def agree(state: TrainState, ranks: Ranks) -> Agreed:
     """Collective. Nothing is exchanged for most states. Raises :class:`StateError` or :class:`RankError` on every rank."""
     agree_on_base(state, ranks)
-    return Agreed(agree_on_forms(state, ranks), agree_on_parts(state, ranks))
+    joined = agree_on_parts(state, ranks)  # first: it names what parts can't have
+    return Agreed(agree_on_forms(state, ranks), joined)
 
 
 ALONE = Agreed(NO_FORMS, {})
@@ -355,6 +356,8 @@ def agree_on_base(state: TrainState, ranks: Ranks) -> None:
 def referred(state: TrainState, live: LiveModel) -> frozenset[str]:
     """Names of the parameters that a checkpoint of the state holds only the digests of, by ``TrainState.frozen``."""
     loaded = loaded_base(live.root)
+    if is_declared(live.root) and state.frozen == "refer":
+        raise StateError("frozen='refer' isn't supported for a model that is declared in parts; use 'hold'")
     if state.frozen == "hold" or (state.frozen == "auto" and not (loaded and loaded.is_unchanged)):
         return frozenset()
     stepped = {id(p) for o in state.optimizers.values() for p, held in o.state.items() if held}
@@ -397,7 +400,7 @@ def _optimizer_part(
     models: tuple[ModelPart, ...],
     agreed: Agreed,
 ) -> OptimizerPart:
-    part = next(p for p in models if p.name == trained_model(optimizer, lives))
+    part = next(p for p in models if p.name == trained_model(name, optimizer, lives))
     refuse_unreduced(optimizer, lives[part.name])
     drained = drain(optimizer, parameter_names(optimizer, part.named), agreed.forms)
     if name in agreed.joined:
@@ -414,13 +417,6 @@ def _optimizer_part(
     stored = [SliceTensor(n, code_of(t.dtype), g.whole_shape(t.shape), g) for n, t, g in found]
     live = [Live(one, t) for one, (_, t, _) in zip(assign_owners(stored), found, strict=True)]
     return OptimizerPart(name, part.name, tuple(live), drained)
-
-
-def trained_model(optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
-    """The name of the first model that holds all parameters of the optimizer; of the first one, if none does."""
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = (n for n, live in lives.items() if optimized <= {id(t.tensor) for t in live.tensors})
-    return next(found, next(iter(lives)))
 
 
 def _documents(

@@ -28,7 +28,7 @@ from ..objects import frozen
 from ..ranks.ranks import Ranks
 from ..state.documents import check_form
 from ..state.typed_json import Encoded, Places, decode
-from ..tensors.live import LiveModel
+from ..tensors.live import LiveModel, is_declared, world_size
 
 # ----------------------------------------------------------------------------------------------------
 # Reads the documents of a checkpoint and their tensors: checks files against checksums, and refuses unknown names.
@@ -172,14 +172,42 @@ class StoredCheckpoint:
         return replace(self, manifest=manifest, documents=documents)
 
 
-def read_checkpoint(path: str, manifest: Manifest, ranks: Ranks) -> StoredCheckpoint:
+def is_of_other_parts(manifest: Manifest, lives: Mapping[str, LiveModel]) -> bool:
+    """Whether ranks hold other parts of a declared model than those that saved it. The same on every rank."""
+    for model, live in lives.items():
+        entries = manifest.models.get(model, {})
+        if not is_declared(live.root):
+            continue
+        first = live.first_names
+        if any(
+            first.get(n, n) in live.geometries
+            and not manifest.geometries[entry.geometry].is_same_place(live.geometries[first.get(n, n)])
+            for n, entry in entries.items()
+        ):
+            return True
+    return False
+
+
+def why_of_others(manifest: Manifest) -> str:
+    """Why a document that each rank stored for itself isn't this rank's."""
+    if manifest.world_size != world_size():
+        return "this run has a different number of ranks"
+    return "ranks of this run hold other parts of the model"
+
+
+def read_checkpoint(
+    path: str, manifest: Manifest, ranks: Ranks, lives: Mapping[str, LiveModel]
+) -> StoredCheckpoint:
     """Read and decode documents, and check their form. Rank-local.
+
+    If ranks hold other parts of a declared model in ``lives`` now, only the random generators are this rank's own.
 
     Raises as :func:`read_documents` and :func:`decode_documents`; :class:`FormatError` for a document with a wrong form.
     """
     stored, places = read_documents(path, manifest, "state"), Places()
     if manifest.world_size == ranks.world_size:
-        stored |= read_documents(path, manifest, f"rank/{ranks.rank:05d}")
+        own = read_documents(path, manifest, f"rank/{ranks.rank:05d}")
+        stored |= {"rng": own["rng"]} if "rng" in own and is_of_other_parts(manifest, lives) else own
     documents = decode_documents(stored, path, places)
     check_form(documents, manifest, path)
     return StoredCheckpoint(path, manifest, documents, places, manifest)

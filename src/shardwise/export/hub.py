@@ -16,7 +16,7 @@ from torch import nn
 
 from ..digests import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StateError
 from ..internals.peft import active_adapters, adapted_model, has_adapters
 from ..models.classes import import_code, in_turn
 from ..models.homes import with_dtype
@@ -29,7 +29,7 @@ from ..planning.proof import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks, device_where_ranks_sum
 from ..storage import absolute
 from ..storage.records import is_url
-from ..tensors.live import LiveModel, describe
+from ..tensors.live import LiveModel, describe, is_declared
 from ..tensors.tiles import Tile
 from .again import AsSource, AsSourceJob, QuantizedSource, place_of_source
 from .live import FullTensors, LiveJob, MergedJob, buckets, device_of, gathered, planned
@@ -168,6 +168,8 @@ def export_hf(
         )
         return _joined(found, final, time.perf_counter() - started)
     counted = this_operation(final)
+    if isinstance(model_or_path, nn.Module) and is_declared(model_or_path):
+        _refuse_adapters_of_parts(model_or_path, ranks)
     with ranks.agree("open source"):
         if pipeline is not None:
             raise ValueError("pipeline= applies to stored models, or to a dict of models by component")
@@ -222,6 +224,15 @@ def export_hf(
             seconds=time.perf_counter() - started,
             as_source=job.report(),
             casts=casts_of(rounded_between(contents.hub, output.tensors)),
+        )
+
+
+def _refuse_adapters_of_parts(model: nn.Module, ranks: Ranks) -> None:
+    """Raises :class:`StateError` on every rank if any has adapters. Collective."""
+    if ranks.combine("look for adapters", lambda: has_adapters(model), any):
+        raise StateError(
+            "a model that is declared in parts has adapters, which export_hf doesn't support. Save a checkpoint, restore it into the whole "
+            "model on each rank, and export that"
         )
 
 

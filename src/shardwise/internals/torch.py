@@ -16,6 +16,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -546,11 +547,11 @@ def stand_in(
 def _spec_without_groups(
     shape: torch.Size, dtype: torch.dtype, ranks: tuple[int, ...], device_type: str
 ) -> Any:
-    mesh = DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
-    local = torch.empty((0,) * max(1, len(shape)), dtype=dtype, device="meta")
+    with torch.device("cpu"):  # the caller may be in another device's context
+        mesh = DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
+    # DTensor.from_local would take the shape () as not given.
     strides = torch.empty(shape, device="meta").stride()
-    like = DTensor.from_local(*(local, mesh, (Replicate(),)), shape=shape, stride=strides, run_check=False)
-    return like._spec
+    return DTensorSpec(mesh, (Replicate(),), TensorMeta(shape, strides, dtype))
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from ..ranks.ranks import Ranks
 from ..rng import preserve_rng
 from ..sharding.fsdp import shard_alike
 from ..tensors.boxes import Box, LocalBox, whole
-from ..tensors.live import LiveModel, describe, is_elsewhere
+from ..tensors.live import LiveModel, describe, is_declared, is_elsewhere
 from ..tensors.placements import local_boxes
 from .adapters import adapter_rules, magnitudes, without_rule
 
@@ -97,7 +97,11 @@ def init_weights(
         PlanError: a pattern matches nothing, or no rule initializes some parameters (the error lists them all). Nothing is written then.
     """
     patterns = None if only is None else patterns_of("only", only)
-    return fill_by_rule(describe(model), seed, patterns, device)
+    live = describe(model)
+    if is_declared(model):  # ranks have other parameters, and may fail alone
+        with Ranks.current().agree("initialize"):
+            _plan(live, _wanted(live, patterns))
+    return fill_by_rule(live, seed, patterns, device)
 
 
 def fill_by_rule(
@@ -109,7 +113,7 @@ def fill_by_rule(
     within: Mapping[str, Box] | None = None,
 ) -> tuple[str, ...]:
     """:func:`init_weights` of a model that is described already. ``within``: by name, the only box of a parameter that is written."""
-    wanted = tuple(t for t in _wanted(live, None if names is None else tuple(names)) if not is_elsewhere(t))
+    wanted = _wanted(live, None if names is None else tuple(names))
     jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
         materialize(live, default_device(live.parameters) if device is None else device)
@@ -136,9 +140,9 @@ def check_rules(live: LiveModel, names: Iterable[str]) -> None:
 
 
 def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTensor, ...]:
-    parameters = live.parameters
+    parameters, here = live.parameters, tuple(t for t in live.parameters if not is_elsewhere(t))
     if patterns is None:
-        return parameters
+        return here
     # A load gives exact names, thousands of them for adapters: only the rest are patterns.
     exact = set(patterns).intersection(n for t in parameters for n in t.names)
     globs = [p for p in patterns if p not in exact]
@@ -148,9 +152,7 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
             "init_weights(only=…): patterns that match no parameter (names are module paths without wrapper prefixes)",
             tuple(without_match),
         )
-    return tuple(
-        t for t in parameters if any(n in exact or any(fnmatchcase(n, p) for p in globs) for n in t.names)
-    )
+    return tuple(t for t in here if any(n in exact or any(fnmatchcase(n, p) for p in globs) for n in t.names))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -326,7 +328,13 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
             if id(norms[key].drawn_with) not in filled:
                 problems.append(f"{tensor.name}: follows from lora_B, which is not initialized along with it")
             continue
-        slot = next(s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None)
+        if live.geometries[tensor.name].parts:  # the rules draw the module's own shape, not the whole one
+            problems.append(f"{tensor.name}: is declared with boxes=")
+            continue
+        slot = next((s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None), None)
+        if slot is None:
+            problems.append(f"{tensor.name}: no module has this name; it is declared with rename=")
+            continue
         name, module, attribute = slot.find(tensor) or ("", model, "")
         rules = _rules_for(module, attribute, slot)
         problem = refused.get(key) or _problem(module, attribute, slot, rules)

@@ -518,6 +518,8 @@ def note_base(model: nn.Module, catalog: Catalog, report: LoadReport, ranks: Ran
 
     Not one that it read from a checkpoint, which may be the only file that has it.
     """
+    if is_declared(model):  # only some ranks may have adapters
+        return
     if catalog.has_module_names or not has_adapters(model):
         return
     from ..digests import remember_base

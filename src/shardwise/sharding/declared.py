@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..dtypes import code_of, torch_dtype
@@ -51,14 +52,14 @@ def declare_part(
     (FSDP2, tensor parallelism) are sharded over their own mesh, which must be inside the part.
 
     Every rank must call it, after sharding and before the model is loaded, saved, or restored; again after anything that changes dtypes, shapes,
-    placements, or names. Ranks exchange names and shapes, a few hundred bytes per tensor. No tensor is read or allocated.
+    placements, meshes, names, or ``requires_grad``. Ranks exchange names and shapes, a few hundred bytes per tensor. No tensor is read or allocated.
 
     Args:
         model: the module that is also given to ``TrainState``, ``load``, and ``export_hf``. A rank with several stages gives
             ``nn.ModuleList(stages)``, and ``rename`` strips the number.
         rename: from a tensor's name in this module to its name in the whole model. None: the names are those of the whole model, as they are in the stages of
             torch.distributed.pipelining and of torchtitan.
-        boxes: ``fnmatch`` pattern of names in the whole model → global shape, and the index of this rank's first element. For tensors of which the
+        boxes: ``fnmatch`` pattern of names in the whole model → global shape, and the index of this rank's first element. For tensors whose
             live tensor (or DTensor) is only a part: packed experts, cut along dim 0. The parts of all ranks must have one
             size and tile the tensor.
 
@@ -163,10 +164,11 @@ class _Entry:
 class _Part:
     """This rank's part, as it declares it."""
 
-    rename: Callable[[str], str]
+    names: Mapping[str, str]
+    """From each tensor's name in this module to its name in the whole model."""
     held: Mapping[str, _Held]
     """By name in the whole model."""
-    seen: Mapping[str, object]
+    seen: Mapping[str, _Seen]
     """What must not change until the next declaration, by name."""
     problems: Sequence[str]
     """What this rank alone can see."""
@@ -179,8 +181,13 @@ class _Part:
         world = Ranks.current().world_size
         held: dict[str, _Held] = {}
         problems, matched = [], set()
+        names = {n: rename(n) for t in live.tensors for n in t.names}
+        for local, whole in names.items():
+            if not isinstance(whole, str):
+                problems.append(f"rank {rank}: rename= gives {whole!r} for {local!r}, expected text")
+                names[local] = local
         for t in live.stored:
-            own = tuple(dict.fromkeys(rename(n) for n in t.names))
+            own = tuple(dict.fromkeys(names[n] for n in t.names))
             name = own[0]
             if name in held:
                 problems.append(f"rank {rank}: rename= gives two tensors the name {name!r}")
@@ -189,6 +196,10 @@ class _Part:
             matched.update(patterns)
             shape, start = boxes[patterns[0]] if patterns else (sizes, (0,) * len(sizes))
             shape, start = tuple(map(int, shape)), tuple(map(int, start))
+            if any(list(map(tuple, boxes[p])) != [shape, start] for p in patterns):
+                problems.append(
+                    f"rank {rank}: {name}: several patterns of boxes= match it and differ: {patterns}"
+                )
             if not len(shape) == len(start) == len(sizes):
                 problems.append(
                     f"rank {rank}: {name}: the box has {len(shape)} dims and starts at {len(start)} indices, the tensor has "
@@ -212,15 +223,35 @@ class _Part:
                 sizes,
                 unit,
             )
-        seen = {rename(t.name): _seen(t.tensor) for t in live.stored}
-        return cls(rename, held, seen, problems, {p: p in matched for p in boxes})
+        seen = {names[t.name]: _Seen.of(t.tensor) for t in live.stored}
+        return cls(names, held, seen, problems, {p: p in matched for p in boxes})
 
 
-def _seen(tensor: torch.Tensor) -> object:
-    placements = getattr(tensor, "placements", None)
-    return f"{tensor.dtype} {list(tensor.shape)}, " + (
-        f"placements {placements}" if placements else "a plain tensor"
-    )
+@frozen
+class _Seen:
+    """What must not change of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    placements: str = ""
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Seen:
+        found = cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        if not isinstance(tensor, DTensor):
+            return found
+        return replace(found, placements=str(tensor.placements), mesh=tensor.device_mesh)
+
+    @property
+    def text(self) -> str:
+        spread = (
+            "a plain tensor"
+            if self.mesh is None
+            else f"placements {self.placements} on ranks {self.mesh.mesh.tolist()}"
+        )
+        return f"{self.dtype} {list(self.shape)}, requires_grad {self.requires_grad}, {spread}"
 
 
 def _unit_of(tensor: torch.Tensor, world: int, rank: int, *, is_managed: bool) -> _Unit:
@@ -353,13 +384,12 @@ def _geometry(
 ) -> Geometry:
     """Copies, then the unit's mesh, then the grid of boxes: the grid cuts a dim before the mesh does."""
     cut_dims = [dim for dim, n in enumerate(parts) if n > 1]
+    # The grid is read in FSDP2's order, which gives such a cut another meaning.
+    if cut_dims and not unit.fsdp_order and any(cut.kind == "strided" for cut in unit.cuts):
+        raise LayoutError("a box whose own mesh cuts it in blocks (_StridedShard): not supported")
     own = []
     for cut in unit.cuts:
         if cut.kind != "replicate" and parts[cut.dim] > 1:
-            if cut.kind == "strided" and not unit.fsdp_order:
-                raise LayoutError(
-                    f"a box along dim {cut.dim}, which its own mesh cuts in blocks: not supported"
-                )
             own.append(Cut("strided", cut.dim, cut.split_factor * parts[cut.dim]))
         else:
             own.append(cut)
@@ -402,19 +432,28 @@ class _Whole:
 
         Raises :class:`LayoutError` if the module isn't what was declared.
         """
-        rename, part = self.part.rename, self.part
-        own = {rename(t.name): t for t in live.stored}
-        now = {name: _seen(t.tensor) for name, t in own.items()}
+        part = self.part
+
+        def named(local: str) -> str:
+            return part.names.get(local, local)
+
+        own = {named(t.name): t for t in live.stored}
+        now = {name: _Seen.of(t.tensor) for name, t in own.items()}
         if changed := [n for n in {**part.seen, **now} if part.seen.get(n) != now.get(n)]:
             name = changed[0]
+            was, is_now = part.seen.get(name), now.get(name)
             raise LayoutError(
-                f"{len(changed)} tensors have changed since declare_part: {name} was {part.seen.get(name, 'not there')}, and is "
-                f"{now.get(name, 'gone')}. Call declare_part again, on every rank"
+                f"{len(changed)} tensors have changed since declare_part: {name} was {was.text if was else 'not there'}, and is "
+                f"{is_now.text if is_now else 'gone'}. Call declare_part again, on every rank"
             )
         kind = next((t.tensor.device.type for t in live.stored if not t.tensor.is_meta), "cpu")
         tensors = [_entry_on(e, own.get(e.name), kind) for e in self.entries]
         # Each rank makes those again that no state_dict has.
-        tensors += [replace(t, name=rename(t.name)) for t in live.tensors if not t.persistent]
+        tensors += [
+            replace(t, name=named(t.name), aliases=tuple(map(named, t.aliases)))
+            for t in live.tensors
+            if not t.persistent
+        ]
         geometries = {e.name: e.geometry for e in self.entries}
         return replace(live, tensors=tuple(tensors), _geometries=geometries)
 

@@ -24,7 +24,7 @@ from ..internals.torch import keep_metadata, local_tensor
 from ..limits import is_word
 from ..names import canonical_name, put_buffer, unwrap
 from ..objects import frozen
-from ..tensors.live import Copies, LiveModel, describe
+from ..tensors.live import Copies, LiveModel, describe, is_declared
 from .low_bit import contents_of
 from .typed_json import MAX_DEPTH, Places, encode, quantized_parts
 
@@ -615,6 +615,11 @@ def add_extra(lives: dict[str, LiveModel], name: str, extra: Any) -> None:
         why = "a model has this name, too" if name in lives else "expected letters, digits, '_' and '-'"
         raise StateError(
             f"extra.{name} has sharded tensors, which are stored like a model: {why}. Rename the extra"
+        )
+    if any(is_declared(live.root) for live in lives.values()):
+        raise StateError(
+            f"extra.{name} has sharded tensors, and a model of this state is declared in parts: not supported. Keep the copies in a module, call "
+            f"declare_part on it, and give it to TrainState as another model"
         )
     lives[name] = describe(SpreadExtra(name, extra, lives))
 
