@@ -94,7 +94,8 @@ def _leave_to_parent() -> None:
             slot.close()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class WeightSender:
