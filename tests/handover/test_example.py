@@ -11,7 +11,7 @@ from tests.handover.chaos import free_port
 from tests.harness.process import Process, kill_all, spawn, worker_env
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_reward_rises_whoever_is_killed(tmp_path: Path) -> None:
     out, port = tmp_path / "out", str(free_port())
     started: list[Process] = []
