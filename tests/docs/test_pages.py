@@ -42,14 +42,18 @@ PYTHON = [
 OPTIONS = set(get_type_hints(get_type_hints(sw.load_pretrained)["options"].__args__[0]))
 
 #: The variables that pages use, and what they hold.
-METHODS: dict[str, Any] = {"checkpoints": sw.Checkpointer}
+METHODS: dict[str, Any] = {
+    "checkpoints": sw.Checkpointer,
+    "sender": sw.handover.WeightSender,
+    "receiver": sw.handover.WeightReceiver,
+}
 
 
 def reports() -> set[str]:
     """Fields and methods of everything that a plan, save, load, resume or export returns."""
     import shardwise.integrations.accelerate as swa
 
-    calls = (sw.plan, sw.load, sw.save, sw.restore, sw.verify, sw.export_hf)
+    calls = (sw.plan, sw.load, sw.save, sw.restore, sw.verify, sw.export_hf, sw.handover.WeightSender.publish)
     found: set[str] = set()
     for call in (*calls, swa.load_state, sw.Checkpointer.resume):
         returned = get_type_hints(call)["return"]
@@ -79,7 +83,7 @@ def test_names_and_arguments_exist(block: Block) -> None:
     for _, before, after in names_in(block):
         if before in MODULES:
             module = importlib.import_module(MODULES[before])
-            assert after in (*module.__all__, "errors", "reports"), f"{before}.{after}"
+            assert after in (*module.__all__, "errors", "handover", "reports"), f"{before}.{after}"
         if before in METHODS:
             assert hasattr(METHODS[before], after), f"{before}.{after}"
         if before in ("report", "resumed", "resume_report"):

@@ -141,12 +141,16 @@ class WeightSender:
         self._slots: list[_Slot] = []
         self._listener: Listener | None = None
         try:
-            self.url = self._open(url, dtype, naming, keep)
-            """What a :class:`WeightReceiver` connects to. It contains the secret."""
+            self._url = self._open(url, dtype, naming, keep)
         except BaseException:
             self.close()
             raise
         _SENDERS.add(self)
+
+    @property
+    def url(self) -> str:
+        """What a :class:`WeightReceiver` connects to. It contains the secret."""
+        return self._url
 
     def _open(self, url: str | None, dtype: torch.dtype | str | None, naming: str, keep: int) -> str:
         ranks = self._ranks

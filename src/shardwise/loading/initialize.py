@@ -328,7 +328,9 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
             if id(norms[key].drawn_with) not in filled:
                 problems.append(f"{tensor.name}: follows from lora_B, which is not initialized along with it")
             continue
-        if live.geometries[tensor.name].parts:  # the rules draw the module's own shape, not the whole one
+        if (
+            is_declared(live.root) and live.geometries[tensor.name].parts
+        ):  # the rules draw the module's own shape, not the whole one
             problems.append(f"{tensor.name}: is declared with boxes=")
             continue
         slot = next((s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None), None)
