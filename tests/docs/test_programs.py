@@ -163,6 +163,7 @@ def test_values_in_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pag
     assert end.value.code == 75
 
 
+@pytest.mark.timeout(480)  # four launches, each with its own imports
 @pytest.mark.parametrize("page", ["README.md", *LOOPS])
 def test_run_again_and_after_a_kill(tmp_path: Path, page: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
