@@ -100,6 +100,16 @@ def tensors_from(
 # Elements of a snapshot, in the order in which they travel.
 
 
+#: A strided read from a snapshot: dtype, offset in bytes, and sizes and strides of loops.
+Read = tuple[str, int, Sequence[tuple[int, int]]]
+
+
+def read_of(transfer: Transfer) -> Read:
+    """What a transfer takes from a snapshot, or puts into it."""
+    loops = [(loop.size, loop.source_stride) for loop in transfer.loops]
+    return transfer.source_dtype, transfer.offset_bytes, loops
+
+
 class Snapshot:
     """Memory that holds the boxes of one rank, as elements of any dtype."""
 

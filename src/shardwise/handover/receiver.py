@@ -33,7 +33,7 @@ from ..ranks.ranks import Ranks, host_key
 from ..tensors.live import LiveModel, describe
 from ..tensors.placements import geometry_of
 from .changes import apply, words_of
-from .layout import Snapshot, bytes_of, layout_of, tensors_from
+from .layout import Snapshot, bytes_of, layout_of, read_of, tensors_from
 from .links import Address, Asker
 
 #: How often bytes may arrive damaged, or be overwritten on the way when there is no time left.
@@ -98,7 +98,7 @@ class _Taken:
 
 @frozen
 class _On:
-    """The version that is on: the sender's run, and for each source the checksums of what is live."""
+    """The version that is on: the sender's run, and for each source the checksums of the live elements."""
 
     version: int
     run: str
@@ -199,7 +199,7 @@ class WeightReceiver:
             time.sleep(_POLL_S)
 
     def verify(self) -> None:
-        """Prove that the model still has the version that is on: compare what is live with checksums. Collective; reads the weights once.
+        """Prove that the model still has the version that is on: compare the live weights with checksums. Collective; reads the weights once.
 
         Where the sender's dtype was cast, the checksum is that of the values after the cast. Raises :class:`RankError` or
         :class:`IntegrityError`, naming the first tensor that differs, and :class:`StateError` if no version is on.
@@ -227,9 +227,7 @@ class WeightReceiver:
         if isinstance(self._model, nn.Module):
             return describe(self._model)
         given = dict(self._model)
-        geometries = {
-            n: geometry_of(t, world_size=self._ranks.world_size, fsdp_order=True) for n, t in given.items()
-        }
+        geometries = {n: geometry_of(t, world_size=self._ranks.world_size) for n, t in given.items()}
         return describe(nn.Module()).of_states(given, geometries)
 
     def _asker(self, rank: int, at: Address) -> Asker:
@@ -309,7 +307,7 @@ class WeightReceiver:
                 f"carry='memory': this process can't open the memory of the sender's rank {rank}, at {at.host}; they must be on one "
                 "host, in one container, and of one user"
             )
-        name = hashlib.blake2b(repr(_described(reads)).encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b(repr([read_of(t) for t in reads]).encode(), digest_size=16).hexdigest()
         return _Source(rank, at, name, reads, files)
 
     # ------------------------------------------------------------------------------------------------
@@ -345,7 +343,7 @@ class WeightReceiver:
         on = self._on if self._on is not None and self._on.run == plan.run and not self._is_doubted else None
         for first, stop in _batches(source.reads):
             reads = source.reads[first:stop]
-            # Changes are added to what is live, which has to be in the sender's dtype.
+            # Changes are added to the live elements, which have to be in the sender's dtype.
             is_cast = any(t.source_dtype != t.target_dtype for t in reads)
             have = None if on is None or source.files or is_cast else on.version
             question = {"run": plan.run, "plan": source.plan}
@@ -353,7 +351,7 @@ class WeightReceiver:
             take["carry"] = "memory" if source.files else "tcp"
             said, nbytes = asker.ask(take)
             if "unknown" in said:
-                asker.ask(question | {"ask": "register", "reads": _described(source.reads)})
+                asker.ask(question | {"ask": "register", "reads": [read_of(t) for t in source.reads]})
                 said, nbytes = asker.ask(take)
             if "sums" not in said:
                 return None
@@ -427,13 +425,6 @@ def _worst(said: list[list[str]]) -> list[str]:
     return min(said, key=lambda one: _OUTCOMES.index(one[0]))
 
 
-def _described(reads: Sequence[Transfer]) -> list[Any]:
-    """Reads as the sender wants them."""
-    return [
-        [t.source_dtype, t.offset_bytes, [[loop.size, loop.source_stride] for loop in t.loops]] for t in reads
-    ]
-
-
 def _checksum(local: Destination, read: Transfer) -> int:
     """Of the elements that are live."""
     return xxhash.xxh3_64_intdigest(bytes_of(local.strided(read).cpu()).numpy().data)
@@ -458,7 +449,7 @@ def _received(
     local: Destination,
     on_progress: Callable[[int], object],
 ) -> tuple[list[torch.Tensor], int]:
-    """Reads that come over the network, and how many of them came as changes to what is live."""
+    """Reads that come over the network, and how many of them came as changes to the live elements."""
     sizes = [t.numel * itemsize(t.source_dtype) for t in reads]
     expected = sum(n if one is None else one for n, one in zip(sizes, changes, strict=True))
     if nbytes != expected or any(one is not None and one > n for n, one in zip(sizes, changes, strict=True)):
@@ -498,8 +489,7 @@ def _copied(source: _Source, reads: Sequence[Transfer], slot: int) -> list[torch
                 snapshot = Snapshot(torch.frombuffer(memory, dtype=torch.uint8))
             parts = []
             for read in reads:
-                loops = [(loop.size, loop.source_stride) for loop in read.loops]
-                parts.append(bytes_of(snapshot.strided(read.source_dtype, read.offset_bytes, loops).clone()))
+                parts.append(bytes_of(snapshot.strided(*read_of(read)).clone()))
             del snapshot
             return parts
     except (OSError, IndexError, BufferError) as error:

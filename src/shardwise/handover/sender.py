@@ -25,7 +25,7 @@ from ..publish.ring import new_word
 from ..ranks.ranks import Ranks, host_key
 from ..tensors.live import describe
 from .changes import encoded, words_of
-from .layout import Snapshot, bytes_of, held_by, layout_of
+from .layout import Read, Snapshot, bytes_of, held_by, layout_of, read_of
 from .links import Address, Document, Listener, Payload, new_secret
 
 #: A delta is sent where it takes at most this share of the whole.
@@ -71,10 +71,6 @@ class _Slot:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-
-
-#: Dtype, offset, and sizes and strides of loops of one read from a snapshot.
-_Read = tuple[str, int, Sequence[tuple[int, int]]]
 
 
 class _Overwritten(Exception):
@@ -133,7 +129,7 @@ class WeightSender:
         self._ranks = Ranks.current(timeout_s=timeout_s)
         self._lock = threading.Lock()
         self._plans: dict[
-            str, Sequence[_Read]
+            str, Sequence[Read]
         ] = {}  # by name, what a receiver reads; the last used one comes last
         self._newest: int | None = None
         self._catalog: Document | None = None
@@ -259,8 +255,7 @@ class WeightSender:
                 )
         parts = Destination({name: local[name] for name in self._layouts})
         for copy in self._held.copies:
-            loops = [(loop.size, loop.source_stride) for loop in copy.loops]
-            slot.snapshot.strided(copy.source_dtype, copy.offset_bytes, loops).copy_(parts.strided(copy))
+            slot.snapshot.strided(*read_of(copy)).copy_(parts.strided(copy))
             self._ranks.tick()
 
     # ------------------------------------------------------------------------------------------------
@@ -331,7 +326,7 @@ class WeightSender:
         said = {"sums": sums, "changes": [None if one is None else len(one) for one in changes]}
         return said, sum(sizes), self._payload(reads, version, changes)
 
-    def _changes(self, reads: Sequence[_Read], snapshot: Snapshot, have: int | None) -> list[bytes | None]:
+    def _changes(self, reads: Sequence[Read], snapshot: Snapshot, have: int | None) -> list[bytes | None]:
         """What changed of each read since the version ``have``; None where it's less to send the read whole."""
         found: list[bytes | None] = []
         try:
@@ -347,12 +342,12 @@ class WeightSender:
         except _Overwritten:
             return [None] * len(reads)
 
-    def _nbytes(self, read: _Read) -> int:
+    def _nbytes(self, read: Read) -> int:
         found = self._slots[0].snapshot.strided(*read)
         return found.numel() * found.element_size()
 
     def _payload(
-        self, reads: Sequence[_Read], version: int, changes: Sequence[bytes | None]
+        self, reads: Sequence[Read], version: int, changes: Sequence[bytes | None]
     ) -> Iterator[memoryview]:
         for read, found in zip(reads, changes, strict=True):
             if found is not None:

@@ -1,7 +1,7 @@
 """``declare_part``: what each rank holds of a model that is spread over ranks by modules: pipeline stages, local experts.
 
 Ranks tell each other once what they hold. From then on :func:`.describe` gives the whole model on every rank: its own tensors under
-their names in the whole model, and stand-ins for those of other ranks, of which it has no elements.
+their names in the whole model, and stand-ins without elements for those of other ranks.
 """
 
 from __future__ import annotations

@@ -675,7 +675,7 @@ def _of_torch(lives: Mapping[str, LiveModel]) -> Iterator[tuple[str, str]]:
             yield f"environment: {name}", _plain_text(value)
 
 
-#: In place of the class of a model of which each rank declares a part. It has no lines of its modules: each rank has other ones.
+#: In place of the class of a model that ranks declare in parts. It has no lines for its modules: they differ between ranks.
 _IN_PARTS = "declared in parts"
 
 

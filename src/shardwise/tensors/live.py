@@ -319,7 +319,7 @@ def absent(
     device_type: str = "cpu",
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """A tensor of other ranks, of which this rank has no elements. ``shape``: of the whole tensor."""
+    """A tensor of other ranks, without any element on this one. ``shape``: of the whole tensor."""
     parts = geometry.parts or (1,) * len(shape)
     own = tuple(n // k for n, k in zip(shape, parts, strict=True))
     return stand_in(own, dtype, geometry.ranks, device_type, requires_grad=requires_grad)
@@ -341,7 +341,7 @@ def is_declared(model: nn.Module) -> bool:
 
 
 def describe(model: nn.Module) -> LiveModel:
-    """Describe a model, or the whole one of which it is declared a part; walks its tree once. Puts FSDP2's gathered parameters back to shards first. Rank-local.
+    """Describe a model, or the whole model if this is a declared part of one; walks its tree once. Puts FSDP2's gathered parameters back to shards first. Rank-local.
 
     Reads structure only: no payload, no collectives; works on meta and on sharded models.
 
