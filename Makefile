@@ -29,7 +29,7 @@ MUTATIONS ?=
 BENCH ?=
 # Options of `make nightly`: names of steps; none: all of them.
 NIGHTLY ?=
-# Options of `make matrix`: --pairs, --checks, --all, --write.
+# Options of `make matrix`: --pairs, --checks, --write.
 MATRIX ?=
 # Options of `make gpu-check`: --only checks, --short, --device simgpu, ...
 GPU_CHECK ?=
@@ -56,7 +56,7 @@ help:
 	@echo "make nightly  everything: all parameters, every example of random searches, all mutations, faults, fuzzing (hours)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
 	@echo "make docs     the site, into site/; a warning is an error"
-	@echo "make matrix   imports, and a program on two ranks, with older and newer packages (minutes; MATRIX='--all --write': hours)"
+	@echo "make matrix   imports, and a program on two ranks, with older and newer packages (minutes; MATRIX='--pairs all --checks all': hours)"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
 	@echo "make phases   memory of each phase of 53 configurations beside its plan, under a limit at the plan (45 minutes)"

@@ -2,7 +2,8 @@
 
     python -m tests.matrix                                  # what CI runs: the oldest pair, and one of the others by turns
     python -m tests.matrix --pairs 2.10-5.3 --checks quick ranks
-    python -m tests.matrix --all --write                    # all checks on all pairs, into docs/compatibility.md (hours)
+    python -m tests.matrix --pairs newest --checks all --write      # all checks on one pair, into docs/compatibility.md
+    python -m tests.matrix --pairs all --checks all --write         # all checks on all pairs (hours)
 
 Each pair is an environment of its own (:mod:`tests.matrix.environments`), below build/matrix, where logs are, too. Exit status 1: a
 check failed.
@@ -140,21 +141,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.matrix", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--pairs", nargs="+", choices=names, metavar="PAIR", help=f"of {', '.join(names)}")
     parser.add_argument(
-        "--checks", nargs="+", choices=CHECKS, metavar="CHECK", help=f"of {', '.join(CHECKS)}"
+        "--pairs", nargs="+", choices=[*names, "all"], metavar="PAIR", help=f"of {', '.join(names)}, or all"
     )
-    parser.add_argument("--all", action="store_true", help="all checks on all pairs")
+    parser.add_argument(
+        "--checks",
+        nargs="+",
+        choices=[*CHECKS, "all"],
+        metavar="CHECK",
+        help=f"of {', '.join(CHECKS)}, or all",
+    )
     parser.add_argument("--write", action="store_true", help="write the results to docs/compatibility.md")
     given = parser.parse_args()
-    pairs = (
-        [pair for pair in PAIRS if pair.name in given.pairs]
-        if given.pairs
-        else list(PAIRS)
-        if given.all
-        else short()
-    )
-    checks = given.checks or (list(CHECKS) if given.all else SHORT)
+    pairs = [p for p in PAIRS if {p.name, "all"} & set(given.pairs)] if given.pairs else short()
+    checks = [c for c in CHECKS if {c, "all"} & set(given.checks or SHORT)]
     failed = 0
     for pair in pairs:
         began = time.monotonic()

@@ -112,7 +112,9 @@ class WeightReceiver:
         model: the engine's model, in any layout, or a mapping of tensors by hub name (plain tensors or DTensors, all with memory). Every
             tensor must be in what the sender publishes, as in :func:`load`. A model's tensors on meta are allocated by the first :meth:`pull`.
         url: the sender's ``url``. It is contacted by the first :meth:`pull`.
-        names, key_mapping, allow_unused: as in :func:`load`.
+        names: as in :func:`load`.
+        key_mapping: as in :func:`load`.
+        allow_unused: as in :func:`load`.
         device: where tensors on meta are allocated. Default: the mesh's device, otherwise the CPU.
         carry: ``"tcp"``: over the network. ``"memory"``: from the memory of a sender on the same host. ``"auto"``: from memory where this
             process can open it, otherwise over the network.
