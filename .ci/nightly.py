@@ -46,6 +46,7 @@ STEPS: dict[str, list[str]] = {
     "hosts": ["make", "hosts"],
     "launchers": ["make", "launchers"],
     "loggers": ["make", "loggers"],
+    "engines": ["make", "engines"],
     # One step for each pair of versions, so that a pair that failed can run again alone.
     **{
         f"matrix-{pair.name}": ["make", "matrix", f"MATRIX=--pairs {pair.name} --checks all --write"]

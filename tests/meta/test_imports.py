@@ -343,8 +343,8 @@ NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
 #: Other loaders, which benchmarks/store.py measures where a developer has installed them.
 PEERS_IF_INSTALLED = {"s3torchconnector", "runai_model_streamer"}
-#: Launchers with environments of their own, as tests/launchers/install_ray.sh makes them.
-LAUNCHERS = {"ray"}
+#: Packages with environments of their own, as tests/launchers/install_ray.sh and `make engines` make them.
+ELSEWHERE = {"ray", "vllm"}
 
 
 def test_everything_that_is_imported_is_declared_and_pinned() -> None:
@@ -370,7 +370,7 @@ def test_everything_that_is_imported_is_declared_and_pinned() -> None:
                     continue
                 tops = (name.partition(".")[0] for name in names)
                 imported.update({NAMED_OTHERWISE.get(top, top): path for top in tops})
-    known = ours | sys.stdlib_module_names | PEERS_IF_INSTALLED | LAUNCHERS
+    known = ours | sys.stdlib_module_names | PEERS_IF_INSTALLED | ELSEWHERE
     outside = {name: path for name, path in imported.items() if name not in known}
     assert {"torch", "trl"} <= set(outside)
     assert {n: p for n, p in outside.items() if n not in declared | COME_ALONG} == {}

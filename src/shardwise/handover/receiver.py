@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ..catalog.records import Catalog
+from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..engine.engine import Destination, fill
 from ..errors import CheckpointError, IntegrityError, PlanError, StateError
@@ -28,13 +28,14 @@ from ..objects import frozen
 from ..operations.printed import Printed
 from ..planning.hub_rules import automatic_rules, embedding_names
 from ..planning.match import Rules, matches_any
-from ..planning.plan import IOOptions, Transfer
+from ..planning.plan import IOOptions, Transfer, transfers_of
 from ..ranks.ranks import Ranks, host_key
 from ..tensors.live import LiveModel, describe
 from ..tensors.placements import geometry_of
 from .changes import apply, words_of
 from .layout import Snapshot, bytes_of, layout_of, read_of, tensors_from
 from .links import Address, Asker
+from .loaders import Loaded, Loader
 
 #: How often bytes may arrive damaged, or be overwritten on the way when there is no time left.
 _TRIES = 3
@@ -111,6 +112,8 @@ class WeightReceiver:
     Args:
         model: the engine's model, in any layout, or a mapping of tensors by hub name (plain tensors or DTensors, all with memory). Every
             tensor must be in what the sender publishes, as in :func:`load`. A model's tensors on meta are allocated by the first :meth:`pull`.
+            Or a function that loads pairs of a hub name and a tensor, such as ``load_weights`` of a model of vLLM or SGLang: it's run
+            once on tensors without data, to see which parts this rank takes, and then for each version.
         url: the sender's ``url``. It is contacted by the first :meth:`pull`.
         names: as in :func:`load`.
         key_mapping: as in :func:`load`.
@@ -121,12 +124,13 @@ class WeightReceiver:
         timeout_s: limit for a rank, or the sender, that makes no progress.
 
     Every rank of the default process group must create it and call its methods. The sender's ranks are in another process group, or in
-    the same one. Memory: while pulling, this rank's shards once more.
+    the same one. Memory: while pulling, this rank's shards once more. For a function, the parts that it takes stay in host memory, and
+    while pulling they're there twice.
     """
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, torch.Tensor],
+        model: nn.Module | Mapping[str, torch.Tensor] | Loader,
         url: str,
         *,
         names: Names | None = None,
@@ -138,6 +142,13 @@ class WeightReceiver:
     ) -> None:
         if carry not in ("auto", "tcp", "memory"):
             raise ValueError(f"carry must be 'auto', 'tcp' or 'memory', got {carry!r}")
+        self._loader: Loader | None = None
+        if not isinstance(model, nn.Module | Mapping):
+            if names is not None or key_mapping is not None or device is not None:
+                raise ValueError(
+                    "names, key_mapping and device are for models; a function that loads gets the sender's names"
+                )
+            self._loader, model = model, {}
         if not isinstance(model, nn.Module) and (empty := [n for n, t in model.items() if t.is_meta]):
             raise ValueError(
                 f"{len(empty)} tensors of the mapping are on meta, e.g. {empty[0]!r}: give them memory first"
@@ -148,6 +159,7 @@ class WeightReceiver:
         self._carry, self._timeout_s = carry, timeout_s
         self._ranks = Ranks.current(timeout_s=timeout_s)
         self._plan: _Plan | None = None
+        self._loaded: Loaded | None = None
         self._on: _On | None = None
         self._is_doubted = False  # changes didn't make the version: the model may have been changed
 
@@ -204,11 +216,15 @@ class WeightReceiver:
         """Prove that the model still has the version that is on: compare the live weights with checksums. Collective; reads the weights once.
 
         Where the sender's dtype was cast, the checksum is that of the values after the cast. Raises :class:`RankError` or
-        :class:`IntegrityError`, naming the first tensor that differs, and :class:`StateError` if no version is on.
+        :class:`IntegrityError`, naming the first tensor that differs, and :class:`StateError` if no version is on, or if a function loads them.
         """
         with self._ranks.agree("verify weights"):
             if self._on is None:
                 raise StateError("verify: no version is on; pull one first")
+            if self._loader is not None:
+                raise StateError(
+                    "verify: what a function has loaded can't be compared; the parts that it got were"
+                )
             local = Destination(self._describe().local_tensors())
             for source, sums in self._on.sums:
                 for read, expected in zip(source.reads, sums, strict=True):
@@ -260,18 +276,62 @@ class WeightReceiver:
             return "away", str(told["away"])
         with self._ranks.agree("plan the pulls"):
             plan = self._planned(told)
+        if self._loaded is not None:
+            own = sorted({tile.source for tiles in self._loaded.parts.values() for tile in tiles})
+            taken = self._ranks.combine(
+                "compare what is taken", lambda: own, lambda said: sorted({n for one in said for n in one})
+            )
+            with self._ranks.agree("plan the pulls"):
+                self._check_unused(self._loaded.specs.keys() - set(taken))
         self._plan = plan
         return "none", ""
+
+    def _check_unused(self, names: Collection[str]) -> None:
+        if unused := sorted(n for n in names if not matches_any(n, self._unused)):
+            raise PlanError(
+                "the engine's loader takes nothing of these tensors; if that's right, name them in allow_unused=",
+                tuple(unused),
+            )
 
     def _planned(self, told: Mapping[str, Any]) -> _Plan:
         ranks = told["ranks"]
         specs = {name: (code, tuple(shape)) for name, (code, shape) in told["tensors"].items()}
         tensors = tensors_from(specs, [one["boxes"] for one in ranks])
+        live, transfers, count = (
+            self._of_loader(specs, tensors) if self._loader is not None else self._of_model(tensors)
+        )
+        by_rank: dict[int, list[Transfer]] = {}
+        for transfer in transfers:
+            if transfer.numel:
+                by_rank.setdefault(int(transfer.path), []).append(transfer)
+        sources = [self._source(rank, ranks[rank], reads) for rank, reads in by_rank.items()]
+        # Not all ranks ask the same one first.
+        sources.sort(key=lambda one: (one.rank - self._ranks.rank) % len(ranks))
+        layouts = {n: layout_of(t) for n, t in live.local_tensors().items()}
+        return _Plan(str(told["run"]), sources, count, layouts)
+
+    def _of_loader(
+        self, specs: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Mapping[str, StoredTensor]
+    ) -> tuple[LiveModel, Iterable[Transfer], int]:
+        """What a function takes: where its parts are kept, the copies that fill them, and their number."""
+        assert self._loader is not None
+        if self._loaded is None or self._loaded.specs != specs:
+            self._loaded = Loaded(self._loader, specs)
+            self._model = self._loaded.tensors
+        live, parts = self._describe(), self._loaded.parts
+        wanted = {w.name: w for w in live.layout().wanted}
+        transfers = [
+            x for n, tiles in parts.items() for tile in tiles for x in transfers_of(tile, wanted[n], tensors)
+        ]
+        return live, transfers, len(parts)
+
+    def _of_model(self, tensors: Mapping[str, StoredTensor]) -> tuple[LiveModel, Iterable[Transfer], int]:
+        """A model or mapping, which gets memory, the copies that fill it, and the number of tensors that they fill."""
         live = self._describe()
         if any(t.tensor.is_meta for t in live.stored):
             materialize(live, self._device or default_device(live.stored))
             live = live.refreshed()
-        catalog = Catalog("weights", "the sender's weights", tensors, ())
+        catalog = Catalog("weights", "the sender's weights", dict(tensors), ())
         hub = automatic_rules(live, self._key_mapping) if self._names is None else None
         rules = Rules(
             resolve_names(live, catalog, self._names, self._key_mapping, hub),
@@ -288,15 +348,7 @@ class WeightReceiver:
                 "sender's class, or a mapping of tensors by hub name",
                 tuple(names),
             )
-        by_rank: dict[int, list[Transfer]] = {}
-        for transfer in plan.transfers:
-            if transfer.numel:
-                by_rank.setdefault(int(transfer.path), []).append(transfer)
-        sources = [self._source(rank, ranks[rank], reads) for rank, reads in by_rank.items()]
-        # Not all ranks ask the same one first.
-        sources.sort(key=lambda one: (one.rank - self._ranks.rank) % len(ranks))
-        layouts = {n: layout_of(t) for n, t in live.local_tensors().items()}
-        return _Plan(str(told["run"]), sources, len(plan.recipes), layouts)
+        return live, plan.transfers, len(plan.recipes)
 
     def _source(self, rank: int, told: Mapping[str, Any], reads: Sequence[Transfer]) -> _Source:
         at = Address(str(told["at"][0]), int(told["at"][1]), self._address.secret)
@@ -400,6 +452,8 @@ class WeightReceiver:
                     if read.source_dtype != read.target_dtype:
                         live[k] = _checksum(local, read)
                 sums.append((one.source, live))
+            if self._loaded is not None:
+                self._loaded.load()
         self._on, self._is_doubted = _On(version, plan.run, sums), False
         here = sum(bool(one.source.files) for one in taken)
         carry = {
