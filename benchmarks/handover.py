@@ -3,7 +3,9 @@
     python benchmarks/handover.py --mib 512 --trainers 2 --engines 2
 
 All rows of a round run one after another in the same processes, rounds are interleaved, and the minimum counts. "floor" rows copy the
-same bytes with nothing around it: through shared memory, and through a socket of the same process. The trainer's stall is the time of ``publish``.
+same bytes with nothing around it: through shared memory, and through a socket of the same process. "gather, broadcast, cut" is what people do
+with torch alone: the trainer gathers each tensor on all of its ranks, rank 0 broadcasts it to all ranks of the engine, and each takes its slice
+(in vLLM, ``load_weights``). The trainer's stall is the time of ``publish``; in that row, the trainer waits for all of it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +71,13 @@ def change(model: nn.Module, share: float) -> None:
             bits += (torch.rand(bits.shape) < share).to(torch.int16)
 
 
-def trainer(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
+def joint(folder: str, rank: int, size: int) -> Any:
+    """A gloo group of the trainer's first rank and all ranks of the engine, which are in no process group together."""
+    store = dist.FileStore(f"{folder}/joint", size)
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(minutes=5))
+
+
+def trainer(rank: int, world: int, engines: int, folder: str, mib: int, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/trainer", rank=rank, world_size=world)
     torch.set_num_threads(1)
     model = Model(mib)
@@ -76,6 +86,7 @@ def trainer(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
     sender = sw.handover.WeightSender(model)
     if rank == 0:
         (Path(folder) / "url").write_text(sender.url)
+    both = joint(folder, 0, 1 + engines) if rank == 0 else None
     meet(folder, "ready")
     buffers = [torch.empty_like(p.to_local()) for p in model.parameters()]
     version, stalls, copies, gathers = 0, [], [], []
@@ -90,19 +101,22 @@ def trainer(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
             stalls.append(sender.publish(version).seconds)
             meet(folder, f"published {k} {share}")
             meet(folder, f"pulled {k} {share}")
+        meet(folder, f"gather {k}")
         started = time.perf_counter()
-        for _ in sw.iter_full_tensors(model, bucket_bytes=64 * 1024**2):
-            pass
+        for parameter in model.parameters():
+            whole = parameter.full_tensor()
+            if both is not None:
+                both.broadcast(whole, 0).wait()
         gathers.append(time.perf_counter() - started)
     if rank == 0:
         print(
             f"publish (stall)                       {min(stalls):.3f} s; a plain copy of the shards {min(copies):.3f} s"
         )
-        print(f"iter_full_tensors, tensors thrown away {min(gathers):.3f} s")
+        print(f"gather, broadcast, cut: trainer waits {min(gathers):.3f} s")
     meet(folder, "end")
 
 
-def engine(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
+def engine(rank: int, world: int, engines: int, folder: str, mib: int, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/engine", rank=rank, world_size=world)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world,))
@@ -113,6 +127,7 @@ def engine(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
             for n, s in shapes(mib).items()
         }
 
+    both, slices = joint(folder, 1 + rank, 1 + world), empty()
     meet(folder, "ready")
     url = (Path(folder) / "url").read_text()
     by_memory, by_link = (
@@ -147,6 +162,8 @@ def engine(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
             timed(f"memory, {word}", lambda: pull(by_memory))
             timed(f"tcp, {word}", lambda: pull(by_link))
             meet(folder, f"pulled {k} {share}")
+        meet(folder, f"gather {k}")
+        timed("gather, broadcast, cut", lambda: through_broadcasts(both, slices))
     by_memory.verify()
     by_link.verify()
     if rank == 0:
@@ -155,6 +172,17 @@ def engine(rank: int, world: int, folder: str, mib: int, rounds: int) -> None:
                 f"{name:38}{min(found):.3f} s  {moved[name] / local:.4f} of this rank's {local / 1024**2:.0f} MiB"
             )
     meet(folder, "end")
+
+
+def through_broadcasts(both: Any, slices: dict[str, torch.Tensor]) -> int:
+    """Each tensor whole, and this rank's columns of it."""
+    moved = 0
+    for tensor in slices.values():
+        whole, local = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.to_local()
+        both.broadcast(whole, 0).wait()
+        moved += whole.nbytes
+        local.copy_(whole.narrow(1, dist.get_rank() * local.shape[1], local.shape[1]))
+    return moved
 
 
 def through_socket(source: torch.Tensor, target: torch.Tensor) -> int:
@@ -184,7 +212,9 @@ def main() -> int:
         (Path(folder) / "count").write_text(str(options.trainers + options.engines))
         context = mp.get_context("spawn")
         processes = [
-            context.Process(target=role, args=(rank, world, folder, options.mib, options.rounds))
+            context.Process(
+                target=role, args=(rank, world, options.engines, folder, options.mib, options.rounds)
+            )
             for role, world in ((trainer, options.trainers), (engine, options.engines))
             for rank in range(world)
         ]

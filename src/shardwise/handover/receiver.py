@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import nn
 
 from ..catalog.records import Catalog, StoredTensor
@@ -29,6 +32,7 @@ from ..operations.printed import Printed
 from ..planning.hub_rules import automatic_rules, embedding_names
 from ..planning.match import Rules, matches_any
 from ..planning.plan import IOOptions, Transfer, transfers_of
+from ..publish.hosts import PIECE_BYTES
 from ..ranks.ranks import Ranks, host_key
 from ..tensors.live import LiveModel, describe
 from ..tensors.placements import geometry_of
@@ -73,6 +77,12 @@ class _Source:
     reads: Sequence[Transfer]
     files: Sequence[str]
     """The sender's snapshots as files, if this rank can open them."""
+    at_bytes: Sequence[int]
+    """Where each read begins among the bytes that come from there, one after another; and the end."""
+
+    def part(self, staging: torch.Tensor, k: int) -> torch.Tensor:
+        """The bytes of the ``k``-th read."""
+        return staging[self.at_bytes[k] : self.at_bytes[k + 1]]
 
 
 @frozen
@@ -88,10 +98,10 @@ class _Plan:
 
 @frozen
 class _Taken:
-    """The bytes of one source's reads, proved: one tensor for each."""
+    """The bytes of one source's reads, proved, one after another."""
 
     source: _Source
-    parts: Sequence[torch.Tensor]
+    staging: torch.Tensor
     sums: Sequence[int]
     moved: int
     changed: int
@@ -124,8 +134,8 @@ class WeightReceiver:
         timeout_s: limit for a rank, or the sender, that makes no progress.
 
     Every rank of the default process group must create it and call its methods. The sender's ranks are in another process group, or in
-    the same one. Memory: while pulling, this rank's shards once more. For a function, the parts that it takes stay in host memory, and
-    while pulling they're there twice.
+    the same one. Memory: from the first pull on, this rank's shards once more, in host memory; for a function, the parts that it takes
+    twice.
     """
 
     def __init__(
@@ -160,6 +170,10 @@ class WeightReceiver:
         self._ranks = Ranks.current(timeout_s=timeout_s)
         self._plan: _Plan | None = None
         self._loaded: Loaded | None = None
+        self._staging = dict[
+            int, torch.Tensor
+        ]()  # by source's plan; kept, because getting memory takes as long as filling it
+        self._mapped = dict[str, Snapshot]()  # a sender's snapshots, by their files
         self._on: _On | None = None
         self._is_doubted = False  # changes didn't make the version: the model may have been changed
 
@@ -187,6 +201,7 @@ class WeightReceiver:
             kind, problem = "none", "the sender has published nothing new"
             if "away" in found:
                 kind, problem = "away", found["away"]
+                self._mapped.clear()  # else the memory of a trainer that has ended would stay
             elif self._plan is None or self._plan.run != found["run"]:
                 kind, problem = self._connect()
             if kind == "none" and found["version"] is not None and not self._has(found):
@@ -284,6 +299,7 @@ class WeightReceiver:
             with self._ranks.agree("plan the pulls"):
                 self._check_unused(self._loaded.specs.keys() - set(taken))
         self._plan = plan
+        self._forget()
         return "none", ""
 
     def _check_unused(self, names: Collection[str]) -> None:
@@ -362,7 +378,8 @@ class WeightReceiver:
                 "host, in one container, and of one user"
             )
         name = hashlib.blake2b(repr([read_of(t) for t in reads]).encode(), digest_size=16).hexdigest()
-        return _Source(rank, at, name, reads, files)
+        ends = accumulate((t.numel * itemsize(t.source_dtype) for t in reads), initial=0)
+        return _Source(rank, at, name, reads, files, list(ends))
 
     # ------------------------------------------------------------------------------------------------
 
@@ -373,12 +390,15 @@ class WeightReceiver:
             return ["moved", "the model's tensors have changed"]
         local = Destination(tensors)
         for source in plan.sources:
+            if source.rank not in self._staging:
+                self._staging[source.rank] = torch.empty(source.at_bytes[-1], dtype=torch.uint8, device="cpu")
             with closing(self._asker(source.rank, source.at)) as asker:
                 try:
                     found = self._take(plan, source, asker, version, local)
                 except IntegrityError as error:
                     return ["damaged", str(error)]
                 except CheckpointError as error:
+                    self._forget()
                     return ["cut", str(error)]
             if found is None:
                 return [
@@ -388,11 +408,16 @@ class WeightReceiver:
             taken.append(found)
         return ["taken", ""]
 
+    def _forget(self) -> None:
+        """Give back memory: this rank's, and with the mappings that of a sender that has ended."""
+        self._staging.clear()
+        self._mapped.clear()
+
     def _take(
         self, plan: _Plan, source: _Source, asker: Asker, version: int, local: Destination
     ) -> _Taken | None:
         """All reads from one rank of the sender, proved. None: the version was overwritten, or the sender replaced."""
-        parts, sums = list[torch.Tensor](), list[int]()
+        staging, sums = self._staging[source.rank], list[int]()
         moved = changed = 0
         on = self._on if self._on is not None and self._on.run == plan.run and not self._is_doubted else None
         for first, stop in _batches(source.reads):
@@ -412,16 +437,20 @@ class WeightReceiver:
             expected = [int(one) for one in said["sums"]]
             if len(expected) != len(reads):
                 raise IntegrityError(f"the sender's rank {source.rank} answered for another plan")
+            of_them = 0
             if source.files:
-                found, of_them = _copied(source, reads, int(said["slot"])), 0
-                nbytes = sum(part.numel() for part in found)
+                nbytes = source.at_bytes[stop] - source.at_bytes[first]
+                found = self._copy(source, first, stop, int(said["slot"]), staging)
                 self._ranks.tick(nbytes)
             else:
-                found, of_them = _received(
-                    source, reads, asker, said["changes"], nbytes, local, self._ranks.tick
+                of_them = _receive(
+                    source, first, said["changes"], asker, nbytes, staging, local, self._ranks.tick
                 )
-            for read, part, one in zip(reads, found, expected, strict=True):
-                if xxhash.xxh3_64_intdigest(part.numpy().data) != one:
+                found = [
+                    xxhash.xxh3_64_intdigest(source.part(staging, k).numpy().data) for k in range(first, stop)
+                ]
+            for read, own, one in zip(reads, found, expected, strict=True):
+                if own != one:
                     if source.files and version not in asker.ask({"ask": "newest"})[0]["versions"]:
                         return None  # overwritten as it was copied
                     raise IntegrityError(
@@ -432,10 +461,32 @@ class WeightReceiver:
                             else ""
                         )
                     )
-            parts += found
             sums += expected
             moved, changed = moved + nbytes, changed + of_them
-        return _Taken(source, parts, sums, moved, changed)
+        return _Taken(source, staging, sums, moved, changed)
+
+    def _copy(self, source: _Source, first: int, stop: int, slot: int, staging: torch.Tensor) -> list[int]:
+        """Copy reads from a snapshot of a source, which this process maps. Returns their checksums. Raises :class:`CheckpointError` if it can't."""
+        try:
+            snapshot = self._mapped.get(source.files[slot])
+            if snapshot is None:
+                with open(source.files[slot], "rb") as file:
+                    memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                with warnings.catch_warnings():  # nothing writes to it
+                    warnings.simplefilter("ignore", UserWarning)
+                    snapshot = Snapshot(torch.frombuffer(memory, dtype=torch.uint8))
+                self._mapped[source.files[slot]] = snapshot
+            return [
+                _copied(
+                    bytes_of(snapshot.strided(*read_of(source.reads[k]))).numpy(),
+                    source.part(staging, k).numpy(),
+                )
+                for k in range(first, stop)
+            ]
+        except (OSError, IndexError) as error:
+            raise CheckpointError(
+                f"the memory of the sender's rank {source.rank} can't be read: {error}"
+            ) from error
 
     @torch.no_grad()
     def _switch_on(self, version: int, plan: _Plan, taken: Sequence[_Taken], started: float) -> PullReport:
@@ -446,9 +497,9 @@ class WeightReceiver:
             local = Destination(self._describe().local_tensors())
             for one in taken:
                 live = list(one.sums)
-                for k, (read, part) in enumerate(zip(one.source.reads, one.parts, strict=True)):
+                for k, read in enumerate(one.source.reads):
                     target = local.strided(read)
-                    fill(target, _elements(part, read).view(target.shape))
+                    fill(target, _elements(one.source.part(one.staging, k), read).view(target.shape))
                     if read.source_dtype != read.target_dtype:
                         live[k] = _checksum(local, read)
                 sums.append((one.source, live))
@@ -496,34 +547,49 @@ def _batches(reads: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
             first, nbytes = k + 1, 0
 
 
-def _received(
+def _copied(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> int:
+    """Copy bytes, and return the checksum of the copy. In pieces: each is hashed while it's in a core's cache."""
+    found = xxhash.xxh3_64()
+    for at in range(0, source.size, PIECE_BYTES):
+        piece = target[at : at + PIECE_BYTES]
+        piece[:] = source[at : at + PIECE_BYTES]
+        found.update(piece.data)
+    return found.intdigest()
+
+
+def _receive(
     source: _Source,
-    reads: Sequence[Transfer],
-    asker: Asker,
+    first: int,
     changes: Sequence[int | None],
+    asker: Asker,
     nbytes: int,
+    staging: torch.Tensor,
     local: Destination,
     on_progress: Callable[[int], object],
-) -> tuple[list[torch.Tensor], int]:
-    """Reads that come over the network, and how many of them came as changes to the live elements."""
-    sizes = [t.numel * itemsize(t.source_dtype) for t in reads]
+) -> int:
+    """Reads from ``first`` on that come over the network. Returns how many of them came as changes to the live elements."""
+    stop = first + len(changes)
+    sizes = [source.at_bytes[k + 1] - source.at_bytes[k] for k in range(first, stop)]
     expected = sum(n if one is None else one for n, one in zip(sizes, changes, strict=True))
     if nbytes != expected or any(one is not None and one > n for n, one in zip(sizes, changes, strict=True)):
         raise IntegrityError(f"the sender's rank {source.rank} sends {nbytes:,} bytes for {expected:,}")
-    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    of_them = sum(one is not None for one in changes)
+    if not of_them:
+        asker.take(staging[source.at_bytes[first] : source.at_bytes[stop]].numpy().data, on_progress)
+        return 0
+    memory, at = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), 0
     asker.take(memory.numpy().data, on_progress)
-    parts, at = list[torch.Tensor](), 0
-    for read, size, change in zip(reads, sizes, changes, strict=True):
+    for k, size, change in zip(range(first, stop), sizes, changes, strict=True):
+        part, read = source.part(staging, k), source.reads[k]
         if change is None:
-            parts.append(memory[at : at + size])
+            part.copy_(memory[at : at + size])
             at += size
             continue
-        part = bytes_of(local.strided(read).cpu()).clone()
+        part.copy_(bytes_of(local.strided(read).cpu()))
         content: Any = memory[at : at + change].numpy()
         apply(content.data, words_of(part.numpy(), itemsize(read.source_dtype)))
-        parts.append(part)
         at += change
-    return parts, sum(one is not None for one in changes)
+    return of_them
 
 
 def _elements(part: torch.Tensor, read: Transfer) -> torch.Tensor:
@@ -531,24 +597,3 @@ def _elements(part: torch.Tensor, read: Transfer) -> torch.Tensor:
     if part.storage_offset() % itemsize(read.source_dtype):
         part = part.clone()
     return part.view(torch_dtype(read.source_dtype))
-
-
-def _copied(source: _Source, reads: Sequence[Transfer], slot: int) -> list[torch.Tensor]:
-    """Reads of a source, copied from its snapshot, which this process opens. Raises :class:`CheckpointError` if it can't."""
-    try:
-        with (
-            open(source.files[slot], "rb") as file,
-            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
-        ):
-            with warnings.catch_warnings():  # nothing writes to it
-                warnings.simplefilter("ignore", UserWarning)
-                snapshot = Snapshot(torch.frombuffer(memory, dtype=torch.uint8))
-            parts = []
-            for read in reads:
-                parts.append(bytes_of(snapshot.strided(*read_of(read)).clone()))
-            del snapshot
-            return parts
-    except (OSError, IndexError, BufferError) as error:
-        raise CheckpointError(
-            f"the memory of the sender's rank {source.rank} can't be read: {error}"
-        ) from error
