@@ -160,7 +160,6 @@ NOT_RUN = {
     ("docs/howto/runs-in-a-store.md", "pip install"): "installs from PyPI",
     ("docs/howto/stores/gcs.md", "gcloud storage"): "needs a Google account",
     ("docs/howto/rl.md", "weight_transfer_config"): "needs vLLM; `make engines` makes these calls",
-    ("docs/howto/rl.md", "update_weights_from_tensor"): "needs SGLang, which doesn't run here",
     (
         "docs/howto/diffusers.md",
         "--model transformer_2",

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import PlanError, RankError, StateError
-from shardwise.integrations import sglang
 from tests.handover import _fns as fns
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
@@ -160,7 +159,10 @@ def test_what_loaders_do_besides(root: Path) -> None:
     def load(weights: Weights) -> None:
         for name, weight in weights:
             if weight.ndim == 2:
-                kept[name].copy_(weight.to(torch.float64).transpose(0, 1))
+                columns = torch.zeros(weight.shape[1], dtype=torch.long)
+                columns[1:] += 1  # a tensor of its own, which steers what is taken
+                for k in columns.cumsum(0).tolist():
+                    kept[name][k].copy_(weight.to(torch.float64)[:, k], non_blocking=True)
             else:
                 kept[name].data.copy_(weight)
                 kept[name].mul_(2)
@@ -190,6 +192,37 @@ def _multiplies(weights: Weights) -> None:
 def _picks(weights: Weights) -> None:
     for _, weight in weights:
         torch.empty(weight.shape).copy_(weight[torch.tensor([0])])
+
+
+def _adds(weights: Weights) -> None:
+    target: torch.Tensor | None = None
+    for _, weight in weights:
+        target = torch.zeros(weight.shape) if target is None or target.shape != weight.shape else target
+        target.add_(weight)
+
+
+def _takes_it_lightly(weights: Weights) -> None:
+    for _, weight in weights:
+        target = torch.empty(weight.shape)
+        try:
+            target.copy_(weight * 2)
+        except Exception:
+            target.copy_(weight)
+
+
+class _Keeps:
+    kept: object = None
+
+    def __call__(self, weights: Weights) -> None:
+        for _, weight in weights:
+            torch.empty(weight.shape).copy_(weight)
+            if weight.ndim == 1:
+                self.kept = weight
+
+
+def _changes_what_it_gets(weights: Weights) -> None:
+    for _, weight in weights:
+        torch.empty(weight.shape).copy_(weight.mul_(2))
 
 
 def _casts_twice(weights: Weights) -> None:
@@ -227,10 +260,17 @@ def test_what_cant_be_loaded_is_named(root: Path) -> None:
         sender.publish(1)
         for loader, words in (
             (_multiplies, f"can't be traced at '{first}'.*mul"),
+            (_adds, f"can't be traced at '{first}'.*add_"),
+            (_takes_it_lightly, f"can't be traced at '{first}'.*mul"),
+            (_Keeps(), "keeps 'model.norm.weight' itself"),
+            (_changes_what_it_gets, f"can't be traced at '{first}'.*mul_"),
             (_picks, f"can't be traced at '{first}'.*index"),
             (_casts_twice, f"can't be traced at '{first}'.*cast of torch.float32 to torch.float16"),
-            (_knows_no("model.norm.weight"), "failed at 'model.norm.weight': KeyError"),
-            (_of_another_shape, f"failed at '{first}'"),
+            (
+                _knows_no("model.norm.weight"),
+                "failed .the last tensor that it took was 'model.norm.weight'.: KeyError",
+            ),
+            (_of_another_shape, f"failed .the last tensor that it took was '{first}'.*broadcast"),
             (_leaves_out, "takes nothing of these tensors.*k_proj"),
         ):
             receiver = sw.handover.WeightReceiver(loader, sender.url)
@@ -242,22 +282,73 @@ def test_what_cant_be_loaded_is_named(root: Path) -> None:
         dist.barrier()
 
 
-@on_ranks(2)
-def test_as_sglang_calls_it(root: Path) -> None:
-    """With its model, and tensors that the trainer's url came in."""
-    model = fns.TRAINERS["fsdp"][3](root / "qwen3")
-    shapes = {n: t.clone() for n, t in sw.iter_full_tensors(model)}
-    engine, reference = (Engine(shapes, dist.get_rank(), 2) for _ in range(2))
+@on_ranks(1)
+def test_what_a_loader_remembers(root: Path) -> None:
+    """One that loads each tensor once gets nothing the second time: no version is called on. A new receiver's first run is the same."""
+    model = fns.TRAINERS["plain"][3](root / "qwen3")
+    seen = set[str]()
+    kept: dict[str, torch.Tensor] = {}
+
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            if name not in seen:
+                seen.add(name)
+                kept.setdefault(name, torch.zeros(weight.shape)).copy_(weight)
+
     with sw.handover.WeightSender(model) as sender:
+        sender.publish(1)
+        receiver = sw.handover.WeightReceiver(load, sender.url)
+        with pytest.raises(StateError, match=r"left out .* parts, e.g. of .*No version is on"):
+            receiver.pull()
+        assert receiver.version is None
+        with pytest.raises(PlanError, match="takes nothing"):
+            receiver.pull()
+        seen.clear()
+        receiver = sw.handover.WeightReceiver(lambda w: (seen.clear(), load(w)), sender.url)
+        assert receiver.pull() is not None
+        fns.same(kept, {n: t.clone() for n, t in sw.iter_full_tensors(model)})
+
+
+@on_ranks(1)
+def test_one_part_of_two_dtypes(root: Path) -> None:
+    """Tensors of two dtypes, joined after a cast: each keeps its values."""
+    given = {"a": torch.randn(6, 4).bfloat16(), "b": torch.randn(6, 4)}
+    model = torch.nn.Module()
+    for name, tensor in given.items():
+        model.register_parameter(name, torch.nn.Parameter(tensor.clone()))
+    kept = torch.zeros(12, 4), torch.zeros(12, 4, dtype=torch.bfloat16)
+
+    def load(weights: Weights) -> None:
+        own = dict(weights)
+        kept[0].copy_(torch.cat([own["a"].float(), own["b"]]))
+        kept[1].copy_(torch.cat([own["a"], own["b"].bfloat16()]))
+
+    with sw.handover.WeightSender(model, naming="module") as sender:
+        sender.publish(1)
+        assert sw.handover.WeightReceiver(load, sender.url).pull() is not None
+    assert torch.equal(kept[0], torch.cat([given["a"].float(), given["b"]]))
+    assert torch.equal(kept[1], torch.cat([given["a"], given["b"].bfloat16()]))
+
+
+@on_ranks(1)
+def test_in_inference_mode(root: Path) -> None:
+    """As vLLM's workers run."""
+    model = fns.TRAINERS["plain"][3](root / "qwen3")
+    kept: dict[str, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            kept.setdefault(name, torch.zeros(weight.shape)).copy_(weight)
+
+    with sw.handover.WeightSender(model) as sender:
+        receiver = sw.handover.WeightReceiver(load, sender.url)
         for version in (1, 2):
             fns.change(model, version)
             sender.publish(version)
-            sglang.pull(engine, sglang.request(sender.url))
-            reference.load_weights(sw.iter_full_tensors(model))
-            for name, param in reference.params.items():
-                assert torch.equal(engine.params[name], param), name
-        assert len(sglang._RECEIVERS) == 1
-        dist.barrier()
+            assert receiver.pull() is not None
+            with torch.inference_mode():
+                fns.same(kept, {n: t.clone() for n, t in sw.iter_full_tensors(model)})
 
 
 @on_ranks(2)

@@ -6,20 +6,33 @@ first run records which elements are copied; for each version, another run copie
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..dtypes import torch_dtype
-from ..errors import PlanError
-from ..internals.torch import TorchDispatchMode, storage_key, written_tensors
+from ..errors import PlanError, StateError
+from ..internals.torch import (
+    TorchDispatchMode,
+    gives_one_tensor,
+    storage_key,
+    tree_leaves,
+    written_tensors,
+)
 from ..tensors.tiles import Tiles, Untraceable
 from ..tensors.trace import Traced, is_untraceable, stored_tensor
 
-#: Takes pairs of a Hub name and a tensor.
+#: Takes pairs of a hub name and a tensor. If it has a method ``session``, each run is inside of ``session(is_recording)``, a context manager;
+#: nothing is recorded or held back while that is entered and left.
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+#: From a part of a tensor to its values; None while parts are recorded.
+PartOf = Callable[[Traced], torch.Tensor | None]
 
 _aten = torch.ops.aten
 
@@ -35,42 +48,66 @@ class Loaded:
     def __init__(self, loader: Loader, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         self._loader, self.specs = loader, dict(specs)
         self._names = dict[tuple[Tiles, torch.Size], str]()
+        self._used = set[str]()
         self.tensors = dict[str, torch.Tensor]()
         self.parts = dict[str, Tiles]()
-        with _WithoutWrites():  # type: ignore[no-untyped-call]
-            self._run(self._note)
+        if problem := self._run(self._note, is_recording=True):
+            raise PlanError(
+                f"{problem[0]}. If this engine needs full tensors, give it those of iter_full_tensors"
+            ) from problem[1]
 
     def load(self) -> None:
-        """Let the engine load what :attr:`tensors` have."""
-        self._run(self._given)
+        """Let the engine load what :attr:`tensors` have. Raises :class:`StateError` if it fails, or doesn't take all of them."""
+        self._used.clear()
+        problem = self._run(self._given, is_recording=False)
+        left = self.tensors.keys() - self._used
+        if problem or left:
+            words, cause = problem or (
+                f"the engine's loader left out {len(left)} parts, e.g. of {min(left)!r}",
+                None,
+            )
+            raise StateError(f"{words}. No version is on; the next pull loads all of it") from cause
 
-    def _run(self, part_of: Callable[[Traced], torch.Tensor | None]) -> None:
-        at = ""
+    def _run(self, part_of: PartOf, *, is_recording: bool) -> tuple[str, Exception | None] | None:
+        """Run the loader. Returns what went wrong, and its cause."""
+        session = getattr(self._loader, "session", lambda is_recording: nullcontext())
+        symbols, at = _Symbols(self.specs, part_of), ""
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal at
             for at, (code, shape) in self.specs.items():
-                yield at, stored_tensor(at, shape, torch_dtype(code))
+                yield at, symbols.seen(stored_tensor(at, shape, torch_dtype(code)))
 
+        failed: Exception | None = None
         try:
-            with torch.no_grad(), _Casts(self.specs, part_of), _Copies(part_of):
+            with session(is_recording), torch.no_grad(), ExitStack() as modes:
+                if is_recording:
+                    modes.enter_context(_WithoutWrites())
+                modes.enter_context(symbols)
+                modes.enter_context(_Copies(part_of))
                 self._loader(weights())
         except Exception as error:
-            why = "can't be traced" if is_untraceable(error) else "failed"
-            raise PlanError(
-                f"the engine's loader {why} at {at!r}: {type(error).__name__}: {error}. If this engine needs full tensors, "
-                "give it those of iter_full_tensors"
-            ) from error
+            failed = error
+        if symbols.refused is not None:  # also if the loader went on without the tensor
+            name, refused = symbols.refused
+            return f"the engine's loader can't be traced at {name!r}: {refused}", refused
+        if failed is not None:
+            told = f"{type(failed).__name__}: {failed}"
+            return f"the engine's loader failed (the last tensor that it took was {at!r}): {told}", failed
+        if (kept := symbols.kept()) is not None:
+            return f"the engine's loader keeps {kept!r} itself, instead of copying it", None
+        return None
 
     def _note(self, source: Traced) -> None:
-        """Give a part memory, in the sender's dtype."""
+        """Give a part memory, in a dtype that holds the sender's values."""
         if not source.numel() or (source.tiles, source.shape) in self._names:
             return
         name = f"{source.tiles[0].source}[{len(self.tensors)}]"
-        code, _ = self.specs[source.tiles[0].source]
+        dtype = reduce(torch.promote_types, {torch_dtype(self.specs[t.source][0]) for t in source.tiles})
         self._names[source.tiles, source.shape] = name
         self.parts[name] = source.tiles
-        self.tensors[name] = torch.empty(source.shape, dtype=torch_dtype(code), device="cpu")
+        with torch.inference_mode(False):
+            self.tensors[name] = torch.empty(source.shape, dtype=dtype, device="cpu")
 
     def _given(self, source: Traced) -> torch.Tensor:
         if not source.numel():
@@ -78,27 +115,32 @@ class Loaded:
         name = self._names.get((source.tiles, source.shape))
         if name is None:
             raise RuntimeError(
-                f"it takes another part of {source.tiles[0].source!r} than when the receiver planned its pulls"
+                f"it takes another part of {source.tiles[0].source!r} than when it was recorded"
             )
+        self._used.add(name)
         return self.tensors[name].to(source.dtype)
 
 
 class _Copies(TorchFunctionMode):
     """Copies parts into what a loader wants to fill. Before any other mode counts or does that."""
 
-    def __init__(self, part_of: Callable[[Traced], torch.Tensor | None]) -> None:
+    def __init__(self, part_of: PartOf) -> None:
         super().__init__()
         self._part_of = part_of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.copy_ and isinstance(args[1], Traced):
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], Traced):
             return self._copy(args[0], args[1])
         if func is torch.Tensor.__setitem__ and isinstance(args[2], Traced):
-            target = args[0][args[1]]
-            if storage_key(target) != storage_key(args[0]):
-                raise Untraceable("elements that are picked by a tensor of indexes")
-            return self._copy(target, args[2])
+            target: torch.Tensor = args[0][args[1]]
+            source: Any = args[2]
+            if storage_key(target) == storage_key(
+                args[0]
+            ):  # else the call below says that it can't be traced
+                while source.dim() > target.dim() and source.shape[0] == 1:
+                    source = source.squeeze(0)
+                return self._copy(target, source)
         return func(*args, **kwargs)
 
     def _copy(self, target: torch.Tensor, source: Traced) -> torch.Tensor:
@@ -110,41 +152,81 @@ class _Copies(TorchFunctionMode):
         return target.copy_(part.to("meta") if target.is_meta else part)
 
 
-class _Casts(TorchDispatchMode):
-    """Casts symbols, and gives single values."""
+class _Symbols(TorchDispatchMode):
+    """Casts symbols, gives single values, and remembers the first operation that has no map, and which symbols there are."""
 
-    def __init__(
-        self,
-        specs: Mapping[str, tuple[str, tuple[int, ...]]],
-        part_of: Callable[[Traced], torch.Tensor | None],
-    ) -> None:
+    def __init__(self, specs: Mapping[str, tuple[str, tuple[int, ...]]], part_of: PartOf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._specs, self._part_of = specs, part_of
+        self._seen: list[weakref.ref[Traced]] = []
+        self.refused: tuple[str, Exception] | None = None
+
+    def seen(self, symbol: Traced) -> Traced:
+        self._seen.append(weakref.ref(symbol))
+        return symbol
+
+    def kept(self) -> str | None:
+        """The name of a tensor that still has a symbol, now that the loader is done."""
+        for _ in range(2):
+            alive = [one for ref in self._seen if (one := ref()) is not None]
+            if not alive:
+                return None
+            names = [one.tiles[0].source if one.tiles else "a tensor without elements" for one in alive]
+            alive.clear()
+            gc.collect()
+        return names[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Traced):
-            source, dtype = args[0], kwargs.get("dtype")
-            if func is _aten._to_copy.default and dtype not in (None, source.dtype):
-                self._check(source)
-                return Traced(source.shape, dtype, source.tiles)
-            if func is _aten._local_scalar_dense.default:
-                part = self._part_of(source)
-                return torch.ones((), dtype=source.dtype).item() if part is None else part.item()
-        return func(*args, **kwargs)
+        symbols = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Traced)]
+        if not symbols:
+            return func(*args, **kwargs)
+        try:
+            found = self._of(func, symbols[0], args, kwargs)
+        except Exception as error:
+            if is_untraceable(error) and self.refused is None:
+                self.refused = symbols[0].tiles[0].source if symbols[0].tiles else "", error
+            raise
+        for one in tree_leaves(found):
+            if isinstance(one, Traced):
+                self.seen(one)
+        return found
 
-    def _check(self, source: Traced) -> None:
-        """A part is cast once, from the sender's dtype to the last one: what was lost between them would come back."""
-        for tile in source.tiles:
-            stored = torch_dtype(self._specs[tile.source][0])
-            if torch.promote_types(stored, source.dtype) != source.dtype:
-                raise Untraceable(f"a cast of {stored} to {source.dtype}, and then to another dtype")
+    def _of(self, func: Any, source: Traced, args: Any, kwargs: Any) -> Any:
+        dtype = kwargs.get("dtype")
+        if func is _aten._to_copy.default and dtype not in (None, source.dtype):
+            # A part is cast once, from the sender's dtype to the last one: what was lost between them would come back.
+            for tile in source.tiles:
+                stored = torch_dtype(self._specs[tile.source][0])
+                if torch.promote_types(stored, source.dtype) != source.dtype:
+                    raise Untraceable(f"a cast of {stored} to {source.dtype}, and then to {dtype}")
+            return Traced(source.shape, dtype, source.tiles)
+        if func is _aten._local_scalar_dense.default:
+            part = self._part_of(source)
+            return torch.ones((), dtype=source.dtype).item() if part is None else part.item()
+        return func(*args, **kwargs)
 
 
 class _WithoutWrites(TorchDispatchMode):
-    """Nothing is written to an existing tensor: those of a live engine must stay as they are while its loader is recorded."""
+    """Nothing is written to tensors that were there before: those of a live engine must stay as they are while its loader is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own: dict[int, torch.UntypedStorage] = {}  # keeps storages alive: no address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for written in written_tensors(func, args, kwargs or {}):
-            return written
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        written = list(written_tensors(func, args, kwargs))
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        is_live = any(storage_key(one) not in self._own for one in written)
+        if is_live and not any(isinstance(one, Traced) for one in given):
+            if not gives_one_tensor(func):
+                raise Untraceable(f"{func} writes to a tensor of the engine")
+            return written[0]
+        result = func(*args, **kwargs)
+        if not written:
+            before = {storage_key(one) for one in given}
+            for made in tree_leaves(result):
+                if isinstance(made, torch.Tensor) and storage_key(made) not in before:
+                    self._own[storage_key(made)] = made.untyped_storage()
+        return result

@@ -23,7 +23,7 @@ from torch import nn
 from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..engine.engine import Destination, fill
-from ..errors import CheckpointError, IntegrityError, PlanError, StateError
+from ..errors import CheckpointError, IntegrityError, PlanError, ShardwiseError, StateError
 from ..loading.load import Names, plan_load, resolve_names
 from ..models.meta import default_device, materialize
 from ..names import patterns_of
@@ -55,7 +55,7 @@ class PullReport(Printed):
 
     version: int
     tensors: int
-    """Number of the model's tensors that were filled."""
+    """Number of the model's tensors that were filled; for a function, of the parts that it takes."""
     local_bytes: int
     """Bytes that this rank holds, in the sender's dtype."""
     bytes_moved: int
@@ -191,8 +191,8 @@ class WeightReceiver:
 
         Raises, on every rank, :class:`CheckpointError` if the sender can't be reached within ``wait_s``, or overwrites versions faster than they can be
         pulled; :class:`IntegrityError` if bytes arrived damaged three times; and :class:`PlanError` if the sender's tensors don't fill the
-        model. The model then has the version that it had. Raises :class:`RankError` if copying into the model itself failed on a rank: no
-        version is on then, and the next pull brings all of it.
+        model. The model then has the version that it had. Raises :class:`RankError`, or :class:`StateError` for a function that failed, if copying
+        into the model itself failed on a rank: no version is on then, and the next pull brings all of it.
         """
         started, until = time.perf_counter(), time.monotonic() + wait_s
         tries = Counter[str]()
@@ -211,7 +211,11 @@ class WeightReceiver:
                 work = partial(self._take_all, plan, version, taken)
                 kind, problem = self._ranks.combine("pull weights", work, _worst)
                 if kind == "taken":
-                    return self._switch_on(version, plan, taken, started)
+                    try:
+                        return self._switch_on(version, plan, taken, started)
+                    except ShardwiseError:  # on all ranks; a loader may take other parts now
+                        self._plan = self._loaded = None
+                        raise
                 if kind == "moved":
                     self._plan = None
             tries[kind] += 1

@@ -7,11 +7,13 @@ each layer is then turned into what its kernels take. Without them, a layer that
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
+from ..errors import StateError
 from ..handover.receiver import WeightReceiver
 
 __all__ = ["InitInfo", "TransferEngine", "UpdateInfo"]
@@ -45,16 +48,42 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     wait_s: float = 0.0
 
 
+class _Reload:
+    """A model's ``load_weights``, as vLLM's own backends run it: it then turns weights into what its kernels take."""
+
+    def __init__(self, model: Any, model_config: ModelConfig) -> None:
+        self._model, self._model_config = model, model_config
+
+    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        found: object = self._model.load_weights(weights)
+        return found
+
+    @contextmanager
+    def session(self, is_recording: bool) -> Iterator[None]:
+        # Nothing counts as loaded while parts are recorded. vLLM then puts back what was there, and warns of each layer.
+        logger = logging.getLogger(layerwise.__name__)
+        initialize_layerwise_reload(self._model)
+        logger.disabled = is_recording
+        try:
+            yield
+        finally:
+            try:
+                finalize_layerwise_reload(self._model, self._model_config)
+            finally:
+                logger.disabled = False
+
+
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """In each worker: pulls the parts of tensors that the worker's own ``load_weights`` takes, proves them, and loads them."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._has_run = False
         self._receiver = WeightReceiver(
-            self._load,
+            _Reload(self.model, self.model_config),
             init_info.url,
             allow_unused=init_info.allow_unused,
             carry=init_info.carry,
@@ -66,6 +95,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def update_weights(self, update_info: dict[str, float]) -> None:
         """Pull the newest version, and load it. Without a newer one, the version that is on stays on."""
+        if self._receiver is None:
+            raise StateError("update_weights: call init_weight_transfer_engine first")
         self._receiver.pull(wait_s=self.parse_update_info(update_info).wait_s)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -76,16 +107,4 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         """Nothing. The version is on."""
 
     def shutdown(self) -> None:
-        del self._receiver
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # The first run counts nothing as loaded, and vLLM warns of each layer.
-        logger = logging.getLogger(layerwise.__name__)
-        logger.disabled = not self._has_run
-        self._has_run = True
-        initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(weights)
-        finally:
-            finalize_layerwise_reload(self.model, self.model_config)
-            logger.disabled = False
+        self._receiver = None

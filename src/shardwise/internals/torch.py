@@ -37,6 +37,7 @@ __all__ = [
     "fake_tensors",
     "fsdp_placements",
     "fused_attention",
+    "gives_one_tensor",
     "has_own_state_dict",
     "inner_by_torch",
     "is_checkpointed",
@@ -321,6 +322,15 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         for tensor in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(tensor, torch.Tensor):
                 yield tensor
+
+
+def gives_one_tensor(func: Any) -> bool:
+    """Whether an operation of ``__torch_dispatch__`` returns a tensor, and nothing else, by its schema.
+
+    Without it, a write that is held back while an engine's loader is recorded might return what its caller can't take.
+    """
+    returns = func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 # ----------------------------------------------------------------------------------------------------
