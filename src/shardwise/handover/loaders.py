@@ -28,8 +28,8 @@ from ..internals.torch import (
 from ..tensors.tiles import Tiles, Untraceable
 from ..tensors.trace import Traced, is_untraceable, stored_tensor
 
-#: Takes pairs of a hub name and a tensor. If it has a method ``session``, each run is inside of ``session(is_recording)``, a context manager;
-#: nothing is recorded or held back while that is entered and left.
+#: Takes pairs of a hub name and a tensor. If it has a method ``session``, each run is inside of ``session(is_recording)``, a context manager.
+#: While parts are recorded, it is entered and left as ever: what it does to the engine isn't held back.
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 #: From a part of a tensor to its values; None while parts are recorded.
 PartOf = Callable[[Traced], torch.Tensor | None]
@@ -80,11 +80,14 @@ class Loaded:
 
         failed: Exception | None = None
         try:
-            with session(is_recording), torch.no_grad(), ExitStack() as modes:
+            with torch.no_grad(), ExitStack() as around:
                 if is_recording:
-                    modes.enter_context(_WithoutWrites())
-                modes.enter_context(symbols)
-                modes.enter_context(_Copies(part_of))
+                    around.enter_context(session(True))
+                    around.enter_context(_WithoutWrites())
+                around.enter_context(symbols)
+                around.enter_context(_Copies(part_of))
+                if not is_recording:
+                    around.enter_context(session(False))  # its end may copy, too
                 self._loader(weights())
         except Exception as error:
             failed = error
