@@ -145,14 +145,12 @@ def diffusion_models(pattern: str = "*") -> list[Architecture]:
     """All model classes that diffusers exports. ``pattern``: of class names or modules, several separated by commas."""
     import diffusers
 
+    from shardwise.internals.diffusers import class_of
+
     found = []
     for name in sorted(dir(diffusers)):
-        kind = getattr(diffusers, name)
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, diffusers.ModelMixin)
-            and kind is not diffusers.ModelMixin
-        ):
+        kind = class_of({"_class_name": name})
+        if kind is not None and kind is not diffusers.ModelMixin:
             module = kind.__module__.rpartition(".")[2]
             if _is_asked(pattern, module, name):
                 found.append(Architecture(module, name, library="diffusers"))

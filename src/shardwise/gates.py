@@ -101,6 +101,14 @@ GATES = {
         'Set fsdp_config={"version": 2}.',
         ShardError,
     ),
+    "added-adapters": Gate(
+        "adapters that are added to a sharded model (model.add_adapter)",
+        "peft",
+        ">=0.21",
+        "Older releases give adapters the sizes of this rank's shards.",
+        "Load the model with adapter=.",
+        ShardError,
+    ),
 }
 
 

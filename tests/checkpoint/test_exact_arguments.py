@@ -142,6 +142,27 @@ def net(**given: Any) -> Callable[[], nn.Module]:
     return lambda: Net(**given)
 
 
+def decorated(kind: Any) -> Any:
+    """With another constructor, as transformers' ``use_kernelized_func`` makes one: it doesn't say what it replaced."""
+    own = kind.__init__
+
+    def made(self: Any, *args: Any, **given: Any) -> None:
+        own(self, *args, **given)
+
+    kind.__init__ = made
+    return kind
+
+
+@decorated
+class Rated(Net):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.rate
+
+
 def frozen() -> nn.Module:
     found = Net()
     found.first.weight.requires_grad_(False)
@@ -446,6 +467,7 @@ CYCLIC = Made(
 LAMBDA = Made(scheduler=lambdas(warm_up(6)))
 PARTIAL = Made(scheduler=lambdas(functools.partial(warm, steps=6)))
 HALVING = Made(scheduler=lambda o: Halving(o, 2))
+RATED = Made(model=lambda: Rated(0.5))
 SEVERAL = Made(scheduler=lambda o: SequentialLR(o, [LinearLR(o), StepLR(o, 2, gamma=0.5)], milestones=[5]))
 SCALED = Made(scaler=lambda: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=4))
 AVERAGED = Made(extra={"average": lambda m: Average(m, 0.5)})
@@ -603,6 +625,7 @@ ROWS: dict[str, Row] = {
     "p of a module": named(ELASTIC, "model.dropout.p: 0.1", model=lambda: with_dropout(0.3)),
     "activation, a function": named(ELASTIC, "model.activation", model=net(activation=nn.functional.silu)),
     "activation, a module": named(ELASTIC, "model.middle: Tanh", model=net(middle=nn.ReLU)),
+    "an argument behind a decorator": named(RATED, "model.rate: 0.5", model=lambda: Rated(0.25)),
     "a mapping": named(ELASTIC, "model.alpha.default: 1.0", model=net(alpha={"default": 2.0})),
     "eps of a norm": named(ELASTIC, "model.norm.eps: 1e-05", model=net(eps=0.1)),
     "a buffer that is made again": named(ELASTIC, "model.by", model=net(scale=2.0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,13 @@ def wan(pipelines: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pipelines / "wan", tmp_path / "wan"))
 
 
-def theirs(folder: Path, **options: Any) -> dict[str, torch.nn.Module]:
+def theirs(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.nn.Module]:
     """The models that diffusers loads."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`torch_dtype` is deprecated", FutureWarning
+        )  # 0.37 has no other name
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=dtype)
     return {n: c for n, c in pipeline.components.items() if isinstance(c, torch.nn.Module)}
 
 

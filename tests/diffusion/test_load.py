@@ -191,7 +191,7 @@ def test_attention_of_an_old_autoencoder(tmp_path: Path) -> None:
             assert torch.equal(ours.state_dict()[name], tensor), name
 
 
-@pytest.mark.needs("diffusers>=0.42", "lacks this class")
+@pytest.mark.needs("diffusers>=0.39", "lacks this class")
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_an_argument_model_type_is_no_config_of_transformers(tmp_path: Path) -> None:
     """A class may have an argument of this name, which is then in its config. This one also has weights under ``weight_norm``."""

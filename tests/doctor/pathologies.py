@@ -258,8 +258,15 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology(
         "software.gates", "needs transformers 5.22 or newer, but 5.21.1", _software(transformers="5.21.1")
     ),
-    Pathology("software.peft", "peft 0.19.1 with transformers 5.23.0", _software(peft="0.19.1")),
-    Pathology("software.peft", "peft 0.18.1 with torchao 0.18.0", _software(peft="0.18.1", torchao="0.18.0")),
+    Pathology(
+        "software.peft", "peft 0.19.1 with transformers 5.23.0", _software(peft="0.19.1"), ("software.gates",)
+    ),
+    Pathology(
+        "software.peft",
+        "peft 0.18.1 with torchao 0.18.0",
+        _software(peft="0.18.1", torchao="0.18.0"),
+        ("software.gates",),
+    ),
     Pathology("software.torchvision", "torchvision 0.24.0", _software(torchvision="0.24.0")),
     # ------------------------------------------------------------------------------------- settings
     Pathology(

@@ -27,7 +27,6 @@ from shardwise.doctor.facts import classes_of, mount_of
 from shardwise.doctor.files import look_at_place
 from shardwise.doctor.logs import KNOWN, log_of_losses, read_log
 from shardwise.errors import FormatError
-from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.operations.host_budget import host_budget
 from shardwise.publish.places import set_aside
 from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
@@ -370,8 +369,11 @@ def test_checkpoints_of_a_run_that_saves_the_model_only(tmp_path: Path, here: se
     assert next(f for f in told if f.rule == "checkpoint.resumed-model-only").kind == "problem"
 
 
+@pytest.mark.needs("trainer")
 def test_checkpoints_of_a_shardwise_trainer_that_saves_the_model_only(tmp_path: Path, here: set[str]) -> None:
     """Its steps have manifests. Found once for all of them, also for those that are only listed."""
+    from shardwise.integrations.trainer import ShardwiseTrainer
+
     plain = trainer(tmp_path / "out", qwen(), max_steps=5, save_steps=1, save_only_model=True)
     ShardwiseTrainer(plain.model, plain.args, train_dataset=plain.train_dataset).train()
     check(

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
@@ -314,12 +316,27 @@ def adapters_alone(path: str, root: str) -> dict[str, Any]:
     return found
 
 
+def _added(model: Any) -> Any:
+    """A model with adapters, and their optimizer."""
+    import peft
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    torch.manual_seed(dist.get_rank())  # the first rank's values count
+    model.requires_grad_(False)
+    if Version(peft.__version__) < Version(
+        MIN_PEFT_VERSION
+    ):  # transformers 5.24 wants one that isn't released yet
+        peft.inject_adapter_in_model(config, model)  # as add_adapter does
+    else:
+        model.add_adapter(config)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+
+
 def added_later(path: str) -> dict[str, Any]:
-    """Adapters that are added to a loaded model: sharded by prepare, trained, and refused once the model has run."""
-    from peft import LoraConfig
+    """Adapters that are added to a loaded model: sharded by prepare, and trained."""
     from transformers import AutoModelForCausalLM
 
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     found: dict[str, Any] = {}
     with accelerator_with(plugin={"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}) as accelerator:
 
@@ -330,14 +347,8 @@ def added_later(path: str) -> dict[str, Any]:
             optimizer.zero_grad()
             return loss
 
-        def added(model: Any) -> Any:
-            torch.manual_seed(dist.get_rank())  # the first rank's values count
-            model.requires_grad_(False)
-            model.add_adapter(config)
-            return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
-
         tokens = [batch(k) for k in range(3)]
-        model, optimizer = swa.prepare(accelerator, *added(swa.load_pretrained(accelerator, path)))
+        model, optimizer = swa.prepare(accelerator, *_added(swa.load_pretrained(accelerator, path)))
         found["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
         found["optimized"] = [p for g in optimizer.param_groups for p in g["params"]] == [
             p for p in model.parameters() if p.requires_grad
@@ -349,7 +360,7 @@ def added_later(path: str) -> dict[str, Any]:
 
         # One process that sees all ranks' rows.
         alone = AutoModelForCausalLM.from_pretrained(path)
-        alone, optimizer = added(alone)
+        alone, optimizer = _added(alone)
         with torch.no_grad():
             for name, parameter in alone.named_parameters():
                 if "lora_" in name:
@@ -359,15 +370,26 @@ def added_later(path: str) -> dict[str, Any]:
             dist.all_gather(every, rows)
             step(alone, optimizer, torch.cat(every))
         found["alone"] = {n: t.detach() for n, t in alone.named_parameters() if "lora_" in n}
+    return found
 
-        from peft import get_peft_model
 
+def added_wrongly(path: str) -> dict[str, str]:
+    """What is said of adapters that prepare can't shard."""
+    from peft import LoraConfig, get_peft_model
+
+    found = {}
+    with accelerator_with(plugin={"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}) as accelerator:
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         inner = get_peft_model(swa.load_pretrained(accelerator, path), config)
         found["inner"] = ": ".join(error_of(lambda: swa.prepare(accelerator, inner)))
 
         late = swa.load_pretrained(accelerator, path)
-        late(input_ids=tokens[0])
-        found["late"] = ": ".join(error_of(lambda: swa.prepare(accelerator, *added(late))))
+        late(input_ids=batch(0))
+        found["late"] = ": ".join(error_of(lambda: swa.prepare(accelerator, *_added(late))))
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        cut = sw.load_pretrained(path, mesh)
+        found["cut"] = ": ".join(error_of(lambda: swa.prepare(accelerator, *_added(cut))))
     return found
 
 

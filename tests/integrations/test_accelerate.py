@@ -113,6 +113,7 @@ def test_what_cannot_be_honored_is_named(ranks: RankPool, tmp_path: Path) -> Non
         assert "accelerator.prepare" in found["unprepared"]
 
 
+@pytest.mark.needs("accelerate>=1.13", "can't load an optimizer's state that it has saved in shards")
 def test_hooks_of_save_state(ranks: RankPool, tmp_path: Path) -> None:
     """They're given what Accelerate gives them. Their files are a part of the checkpoint, and what they draw changes nothing."""
     write_source(tmp_path / "source", torch.float32)
@@ -169,17 +170,26 @@ def test_adapters_alone(ranks: RankPool, tmp_path: Path) -> None:
             assert (tmp_path / "stored" / file / name).read_bytes() == live
 
 
+@pytest.mark.needs("added-adapters")
 def test_adapters_added_to_a_loaded_model(ranks: RankPool, tmp_path: Path) -> None:
     build_reference("qwen3").save_pretrained(tmp_path)
     for found in ranks.run_ranks(2, fns.added_later, str(tmp_path), timeout_s=120):
         assert found["sharded"]
-        assert found["inner"].startswith("ShardError: the PeftModel was wrapped around a sharded model")
         assert found["optimized"]
         assert found["after"].keys() == found["alone"].keys()
         for name, tensor in found["alone"].items():
             torch.testing.assert_close(found["after"][name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_added_adapters_that_cannot_be_sharded(ranks: RankPool, tmp_path: Path) -> None:
+    build_reference("qwen3").save_pretrained(tmp_path)
+    for found in ranks.run_ranks(2, fns.added_wrongly, str(tmp_path), timeout_s=120):
+        assert found["inner"].startswith("ShardError: the PeftModel was wrapped around a sharded model")
         assert found["late"].startswith("ShardError")
         assert "after its first forward pass" in found["late"]
+        assert found["cut"].startswith("ShardError: model.layers.0.self_attn.q_proj: ")
+        assert "the sizes of this rank's shard" in found["cut"]
+        assert "Load the model with adapter=" in found["cut"]
 
 
 @pytest.mark.parametrize(

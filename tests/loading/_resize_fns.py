@@ -178,6 +178,10 @@ def write_case(name: str, *, tied: bool, directory: Path) -> None:
                 continue
             # A normal distribution around the mean, with a billionth of the variance.
             torch.testing.assert_close(by_name[n][OLD:], value[OLD:], atol=2e-4, rtol=1e-2)
+    if name == "bert":
+        model._weight_conversions = (
+            None  # transformers 5.0 reverts those for its oldest files, too: LayerNorm.beta
+        )
     model.save_pretrained(directory / "new")
     torch.save(model, directory / "new.pt")
 

@@ -89,6 +89,21 @@ def adapted_modules(model: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
+def cut_adapter(model: nn.Module) -> str | None:
+    """The path of a layer whose adapters have the sizes of this rank's shard of its weight, not of the whole; None if there is none.
+
+    peft before 0.21 takes every DTensor for a shard of tensor parallelism; later ones take those on meshes whose axes have names other than
+    ``fsdp``. Without it, a model's forward would fail with sizes that don't fit.
+    """
+    for path, layer in model.named_modules():
+        inner = layer._modules.get("base_layer") if _is_tuner(layer) else None
+        if isinstance(inner, nn.Linear):
+            whole = {name: getattr(inner, name) for name in ("in_features", "out_features")}
+            if any(getattr(layer, name, size) != size for name, size in whole.items()):
+                return path
+    return None
+
+
 def _is_tuner(module: nn.Module) -> bool:
     return isinstance(module, _class("peft.tuners.tuners_utils", "BaseTunerLayer"))
 

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ShardError
 from ..gates import require
 from ..internals.fsdp import fsdp_groups, fsdp_parameter_ids, has_run, settings_of
-from ..internals.peft import adapted_modules, is_adapted
+from ..internals.peft import adapted_modules, cut_adapter, is_adapted
 from ..internals.torch import original_class
 from ..internals.transformers import blocks_not_to_split
 from ..names import NamedTensor, canonical_name, children, named_tensors, patterns_of
@@ -559,7 +559,8 @@ def shard_added(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     All ranks get the values that the first rank of the mesh has. Returns the new parameters, by those that they replace; empty if
     :func:`remember_sharding` doesn't know the model. Every rank of the mesh must call it.
 
-    Raises :class:`ShardError` if the model was called already, and for added parameters that FSDP2 can't shard.
+    Raises :class:`ShardError` if the model was called already, for adapters that PEFT made for a shard, and for added parameters that FSDP2
+    can't shard.
     """
     around = {path: m for path, m in model.named_modules() if isinstance(m, FSDPModule) and fsdp_groups(m)}
     sharded = next((module for module in model.modules() if module in _PLAIN), None)  # inside a PeftModel
@@ -578,6 +579,12 @@ def shard_added(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         raise ShardError(
             "modules were added to a sharded model after its first forward pass, and FSDP2 can't shard them then. Add them before it, or load "
             "the model with adapter="
+        )
+    if cut := cut_adapter(model):
+        require("added-adapters", where=cut)
+        raise ShardError(
+            f"{cut}: PEFT gave the adapters the sizes of this rank's shard, because the mesh has named axes other than 'fsdp'. Load the model "
+            "with adapter="
         )
     outer: dict[tuple[str, str], list[nn.Module]] = {}
     taken: set[int] = set()

@@ -239,17 +239,23 @@ def _as_process(name: str, value: Any) -> str:
 
 @cache
 def _argument_names(kind: Any) -> tuple[str, ...]:
-    """The arguments of a class's constructor, and of those of its bases."""
+    """The arguments of a class's constructor, and of those of its bases.
+
+    And of those that a decorator of the class replaced, as transformers' ``use_kernelized_func`` does: they're in its closure.
+    """
     found: dict[str, None] = {}
-    for base in kind.__mro__:
-        initializer = vars(base).get("__init__")
+    waiting = [vars(base).get("__init__") for base in kind.__mro__]
+    for initializer in waiting:
         if not isinstance(initializer, types.FunctionType):
             continue
         try:
             parameters = list(inspect.signature(initializer).parameters.values())[1:]
+            found |= {p.name: None for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+            closed_over = [cell.cell_contents for cell in initializer.__closure__ or ()]
         except (TypeError, ValueError):
             continue
-        found |= {p.name: None for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        functions = [one for one in closed_over if isinstance(one, types.FunctionType)]
+        waiting += [one for one in functions if one.__name__ == "__init__" and one not in waiting]
     return tuple(found)
 
 
