@@ -2609,8 +2609,8 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------------- handover
     Mutation(
         "handover/receiver.py",
-        "                if xxhash.xxh3_64_intdigest(part.numpy().data) != one:",
-        "                if one < 0:",
+        "                if own != one:",
+        "                if own < 0:",
         ("tests/handover/test_errors.py::test_a_changed_engine_is_found_and_healed",),
         "what arrived isn't compared with its checksum",
     ),
@@ -2620,6 +2620,27 @@ MUTATIONS = (
         """self._is_doubted |= kind == "gone\"""",
         ("tests/handover/test_errors.py::test_a_changed_engine_is_found_and_healed",),
         "changes are asked for again for a model that isn't as it was",
+    ),
+    Mutation(
+        "handover/loaders.py",
+        "        left = self.tensors.keys() - self._used",
+        "        left = set[str]()",
+        ("tests/handover/test_loaders.py::test_what_a_loader_remembers",),
+        "a version is called on though the engine's loader left parts out",
+    ),
+    Mutation(
+        "handover/loaders.py",
+        "        if is_live and not any(isinstance(one, Traced) for one in given):",
+        "        if False and not any(isinstance(one, Traced) for one in given):",
+        ("tests/handover/test_loaders.py::test_what_loaders_do_besides",),
+        "a live engine is written to while its loader is recorded",
+    ),
+    Mutation(
+        "handover/loaders.py",
+        "if torch.promote_types(stored, source.dtype) != source.dtype:",
+        "if torch.promote_types(stored, source.dtype) == torch.float64:",
+        ("tests/handover/test_loaders.py::test_what_cant_be_loaded_is_named",),
+        "a loader's lossy cast is left out where another one follows",
     ),
     Mutation(
         "handover/layout.py",

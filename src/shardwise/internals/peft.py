@@ -100,7 +100,7 @@ def cut_adapter(model: nn.Module) -> str | None:
         if isinstance(inner, nn.Linear):
             whole = {name: getattr(inner, name) for name in ("in_features", "out_features")}
             if any(getattr(layer, name, size) != size for name, size in whole.items()):
-                return path
+                return str(path)
     return None
 
 
