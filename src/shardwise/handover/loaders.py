@@ -28,7 +28,7 @@ from ..internals.torch import (
 from ..tensors.tiles import Tiles, Untraceable
 from ..tensors.trace import Traced, is_untraceable, stored_tensor
 
-#: Takes pairs of a hub name and a tensor. If it has a method ``session``, each run is inside of ``session(is_recording)``, a context manager.
+#: Takes pairs of a hub name and a tensor. If it has a method ``loading_session``, each run is inside of ``loading_session(is_recording)``, a context manager.
 #: While parts are recorded, it is entered and left as ever: what it does to the engine isn't held back.
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 #: From a part of a tensor to its values; None while parts are recorded.
@@ -70,7 +70,7 @@ class Loaded:
 
     def _run(self, part_of: PartOf, *, is_recording: bool) -> tuple[str, Exception | None] | None:
         """Run the loader. Returns what went wrong, and its cause."""
-        session = getattr(self._loader, "session", lambda is_recording: nullcontext())
+        session = getattr(self._loader, "loading_session", lambda is_recording: nullcontext())
         symbols, at = _Symbols(self.specs, part_of), ""
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:

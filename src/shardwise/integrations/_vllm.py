@@ -59,7 +59,7 @@ class _Reload:
         return found
 
     @contextmanager
-    def session(self, is_recording: bool) -> Iterator[None]:
+    def loading_session(self, is_recording: bool) -> Iterator[None]:
         # Nothing counts as loaded while parts are recorded. vLLM then puts back what was there, and warns of each layer.
         logger = logging.getLogger(layerwise.__name__)
         initialize_layerwise_reload(self._model)
