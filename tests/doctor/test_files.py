@@ -544,7 +544,8 @@ def test_an_installed_version(
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    check(found(), here, rule, words=words)
+    # PEFT 0.19 lacks a feature of the table of gates, too.
+    check(found(), here, *{rule, "software.gates"} if rule == "software.peft" else {rule}, words=words)
 
 
 MOUNTS = {
