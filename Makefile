@@ -69,6 +69,7 @@ help:
 	@echo "make servers  object stores that others wrote (azurite by npm, Debian's Ceph), into build/, and their tests (a minute)"
 	@echo "make hosts    hosts as namespaces: shared and own disks, another clock, a slow host, one that vanishes or freezes in a save (minutes; Linux)"
 	@echo "make launchers  real launchers, as a table with versions (minutes)"
+	@echo "make engines  vLLM in an environment of its own, and the tests that hand weights to it (minutes)"
 	@echo "make sweep    sharded against ordinary load for every architecture of transformers and diffusers (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
@@ -177,7 +178,7 @@ loggers: install
 	PYTHONPATH=$(CURDIR)/build/loggers $(BIN)/python -m pytest tests/docs/test_metrics.py tests/docs/test_deepspeed.py tests/runs/test_zero.py \
 		tests/runs/test_megatron.py
 
-# vLLM pins other packages than ours: it has an environment of its own. Its vision and audio packages come with CUDA alone.
+# vLLM pins other versions, so it has an environment of its own. The wheels of torchvision, torchaudio and torchcodec need CUDA.
 engines: install
 	test -x build/vllm/bin/python || $(BIN)/python -m venv build/vllm
 	build/vllm/bin/python -m pip install --quiet torch==2.13.0

@@ -13,17 +13,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import RankError
 from tests.handover import _fns as fns
-from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiers import nightly
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("handover")
-    for kind in ("qwen3", "qwen3-moe", "qwen3-tied", "mixtral"):
-        models.write_hub_directory(kind, found / kind, torch.float32)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import PlanError, RankError, StateError
 from tests.handover import _fns as fns
-from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiers import nightly
 
@@ -90,14 +89,6 @@ class Engine:
                     weight.chunk(self.ranks)[self.rank].to(param.dtype)
                 )
         return set(self.params)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("loaders")
-    for kind in ("qwen3", "qwen3-moe", "qwen3-tied", "mixtral"):
-        models.write_hub_directory(kind, found / kind, torch.float32)
-    return found
 
 
 @pytest.mark.parametrize(

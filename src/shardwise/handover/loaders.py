@@ -28,8 +28,8 @@ from ..internals.torch import (
 from ..tensors.tiles import Tiles, Untraceable
 from ..tensors.trace import Traced, is_untraceable, stored_tensor
 
-#: Takes pairs of a hub name and a tensor. If it has a method ``loading_session``, each run is inside of ``loading_session(is_recording)``, a context manager.
-#: While parts are recorded, it is entered and left as ever: what it does to the engine isn't held back.
+#: Takes pairs of a hub name and a tensor. If it has a method ``loading_session``, each run is inside ``with loading_session(is_recording)``. What
+#: the session does to the engine when it starts and ends isn't held back, even while parts are recorded.
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 #: From a part of a tensor to its values; None while parts are recorded.
 PartOf = Callable[[Traced], torch.Tensor | None]
@@ -138,9 +138,8 @@ class _Copies(TorchFunctionMode):
         if func is torch.Tensor.__setitem__ and isinstance(args[2], Traced):
             target: torch.Tensor = args[0][args[1]]
             source: Any = args[2]
-            if storage_key(target) == storage_key(
-                args[0]
-            ):  # else the call below says that it can't be traced
+            # Otherwise the call below says that it can't be traced.
+            if storage_key(target) == storage_key(args[0]):
                 while source.dim() > target.dim() and source.shape[0] == 1:
                     source = source.squeeze(0)
                 return self._copy(target, source)
