@@ -148,6 +148,8 @@ def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
             write_pipeline(kind, Path(kind))
         ZOO["wan"].cls(**ZOO["wan"].config).save_config("Wan2.1-T2V-14B/transformer")
         save_file(original("wan"), "wan2.1_t2v_14B_bf16.safetensors")
+    if page.endswith("/does-it-fit.md"):
+        write_pipeline("flux", Path("flux"))
     if page.endswith("/other-models.md"):
         whole = policy(config)(8)
         whole.backbone.save_pretrained("path/to/backbone")

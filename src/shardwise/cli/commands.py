@@ -145,8 +145,8 @@ def plan(
     With any of the training options (--batch-size through --explain), you also see each phase of the run: load, steps, saves, resume,
     export. For these, a config.json without weights is enough. The exit code is 1 if the run doesn't fit into --fit or --host.
 
-    If PATH is a diffusers pipeline, you see each of its models, whole and sharded. With --fit, you also see which ones to shard. To plan a
-    training run, give one of the models: --subfolder transformer.
+    If PATH is a diffusers pipeline, you see each of its models, whole and sharded. With --fit, you also see which ones to shard. To
+    plan the load of one model, add --subfolder transformer. To plan its training, use sw.plan from Python.
     """
     from ..fit.plan import plan as plan_model
     from .render import nodes_like_this, show_plan, this_host

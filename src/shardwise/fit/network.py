@@ -77,10 +77,14 @@ def step_of(
     """
     groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
-    first = alike(groups)
-    tokens = f"{training.batch_size} x {training.sequence_length} tokens"
+    what = f"{training.batch_size} x {training.sequence_length} tokens"
+    if training.loss is not None:
+        what = f"TrainingSpec.loss with a batch of {training.batch_size}"
     # neither ranks nor optimizer: every rank computes the same
-    asked = (training.batch_size, training.sequence_length, training.checkpointing, training.device, compute)
+    asked = (
+        *(training.loss, training.batch_size, training.sequence_length, training.checkpointing),
+        *(training.device, compute),
+    )
     known = {} if known is None else known
     try:
         if asked not in known:
@@ -90,10 +94,16 @@ def step_of(
         raise
     except Exception as error:  # a model's own code, which looks at values, may raise anything
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
+        if training.loss is not None:
+            raise ShardError(
+                f"TrainingSpec.loss failed with tensors that have shapes but no data: {type(error).__name__}: {reason}; "
+                "it must not look at their values, as .item() does"
+            ) from error
         _log.info("the model can't run with fake tensors: %s: %s", type(error).__name__, reason)
         return _by_formula(model, groups, compute, training, f"{type(error).__name__}: {reason}")
     narrow = [] if measured.widened else [p for p in measured.products if p.itemsize == 2]
     wide = [p for p in measured.products if p.itemsize == 4 or measured.widened]
+    first = measured.first
     events = list(whole_step(measured.events, groups, first))
     called = frozenset(e.group for e in events if e.kind == "enter")
     products = products_of(model, groups, compute, training, len(narrow))
@@ -109,11 +119,14 @@ def step_of(
         is_wrapped=is_wrapped,
     )
     left = [g for g in groups if g.index not in called and g.kind == "block"]
-    assumptions = [
-        f"{tokens} per rank, one forward and backward pass per optimizer step",
-        "no padding and one sequence per sample (otherwise, attention also needs a mask and per-head copies of keys and values)",
-    ]
-    if left:
+    assumptions = [f"{what} per rank, one forward and backward pass per optimizer step"]
+    if training.loss is None:
+        assumptions.append(
+            "no padding and one sequence per sample (otherwise, attention also needs a mask and per-head copies of keys and values)"
+        )
+    if left and training.loss is not None:
+        assumptions.append(f"{len(left)} blocks don't run ({left[0].path}, …)")
+    elif left:
         assumptions.append(
             f"text only: {len(left)} blocks don't run ({left[0].path}, …), and images would need more memory"
         )
@@ -122,7 +135,7 @@ def step_of(
         peak=peak(),
         first_peak=peak(compiles=products if on_cpu else None),
         error=0.15,
-        formula=f"measured with fake tensors{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
+        formula=f"measured with fake tensors{how}, {what}, {len(set(first.values()))} of {len(first)} blocks run",
         products=products,
         workspace_bytes=workspaces_of(wide),
         called=called,
@@ -140,13 +153,16 @@ def _measured(
     whole_gradients: Mapping[str, int] | None,
 ) -> tuple[Measured, str]:
     """A run on tensors without memory, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
+    first = alike(groups)
+    run = partial(measure, model, groups, training, whole_gradients=whole_gradients)
     try:
-        return measure(model, groups, training, compute, whole_gradients=whole_gradients), ""
+        return run(compute, first), ""
     except RuntimeError:
+        if training.loss is not None:  # maybe blocks that can't stand for each other
+            return run(compute, {index: index for index in first}), ""
         if compute is not None or next(model.parameters()).dtype != torch.float32:
             raise
-    measured = measure(model, groups, training, torch.bfloat16, widen=True, whole_gradients=whole_gradients)
-    return measured, " in bfloat16, whose tensors count double"
+    return run(torch.bfloat16, first, widen=True), " in bfloat16, whose tensors count double"
 
 
 #: The error bar of activations that are counted by a formula.
@@ -165,7 +181,12 @@ def _by_formula(
 ) -> Step:
     """A step whose activations are counted by block, with a wide error bar."""
     settings = text_config(model)
-    hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 1024)
+    hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 0)
+    if not hidden:
+        raise ShardError(
+            f"plan doesn't know the inputs of {type(model).__name__} ({reason}). Pass its forward pass: "
+            "training=TrainingSpec(loss=lambda model, batch_size: …); or plan the load alone, without training"
+        )
     vocabulary = int(getattr(settings, "vocab_size", 0) or 0)
     blocks = sum(g.kind == "block" for g in groups)
     tokens = training.batch_size * training.sequence_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -120,7 +120,8 @@ class Setup:
     optimizer_states: tuple[str, ...]
     """Empty for an optimizer without states."""
     batch_size: int
-    sequence_length: int
+    sequence_length: int | None
+    """None with :attr:`TrainingSpec.loss`."""
     bytes_per_s: float
     """Bandwidth of the storage of models and checkpoints, for all ranks together. Network traffic is counted, not timed."""
 
@@ -403,7 +404,10 @@ class TrainingSpec:
     batch_size: int = 1
     """Samples per rank in one forward pass."""
     sequence_length: int = 2048
-    """Tokens per sample."""
+    """Tokens per sample. Ignored with ``loss``."""
+    loss: Callable[[Any, int], torch.Tensor] | None = None
+    """The forward pass of your loop, for models that don't read text: a function of the model and the batch size that makes its inputs and
+    returns the loss. It's called once, with tensors that have shapes but no data. None: tokens through the model's own loss."""
     optimizer: Optimizer = "adamw"
     """``adamw``: two moments in the parameter's dtype. ``adamw8bit``: torchao's, with one byte per element and a scale per block of 256.
     ``sgd``: no state. ``momentum``: SGD with one state."""

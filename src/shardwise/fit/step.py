@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..internals.diffusers import is_diffusers_model
 from ..internals.torch import (
     TorchDispatchMode,
     fake_device_or_view,
@@ -19,6 +20,8 @@ from ..internals.torch import (
     fused_attention,
     storage_key,
     tree_leaves,
+    tree_map,
+    tree_map_only,
 )
 from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
@@ -273,6 +276,8 @@ class Measured:
     """The different matrix products in the order in which they run first, those of experts apart."""
     widened: bool
     """Whether what ran in two bytes an element stands for fp32."""
+    first: Mapping[int, int]
+    """For each block, the one that ran for it."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -347,17 +352,17 @@ def measure(
     groups: Sequence[StepGroup],
     training: TrainingSpec,
     compute: torch.dtype | None,
+    first: Mapping[int, int],
     *,
     widen: bool = False,
     whole_gradients: Mapping[str, int] | None = None,
 ) -> Measured:
     """One forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
 
-    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. ``whole_gradients``: how many times as large the
+    ``groups``: those that FSDP2 would make. ``first``: for each block, the one that runs for it, as :func:`alike`. ``widen``: count what is in bfloat16 as float32. ``whole_gradients``: how many times as large the
     gradients of some parameters are as these, by name. Raises whatever the model's own code raises where it looks at values. Leaves
     the model as it was; takes the memory of its buffers.
     """
-    first = alike(groups)
     passed_over = {i: rep for i, rep in first.items() if i != rep}
     times = {id(model.get_parameter(name)): whole for name, whole in (whole_gradients or {}).items()}
     skipped = {id(m) for i in passed_over for m in groups[i].module.modules()}
@@ -373,17 +378,19 @@ def measure(
         for index, rep in passed_over.items():
             stack.enter_context(_passing_on(groups[index].module, rep, outputs))
         tracker = LiveBytes(iter(parameters.values()), widen=widen)
-        _hook(stack, groups, tracker, outputs, parameters, reached, times)
-        ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
+        if compute is not None:
+            stack.enter_context(_cast_inputs(groups, compute))
+        _hook(stack, groups, tracker, outputs, set(passed_over.values()), parameters, reached, times)
+        loss_of = training.loss or _loss_of_text(training.sequence_length, training.batch_size)
         with tracker:
-            loss = _loss(model, ids)
+            loss = loss_of(model, training.batch_size)
             tracker.note("loss", -1)
             tracker.is_backward = True
             loss.backward()
             del loss
             tracker.note("end", -1)
     reached_names = _named(model, reached, groups, passed_over)
-    return Measured(tuple(tracker.events), reached_names, tuple(tracker.products), widen)
+    return Measured(tuple(tracker.events), reached_names, tuple(tracker.products), widen, first)
 
 
 def _named(
@@ -402,7 +409,8 @@ def _named(
 def _as_training(model: Any, checkpointing: bool) -> Iterator[None]:
     """The model in training mode, with or without activation checkpointing, and as it was afterwards."""
     was_training = {m: m.training for m in model.modules()}
-    asked_inputs = checkpointing and not all(p.requires_grad for p in model.parameters())
+    is_frozen = not all(p.requires_grad for p in model.parameters())
+    asked_inputs = checkpointing and is_frozen and hasattr(model, "enable_input_require_grads")
     model.train()
     if checkpointing:
         if asked_inputs:
@@ -420,7 +428,10 @@ def _as_training(model: Any, checkpointing: bool) -> Iterator[None]:
 
 
 def _switch_checkpointing(model: Any, on: bool) -> None:
-    """By transformers' own methods, whose names changed in 5.23."""
+    """By the model's own methods: transformers', whose names changed in 5.23, or diffusers'."""
+    if is_diffusers_model(model):
+        (model.enable_gradient_checkpointing if on else model.disable_gradient_checkpointing)()
+        return
     named = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if on:
         options = {f"{named}_checkpointing_kwargs": {"use_reentrant": False}}
@@ -455,13 +466,75 @@ def _fake_parameters(
 
 
 @contextmanager
+def _cast_inputs(groups: Sequence[StepGroup], compute: torch.dtype) -> Iterator[None]:
+    """What goes into each group is cast, as FSDP2's mixed precision does."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda t: t.to(compute) if t.is_floating_point() else t, (args, kwargs)
+        )
+
+    handles = [g.module.register_forward_pre_hook(hook, with_kwargs=True) for g in groups]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+#: Shape and dtype of a tensor.
+_Form = tuple[torch.Size, torch.dtype]
+
+
+@frozen
+class _HandedOn:
+    """A tensor that a block returns in the form of one of its inputs."""
+
+    form: _Form
+
+
+def _by_form(values: Any) -> dict[_Form, list[torch.Tensor]]:
+    """The tensors in ``values`` by their form, in their order."""
+    found: dict[_Form, list[torch.Tensor]] = {}
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
+    return found
+
+
+def _form_of(output: Any, inputs: dict[_Form, list[torch.Tensor]]) -> Any:
+    """What a block returned, without the tensors that have the form of an input. Raises :class:`RuntimeError` if there are none."""
+    is_handed_on = False
+
+    def of(leaf: Any) -> Any:
+        nonlocal is_handed_on
+        form = (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+        if form is None or not inputs.get(form):
+            return leaf
+        inputs[form].pop(0)
+        is_handed_on = True
+        return _HandedOn(form)
+
+    found = tree_map(of, output)
+    if not is_handed_on:
+        raise RuntimeError("a block returns no tensor with the shape and dtype of one of its inputs")
+    return found
+
+
+@contextmanager
 def _passing_on(module: nn.Module, rep: int, outputs: dict[int, Any]) -> Iterator[None]:
-    """A block that hands its input on, in the form in which the block alike returns its output."""
+    """A block that hands its inputs on, in the form in which the block alike returns its outputs."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        hidden, like = hidden.view_as(hidden), outputs[rep]
-        return hidden if like is None else (hidden, *like)
+        inputs = _by_form((args, kwargs))
+
+        def output(like: Any) -> Any:
+            if not isinstance(like, _HandedOn):
+                return like
+            tensor = inputs[like.form].pop(0)
+            return tensor.view_as(tensor)
+
+        return tree_map(output, outputs[rep])
 
     module.forward = forward  # on the object, for this run
     try:
@@ -475,6 +548,7 @@ def _hook(
     groups: Sequence[StepGroup],
     tracker: LiveBytes,
     outputs: dict[int, Any],
+    copied: set[int],
     parameters: dict[int, nn.Parameter],
     reached: set[int],
     times: Mapping[int, int],
@@ -493,9 +567,10 @@ def _hook(
         return hook
 
     def leave(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tracker.note("exit", index)
-            outputs[index] = output[1:] if isinstance(output, tuple) else None
+            if index in copied and index not in outputs:  # the first time; checkpointing runs it again
+                outputs[index] = _form_of(output, _by_form((args, kwargs)))
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(lambda _: tracker.note("back", index))
@@ -517,7 +592,7 @@ def _hook(
     for group in groups:
         for handle in (
             group.module.register_forward_pre_hook(enter(group.index), with_kwargs=True),
-            group.module.register_forward_hook(leave(group.index)),
+            group.module.register_forward_hook(leave(group.index), with_kwargs=True),
         ):
             stack.callback(handle.remove)
         for original in group.parameters:
@@ -526,15 +601,20 @@ def _hook(
                 fake.register_post_accumulate_grad_hook(gradient(group.index, id(original)))
 
 
-def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def _loss_of_text(tokens: int, batch_size: int) -> Callable[[Any, int], torch.Tensor]:
     """A loss as trainers compute it: the model's own where it takes labels of the input's shape, else a mean."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    accepts = inspect.signature(base.forward).parameters
-    given: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in accepts:
-        given["use_cache"] = False
-    if "labels" in accepts and base.get_output_embeddings() is not None:
-        loss: torch.Tensor = model(**given, labels=ids).loss
-        return loss
-    found = [t for t in tree_leaves(model(**given)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return found[0].float().mean()
+    ids = torch.zeros(batch_size, tokens, dtype=torch.int64)
+
+    def loss_of(model: Any, _: int) -> torch.Tensor:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        accepts = inspect.signature(base.forward).parameters
+        given: dict[str, Any] = {"input_ids": ids}
+        if "use_cache" in accepts:
+            given["use_cache"] = False
+        if "labels" in accepts and base.get_output_embeddings() is not None:
+            loss: torch.Tensor = model(**given, labels=ids).loss
+            return loss
+        found = [t for t in tree_leaves(model(**given)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        return found[0].float().mean()
+
+    return loss_of

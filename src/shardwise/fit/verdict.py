@@ -337,7 +337,7 @@ def _setup(held: Held, variant: Variant, compute: str) -> Setup:
         reductions=compute if reduced is None else str(reduced).removeprefix("torch."),
         optimizer_states=() if not states else held.trained_dtypes if bytes_each is None else ("8 bits",),
         batch_size=training.batch_size,
-        sequence_length=training.sequence_length,
+        sequence_length=training.sequence_length if training.loss is None else None,
         bytes_per_s=training.bytes_per_s,
     )
 

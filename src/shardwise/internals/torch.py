@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "NO_TORCH_FUNCTION",
@@ -58,6 +58,7 @@ __all__ = [
     "storage_key",
     "swappable_weights",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
     "version_of",
     "with_original_classes",
