@@ -82,6 +82,19 @@ class Reshuffled(BatchSampler):
         return iter(self.batches)
 
 
+class SelfSeeded(BatchSampler):
+    """Shuffles batches with a generator of its own, as in diffusers' scripts for Flux 2."""
+
+    def __init__(self) -> None:
+        super().__init__(range(SAMPLES), 2, False)  # type: ignore[arg-type]
+        self.generator = random.Random(7)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [*super().__iter__()]
+        self.generator.shuffle(batches)
+        return iter(batches)
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(torch.initial_seed() + 1)
 
@@ -146,6 +159,7 @@ def kinds() -> dict[str, Kind]:
         "own batches": Kind(own_batches, STATEFUL),
         "reshuffled": Kind(lambda: DataLoader(Rows(), batch_sampler=Reshuffled()), STATEFUL),
         "plain reshuffled": Kind(lambda: DataLoader(Rows(), batch_sampler=Reshuffled())),
+        "plain self-seeded": Kind(lambda: DataLoader(Rows(), batch_sampler=SelfSeeded())),
         "noisy": Kind(sampled(weighted, Noisy()), STATEFUL),
         "workers": Kind(shuffled(num_workers=1), STATEFUL),
         "workers, own generator": Kind(

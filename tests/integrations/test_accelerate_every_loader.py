@@ -32,6 +32,7 @@ SAYS_WHY = {
     "own batches": "may be in a different order",
     "reshuffled": "may be in a different order",
     "plain reshuffled": "only exact if the loop skips",
+    "plain self-seeded": "only exact if the loop skips",
     "noisy": "the dataset draws from the training process's global generators",
     "workers": "may differ",
     "workers, own generator": "may differ",

@@ -128,19 +128,19 @@ def test_a_tensor_in_a_samplers_position(where: str, wrong: Any) -> None:
 class Reshuffled:
     """Batches of a list that each epoch shuffles once more, by a generator of its own or by Python's."""
 
-    def __init__(self, *, own: bool) -> None:
+    def __init__(self, own: torch.Generator | random.Random | None) -> None:
         self.batches = [[2 * i, 2 * i + 1] for i in range(4)]
         self.weights = torch.ones(4)
         self.last: list[int] | None = None
-        self.generator = torch.Generator().manual_seed(3) if own else None
+        self.generator = own
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Any:
         self.weights += 1 if self.last is None else self.last[0]
-        if self.generator is None:
-            random.shuffle(self.batches)
+        if not isinstance(self.generator, torch.Generator):
+            (self.generator or random).shuffle(self.batches)
         else:
             order = torch.randperm(4, generator=self.generator).tolist()
             self.batches[:] = [self.batches[k] for k in order]
@@ -184,7 +184,8 @@ def loader_of(kind: str) -> DataLoader[int]:
         return DataLoader(Rows(), batch_size=2, collate_fn=Packs())  # type: ignore[arg-type]
     if kind == "dataset":
         return DataLoader(Counting(), batch_size=2)  # type: ignore[arg-type]
-    return DataLoader(Rows(), batch_sampler=Reshuffled(own=kind == "own generator"))  # type: ignore[arg-type]
+    own = {"own generator": torch.Generator().manual_seed(3), "own generator of Python's": random.Random(3)}
+    return DataLoader(Rows(), batch_sampler=Reshuffled(own.get(kind)))  # type: ignore[arg-type]
 
 
 OWN_STATES = ("own generator", "Python's generator", "collator", "dataset")
@@ -219,12 +220,11 @@ def test_what_parts_change_of_themselves(kind: str, done: int) -> None:
     random.setstate(saved[1])
     rest = [batch.tolist() for _ in range(again.epoch, 3) for batch in again]
     assert rest == trace[done:]
-    assert (again.caveats == ()) == (
-        kind != OWN_STATES[1]
-    )  # Python's generator might be used between batches
+    # Python's generator might be used between batches
+    assert (again.caveats == ()) == (kind != OWN_STATES[1])
 
 
-@pytest.mark.parametrize("kind", OWN_STATES[:2])
+@pytest.mark.parametrize("kind", [*OWN_STATES[:2], "own generator of Python's"])
 def test_what_parts_change_of_themselves_with_accelerate(kind: str) -> None:
     """Between epochs, where such a loader is exact."""
     from accelerate.data_loader import prepare_data_loader
@@ -251,7 +251,7 @@ def test_what_parts_change_of_themselves_with_accelerate(kind: str) -> None:
     "wrong", [{"absent.batches": 1}, {"batch_sampler.generator": 3}, {"batch_sampler.__class__": 3}]
 )
 def test_an_order_of_another_sampler(wrong: Any) -> None:
-    loader = sw.ResumableLoader(DataLoader(Rows(), batch_sampler=Reshuffled(own=True)))  # type: ignore[arg-type]
+    loader = sw.ResumableLoader(DataLoader(Rows(), batch_sampler=Reshuffled(torch.Generator())))  # type: ignore[arg-type]
     state = loader.state_dict()
     state["now"]["orders"] = wrong
     with pytest.raises(StateError, match="belongs to another loader: it has"):

@@ -24,7 +24,15 @@ from ..objects import frozen
 from ..rng import capture_host_rng, preserve_rng, restore_rng
 from ..state.beyond import same
 from ..state.data import make_iterator
-from ..state.parts import equal, own_orders, put_own_orders, unknown_orders, watch_orders
+from ..state.parts import (
+    equal,
+    generator_states,
+    own_orders,
+    put_generator_states,
+    put_own_orders,
+    unknown_orders,
+    watch_orders,
+)
 
 # ----------------------------------------------------------------------------------------------------
 # Samplers that can draw the order of an epoch again, which a position inside an epoch needs.
@@ -279,6 +287,8 @@ def _position(loader: Any) -> dict[str, Any]:
     record(loader)
     if orders := own_orders(_parts(loader)):
         position["orders"] = orders
+    if states := generator_states(_parts(loader)):
+        position["own_generators"] = states
     if unknown := unknown_orders(_parts(loader)):
         position["unknown_orders"] = unknown
     if (sampler := _seedable(loader)) is not None:
@@ -325,6 +335,7 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
     record(loader)
     if not position["inside"]:
         put_own_orders(_parts(loader), position.get("orders", {}))
+        put_generator_states(_parts(loader), position.get("own_generators", {}))
     repeats = not position["inside"] or _draw_again(loader, position)
     if "state" in position:
         loader.load_state_dict(position["state"])

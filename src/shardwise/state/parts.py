@@ -73,7 +73,7 @@ def own_states(loader: Any) -> dict[str, Any]:
     """
     parts = all_parts(loader)
     return {
-        "generators": {path: _kinds()[type(g)][0](g) for path, g in _generators(parts)},
+        "generators": generator_states(parts),
         "epochs": {path: epoch for path, part in parts.items() if (epoch := epoch_of(part)) is not None},
         "seeds": {path: part.initial_seed for path, part in parts.items() if hasattr(part, "initial_seed")},
         **({"orders": changed} if (changed := own_orders(parts)) else {}),
@@ -88,13 +88,23 @@ def put_own_states(loader: Any, states: Mapping[str, Any], later: Mapping[str, A
     parts = all_parts(loader)
     put_seeds(loader, states["seeds"])
     put_own_orders(parts, states.get("orders", {}), (later or {}).get("orders", ()))
-    live = dict(_generators(parts))
-    for path, state in states["generators"].items():
-        if path in live and takes(live[path], state):
-            _kinds()[type(live[path])][1](live[path], state)
+    put_generator_states(parts, states["generators"])
     for path, epoch in states["epochs"].items():
         if path in parts and epoch_of(parts[path]) not in (None, epoch):
             parts[path].set_epoch(epoch)
+
+
+def generator_states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """States of the generators that parts hold, by path; for typed JSON."""
+    return {path: _kinds()[type(g)][0](g) for path, g in _generators(parts)}
+
+
+def put_generator_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Give parts the result of :func:`generator_states`. Skips states that no part takes."""
+    live = dict(_generators(parts))
+    for path, state in states.items():
+        if path in live and takes(live[path], state):
+            _kinds()[type(live[path])][1](live[path], state)
 
 
 def put_seeds(loader: Any, seeds: Mapping[str, Any]) -> None:
