@@ -11,28 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.errors import SourceError
 from tests.harness.on_ranks import on_ranks
-from tests.loading._load_fns import assert_same_whole
+from tests.others.compare import check
 
 pytestmark = pytest.mark.skipif(
     not all(find_spec(name) for name in ("timm", "torchvision", "open_clip", "litgpt")),
     reason="needs the packages of the matrix's environment 'others'",
 )
-
-
-def check(model: nn.Module, theirs: nn.Module, *inputs: torch.Tensor) -> None:
-    """The same tensors, and the same outputs, bit for bit."""
-    assert_same_whole(model, theirs)
-    with torch.no_grad():
-        ours, expected = model.eval()(*inputs), theirs.eval()(*inputs)
-    for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (ours, expected)), strict=True):
-        assert one is other is None or torch.equal(one, other)
 
 
 def images(size: int) -> torch.Tensor:
