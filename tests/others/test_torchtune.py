@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shardwise as sw
 from tests.harness.on_ranks import on_ranks
@@ -78,3 +80,24 @@ def test_a_folder_of_its_distributed_checkpointer(checkpointers: None, tmp_path:
     sw.shard(model, mesh)
     sw.load(model, tmp_path / "dist_epoch_0")
     check(model, whole, TOKENS)
+
+
+@on_ranks(2)
+def test_a_model_of_the_hub(tmp_path: Path) -> None:
+    """Qwen2, whose conversion to torchtune's model only renames: by torchtune's own names."""
+    from torchtune.models.convert_weights import get_mapped_key
+    from torchtune.models.qwen2._convert_weights import _FROM_HF, qwen2_hf_to_tune
+
+    mesh = init_device_mesh("cpu", (2,))
+    if dist.get_rank() == 0:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+        Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    dist.barrier()
+    theirs = made("qwen2")
+    theirs.load_state_dict(qwen2_hf_to_tune(load_file(tmp_path / "model.safetensors"), 4, 2, 32))
+    with sw.meta_init():
+        model = made("qwen2")
+    sw.shard(model, mesh)
+    sw.load(model, tmp_path, names=lambda name: get_mapped_key(name, _FROM_HF))
+    check(model, theirs, TOKENS)
