@@ -152,10 +152,9 @@ PAIRS = (
             "threadpoolctl": "3.8.0",
             "torchtune": "0.6.1",
             "torchao": "0.17.0",
-            "sentencepiece": "0.2.1",
-            "tiktoken": "0.12.0",
-            "omegaconf": "2.3.0",
-            "antlr4-python3-runtime": "4.9.3",
+            "sentencepiece": "0.2.3",
+            "tiktoken": "0.14.0",
+            "omegaconf": "2.4.0",
         },
     ),
     Pair(

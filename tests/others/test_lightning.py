@@ -90,8 +90,7 @@ def ckpt(base: Path) -> Path:
 def test_a_ckpt_file_into_a_sharded_module(base: Path, ckpt: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     theirs = Finetune.load_from_checkpoint(ckpt, map_location="cpu", weights_only=False)
-    with sw.meta_init():
-        module = Finetune(str(base))
+    module = Finetune(str(base))
     sw.shard(module.model, mesh)
     sw.load(module, ckpt)
     assert_same_whole(module, theirs)
@@ -119,6 +118,7 @@ def train(base: Path, folder: Path, steps: int) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_page_with_two_ranks(base: Path, tmp_path: Path) -> None:
     """Its result is Lightning's own, bit for bit: also after a stop, and from the folder that Lightning saved."""
