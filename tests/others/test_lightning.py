@@ -118,7 +118,6 @@ def train(base: Path, folder: Path, steps: int) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_the_page_with_two_ranks(base: Path, tmp_path: Path) -> None:
     """Its result is Lightning's own, bit for bit: also after a stop, and from the folder that Lightning saved."""

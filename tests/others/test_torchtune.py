@@ -1,4 +1,4 @@
-"""torchtune: its models, from the files that its checkpointers write."""
+"""torchtune: its models, from the hub and from files of its checkpointers. These need torchao 0.15; the matrix has 0.17."""
 
 from __future__ import annotations
 
