@@ -1,8 +1,8 @@
 """LeRobot's policies, from the folders that they save. LeRobot 0.6 needs Python 3.12 and transformers older than 5.6:
 
 python3.12 -m venv build/lerobot
-    build/lerobot/bin/pip install --editable . 'lerobot[smolvla,diffusion]==0.6.1' accelerate peft obstore
-    build/lerobot/bin/pip install pytest pytest-timeout pytest-xdist hypothesis psutil
+build/lerobot/bin/pip install --editable . 'lerobot[smolvla,diffusion]==0.6.1' accelerate peft obstore
+build/lerobot/bin/pip install pytest pytest-timeout pytest-xdist hypothesis psutil
 build/lerobot/bin/python -m pytest tests/others/test_lerobot.py
 """
 
