@@ -172,6 +172,14 @@ NOT_RUN = {
         "docs/howto/other-models.md",
         "SentenceTransformer",
     ): "needs sentence-transformers; tests/others/test_sentences.py runs these calls with it",
+    (
+        "docs/howto/other-models.md",
+        "torchtune",
+    ): "needs torchtune; tests/others/test_torchtune.py runs these calls with it",
+    (
+        "docs/howto/other-models.md",
+        "get_policy_class",
+    ): "needs LeRobot; tests/others/test_lerobot.py runs these calls with it",
     ("docs/howto/doctor.md", "torchrun --nnodes 4"): "needs four hosts; tests/doctor runs it on ranks of one",
     (
         "docs/figures.md",

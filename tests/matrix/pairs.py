@@ -150,6 +150,11 @@ PAIRS = (
             "joblib": "1.6.0",
             "narwhals": None,
             "threadpoolctl": "3.8.0",
+            "torchtune": "0.6.1",
+            "torchao": "0.17.0",
+            "sentencepiece": "0.2.3",
+            "tiktoken": "0.14.0",
+            "omegaconf": "2.4.0",
         },
     ),
     Pair(

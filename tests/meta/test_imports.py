@@ -343,8 +343,8 @@ NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
 #: Other loaders, which benchmarks/store.py measures where a developer has installed them.
 PEERS_IF_INSTALLED = {"s3torchconnector", "runai_model_streamer"}
-#: Packages with environments of their own, as tests/launchers/install_ray.sh and `make engines` make them.
-ELSEWHERE = {"ray", "vllm"}
+#: Packages with environments of their own, as tests/launchers/install_ray.sh, `make engines` and the matrix make them.
+ELSEWHERE = {"lerobot", "ray", "torchtune", "vllm"}
 
 
 def test_everything_that_is_imported_is_declared_and_pinned() -> None:

@@ -11,28 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.errors import SourceError
 from tests.harness.on_ranks import on_ranks
-from tests.loading._load_fns import assert_same_whole
+from tests.others.compare import check
 
 pytestmark = pytest.mark.skipif(
     not all(find_spec(name) for name in ("timm", "torchvision", "open_clip", "litgpt")),
     reason="needs the packages of the matrix's environment 'others'",
 )
-
-
-def check(model: nn.Module, theirs: nn.Module, *inputs: torch.Tensor) -> None:
-    """The same tensors, and the same outputs, bit for bit."""
-    assert_same_whole(model, theirs)
-    with torch.no_grad():
-        ours, expected = model.eval()(*inputs), theirs.eval()(*inputs)
-    for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (ours, expected)), strict=True):
-        assert one is other is None or torch.equal(one, other)
 
 
 def images(size: int) -> torch.Tensor:
@@ -50,9 +40,11 @@ def test_timm(tmp_path: Path, name: str) -> None:
         made.train()(images(32))  # batch norms have seen something
         timm.models.save_for_hf(made, str(tmp_path / "folder"), safe_serialization=True)
         torch.save(made.state_dict(), tmp_path / "model.pth")
+        ema = {name: torch.zeros_like(t) for name, t in made.state_dict().items()}
+        torch.save({"state_dict": made.state_dict(), "state_dict_ema": ema}, tmp_path / "last.pth.tar")
     dist.barrier()
     theirs = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True, **options)
-    for source in ("folder", "model.pth"):
+    for source in ("folder", "model.pth", "last.pth.tar"):
         with sw.meta_init():
             model = timm.create_model(name, **options)
         for block in getattr(model, "blocks", ()):
@@ -82,7 +74,7 @@ def test_torchvision(tmp_path: Path, name: str) -> None:
     check(model, theirs, images(224)[:1])
 
 
-@pytest.mark.parametrize("name", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin", "epoch_1.pt"])
 @on_ranks(2)
 def test_open_clip(tmp_path: Path, name: str) -> None:
     open_clip = import_module("open_clip")
@@ -97,9 +89,13 @@ def test_open_clip(tmp_path: Path, name: str) -> None:
         config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
         (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
         made = open_clip.create_model(f"local-dir:{folder}", load_weights=False)
-        (save_file if name.endswith("s") else torch.save)(made.state_dict(), folder / name)
+        weights = made.state_dict()
+        if name == "epoch_1.pt":  # as its training writes it, under DDP
+            weights = {"epoch": 1, "state_dict": {f"module.{n}": t for n, t in weights.items()}}
+        (save_file if name.endswith("s") else torch.save)(weights, folder / name)
     dist.barrier()
-    theirs = open_clip.create_model(f"local-dir:{folder}")
+    theirs = open_clip.create_model(f"local-dir:{folder}", load_weights=False)
+    open_clip.load_checkpoint(theirs, str(folder / name))
     with sw.meta_init():
         model = open_clip.create_model(f"local-dir:{folder}", load_weights=False)
     sw.shard(model, mesh)
