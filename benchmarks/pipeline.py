@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --short
 
 A Flux pipeline without text encoders, with a transformer of 1.3 GiB in bf16. Each way runs on fresh CPU ranks: diffusers without the transformer;
-``load_pipeline`` with the transformer sharded; ``from_pretrained`` on every rank and ``fully_shard`` over it. The peak is anonymous memory and
+``load_pipeline`` with the transformer sharded; ``from_pretrained`` on every rank and ``fully_shard`` over it; NeMo Automodel's loader for
+fine-tuning, where it's installed (0.7.0: ``pip install --no-deps nemo-automodel``). The peak is anonymous memory and
 this process's part of shared memory, above that of the process before the load, on the rank that takes most. Then all ranks export the
 transformer, in turns with a plain write and fsync of as many bytes by as many processes, buffered and with O_DIRECT; the fastest of the rounds
 counts, and the faster of the two writes is the floor. A minute, and 8 GiB of memory and disk. Prints JSON; the exit status is 1 if a contract is broken.
@@ -13,6 +14,8 @@ counts, and the faster of the two writes is the floor. A minute, and 8 GiB of me
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import mmap
 import os
@@ -30,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from benchmarks.fresh import in_fresh_process, on_fresh_ranks
@@ -37,7 +41,8 @@ from benchmarks.loading.counters import charged_bytes, marked
 
 MIB = 2**20
 NONE = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-WAYS = ("without the transformer", "shardwise", "from_pretrained and fully_shard")
+NEMO = "NeMo Automodel"
+WAYS = ("without the transformer", "shardwise", "from_pretrained and fully_shard", NEMO)
 
 
 def main() -> None:
@@ -52,11 +57,14 @@ def main() -> None:
     args = parser.parse_args()
     heads, blocks = (2, 2) if args.short else (16, 10)
     _ = diffusers.FluxPipeline, diffusers.FluxTransformer2DModel  # imported before ranks fork
+    ways = WAYS if importlib.util.find_spec("nemo_automodel") and args.ranks > 1 else WAYS[:-1]
+    if NEMO in ways:
+        importlib.import_module("nemo_automodel._diffusers.auto_diffusion_pipeline")
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=args.folder) as directory:
         in_fresh_process(_write, f"{directory}/source", heads, blocks)
         transformer = f"{directory}/source/transformer"
         stored = sum(e.stat().st_size for e in os.scandir(transformer) if e.name.endswith(".safetensors"))
-        peaks = {way: max(on_fresh_ranks(args.ranks, _peak, way, f"{directory}/source")) for way in WAYS}
+        peaks = {way: max(on_fresh_ranks(args.ranks, _peak, way, f"{directory}/source")) for way in ways}
         times = on_fresh_ranks(args.ranks, _exports, directory, stored, args.rounds)
     export, *writes = (min(max(r[kind][k] for r in times) for k in range(args.rounds)) for kind in range(3))
     floor = min(writes)
@@ -113,6 +121,8 @@ def _loaded(way: str, directory: str, mesh: Any) -> Any:
     if way == "shardwise":
         shard = ("transformer",)
         return sw.load_pipeline(directory, mesh, shard=shard, components=NONE, dtype=torch.bfloat16)
+    if way == NEMO:
+        return _loaded_by_nemo(directory, mesh.size())
     without = {"transformer": None} if way == "without the transformer" else {}
     pipeline: Any = diffusers.FluxPipeline.from_pretrained(directory, dtype=torch.bfloat16, **NONE, **without)
     if not without:
@@ -122,6 +132,20 @@ def _loaded(way: str, directory: str, mesh: Any) -> Any:
         ):
             fully_shard(block, mesh=mesh)
         fully_shard(pipeline.transformer, mesh=mesh)
+    return pipeline
+
+
+def _loaded_by_nemo(directory: str, ranks: int) -> Any:
+    """As NeMo Automodel's recipe for diffusion models loads before it trains."""
+    from nemo_automodel._diffusers.auto_diffusion_pipeline import NeMoAutoDiffusionPipeline
+    from nemo_automodel.components.distributed import MeshContext, ParallelismSizes
+    from nemo_automodel.components.distributed.config import FSDP2Config
+
+    context = MeshContext.build(FSDP2Config(), ParallelismSizes(dp_size=ranks), world_size=ranks)
+    pipeline = NeMoAutoDiffusionPipeline.from_pretrained(
+        directory, mesh_context=context, components_to_load=["transformer"], load_for_training=True, **NONE
+    )
+    assert all(isinstance(p, DTensor) for p in pipeline.transformer.parameters())
     return pipeline
 
 

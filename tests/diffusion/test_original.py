@@ -125,14 +125,17 @@ def swapped(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["wan", "ltx", "sd3"])
 def test_as_from_single_file(kind: str, tmp_path: Path) -> None:
     cls: Any = ZOO[kind].cls
-    file, config = tmp_path / "original.safetensors", tmp_path / "config"
-    stored = sd3() if kind == "sd3" else original(kind)
     if dist.get_rank() == 0:
-        cls(**ZOO[kind].config).save_config(config)
-        save_file(stored, file)
+        cls(**ZOO[kind].config).save_config(tmp_path / "config")
+        save_file(sd3() if kind == "sd3" else original(kind), tmp_path / "original.safetensors")
+    loads_alike(cls, tmp_path, torch.float32)
+
+
+def loads_alike(cls: Any, folder: Path, dtype: torch.dtype) -> None:
+    file, config = folder / "original.safetensors", folder / "config"
     dist.barrier()
-    theirs = cls.from_single_file(str(file), config=str(config))
-    ours = sw.load_pretrained(file, init_device_mesh("cpu", (2,)), config=config)
+    theirs = cls.from_single_file(str(file), config=str(config), torch_dtype=dtype)
+    ours = sw.load_pretrained(file, init_device_mesh("cpu", (2,)), config=config, dtype=dtype)
     for (name, found), (other, expected) in zip(
         ours.named_parameters(), theirs.named_parameters(), strict=True
     ):
@@ -170,12 +173,37 @@ def flux(width: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
+FLUX = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}
+
+
+@on_ranks(2)
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*torch_dtype:FutureWarning")
+def test_flux_in_its_full_width_as_from_single_file(tmp_path: Path) -> None:
+    """diffusers converts Flux only in its full width: 1 GiB. ComfyUI's files have a prefix."""
+    cls = ZOO["flux"].cls
+    if dist.get_rank() == 0:
+        with sw.meta_init():
+            cls(**FLUX).save_config(tmp_path / "config")
+        drawn = torch.Generator().manual_seed(7)
+        tensors = {
+            f"model.diffusion_model.{name}": torch.empty(shape, dtype=torch.bfloat16).uniform_(
+                -1, 1, generator=drawn
+            )
+            for name, shape in flux(3072).items()
+        }
+        save_file(tensors, tmp_path / "original.safetensors")
+        del tensors
+    loads_alike(cls, tmp_path, torch.bfloat16)
+
+
 def test_every_tensor_of_flux_is_made_from_stored_ones() -> None:
     """diffusers converts Flux only in its full width, so no weights are read here."""
     shapes = flux(3072)
     stored = {n: StoredTensor(n, "BF16", s, (Chunk(whole(s), "file", 0),)) for n, s in shapes.items()}
     with sw.meta_init():
-        model = ZOO["flux"].cls(num_layers=1, num_single_layers=1, guidance_embeds=True)
+        model = ZOO["flux"].cls(**FLUX)
     made = {one.target: one for one in hub_rules(model).resolve(stored)}
     assert {n: tuple(t.shape) for n, t in model.state_dict().items()} == {n: m.shape for n, m in made.items()}
     assert {source for one in made.values() for source in one.sources} == shapes.keys()
