@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shardwise as sw
 from tests.harness.on_ranks import on_ranks
@@ -82,22 +83,42 @@ def test_a_folder_of_its_distributed_checkpointer(checkpointers: None, tmp_path:
     check(model, whole, TOKENS)
 
 
-@on_ranks(2)
-def test_a_model_of_the_hub(tmp_path: Path) -> None:
-    """Qwen2, whose conversion to torchtune's model only renames: by torchtune's own names."""
-    from torchtune.models.convert_weights import get_mapped_key
-    from torchtune.models.qwen2._convert_weights import _FROM_HF, qwen2_hf_to_tune
+#: Of torchtune's model: the config of transformers' model, and the function from its tensors.
+OF_HUB = {
+    "llama3_2": ("Llama", "torchtune.models.convert_weights:hf_to_tune"),
+    "qwen2": ("Qwen2", "torchtune.models.qwen2._convert_weights:qwen2_hf_to_tune"),
+    "gemma2": ("Gemma2", "torchtune.models.gemma2._convert_weights:gemma2_hf_to_tune"),
+}
 
+
+@pytest.mark.parametrize("name", OF_HUB)
+@on_ranks(2)
+def test_a_model_of_the_hub(tmp_path: Path, name: str) -> None:
+    """Renamed, and queries and keys in another order, by torchtune's own function."""
+    family, function = OF_HUB[name]
+    module, _, attribute = function.partition(":")
+    converter = partial(
+        getattr(import_module(module), attribute), num_heads=4, num_kv_heads=2, dim=32, head_dim=8
+    )
     mesh = init_device_mesh("cpu", (2,))
     if dist.get_rank() == 0:
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-        Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+        sizes = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+        }
+        config = getattr(transformers, f"{family}Config")(
+            **sizes, num_attention_heads=4, num_key_value_heads=2
+        )
+        config.tie_word_embeddings = name != "qwen2"
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
     dist.barrier()
-    theirs = made("qwen2")
-    theirs.load_state_dict(qwen2_hf_to_tune(load_file(tmp_path / "model.safetensors"), 4, 2, 32))
+    theirs = made(name)
+    theirs.load_state_dict(converter(load_file(tmp_path / "model.safetensors")))
     with sw.meta_init():
-        model = made("qwen2")
+        model = made(name)
     sw.shard(model, mesh)
-    sw.load(model, tmp_path, names=lambda name: get_mapped_key(name, _FROM_HF))
+    sw.load(model, tmp_path, converter=converter)
     check(model, theirs, TOKENS)

@@ -43,7 +43,15 @@ from ..objects import frozen, gc_paused
 from ..operations.host_budget import HostBudget, host_budget, refuse_too_large
 from ..operations.operation import Operation, announced, phase, this_operation
 from ..operations.printed import Printed
-from ..planning.hub_rules import HubRules, automatic_rules, embedding_names, note_conversions, wrapped
+from ..planning.hub_rules import (
+    Converter,
+    HubRules,
+    automatic_rules,
+    by_converter,
+    embedding_names,
+    note_conversions,
+    wrapped,
+)
 from ..planning.match import (
     Converted,
     Declaration,
@@ -412,6 +420,7 @@ def load(
     source: str | os.PathLike[str],
     *,
     names: Names | None = None,
+    converter: Converter | None = None,
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
@@ -433,8 +442,10 @@ def load(
         model: any module; tensors on meta are allocated on ``device`` first.
         source: a safetensors file or directory, or a shardwise checkpoint; a local path, or a URL in an object store.
         names: stored name → module name, as a mapping (names that aren't in it stay unchanged) or a function. Default: the transformers
-            renames of the model's class (for a model wrapped by PEFT, those of the base), or none for other modules. Can't be combined with
-            ``key_mapping``.
+            renames of the model's class (for a model wrapped by PEFT, those of the base), or none for other modules.
+        converter: a function that makes the module's state dict from the stored one, as other libraries have them for models from the Hub. It's
+            called once, with tensors that have shapes but no data, so that each rank still reads only its own bytes: it may rename, split, join,
+            reorder, and drop tensors. Only one of ``names``, ``converter``, and ``key_mapping`` can be given.
         key_mapping: regex → replacement, applied before the renames of the model's class, as in ``from_pretrained``. No effect on a
             checkpoint, which stores the module's names.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
@@ -482,17 +493,28 @@ def load(
         missing = patterns_of("allow_missing", allow_missing)
         plain = patterns_of("allow_plain", allow_plain)
         rule_of = growth(grow or {})
-        if names is not None and key_mapping is not None:
-            raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
+        given = {"names": names, "converter": converter, "key_mapping": key_mapping}
+        if len(several := [f"{name}=" for name, value in given.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(several)} all rename stored tensors: give one of them")
         live = describe(model).without(base)
         catalog = dequantized(opened, lambda: live.tensors)
         if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
             forget_quantization(live.base.config)  # of a model that was built from the config of the source
-        if names is None and not catalog.has_module_names:  # a checkpoint's are the module's
+        if (
+            names is None and converter is None and not catalog.has_module_names
+        ):  # a checkpoint's are the module's
             hub = automatic_rules(live, key_mapping)
         rules = Rules(
-            resolve_names(live, catalog, names, key_mapping, hub),
-            allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
+            by_converter(converter)
+            if converter is not None
+            else resolve_names(live, catalog, names, key_mapping, hub),
+            allow_unused=lambda stored, name: (
+                "caller"
+                if matches_any(stored, unused)
+                else None
+                if name or converter is None
+                else "converter"
+            ),
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             grow=rule_of,
             caller_declares=True,

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,10 +69,12 @@ from ..tensors.trace import Traced, is_untraceable, stored_tensor
 from .match import HostConversion, Made, Resolve, Rules, as_stored, renaming
 
 __all__ = [
+    "Converter",
     "HubRules",
     "WrappedNames",
     "adapter_tensors",
     "automatic_rules",
+    "by_converter",
     "embedding_names",
     "host_conversion",
     "hub_rules",
@@ -186,18 +189,48 @@ def _rules_of_diffusers(model: Any, key_mapping: Mapping[str, str] | None) -> Hu
 
 
 def _from_original_names(model: Any, stored: Mapping[str, StoredTensor]) -> list[Made]:
-    """What diffusers makes of a file with the names of the model's authors; nothing if it makes nothing of it. Runs its conversion once,
-    on symbols."""
-    symbols = {name: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for name, t in stored.items()}
+    """What diffusers makes of a file with the names of the model's authors; nothing if it makes nothing of it."""
     try:
-        found = converted_from_original(model, symbols)
+        return _made_by(partial(converted_from_original, model), stored)[0]
     except Exception:  # not the tensors that it expects
         return []
-    return [
+
+
+#: Makes one state dict of another.
+Converter = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+def _made_by(converter: Converter, stored: Mapping[str, StoredTensor]) -> tuple[list[Made], list[str]]:
+    """What a converter makes of stored tensors, and the names of what it makes of nothing that is stored. Runs it once, on symbols."""
+    found = converter({n: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for n, t in stored.items()})
+    traced = {name: t for name, t in found.items() if isinstance(t, Traced)}
+    made = [
         Made(name, code_of(t.dtype), tuple(t.shape), t.tiles, tuple(dict.fromkeys(v.source for v in t.tiles)))
-        for name, t in found.items()
-        if isinstance(t, Traced)
+        for name, t in traced.items()
     ]
+    return made, sorted(found.keys() - traced.keys())
+
+
+def by_converter(converter: Converter) -> Resolve:
+    """The resolve that another library's function from stored to own tensors makes. What it drops has no name."""
+
+    def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
+        try:
+            made, others = _made_by(converter, stored)
+        except Exception as error:  # a caller's own code may raise anything
+            raise UnsupportedConversionError(
+                f"converter= failed with {type(error).__name__}: {error}. It gets tensors that have shapes but no data, and may only rename, "
+                "split, join, reorder, and drop them"
+            ) from error
+        if others:
+            raise UnsupportedConversionError(
+                "converter= returns values that it didn't make from stored tensors: "
+                f"{', '.join(others[:5])}{', …' if len(others) > 5 else ''}. Leave them out, and list them in allow_missing="
+            )
+        used = {source for one in made for source in one.sources}
+        return made + [as_stored(t, "") for name, t in stored.items() if name not in used]
+
+    return resolve
 
 
 def _resolver(meta_model: Any, wanted: dict[str, torch.Tensor], conversions: list[Any]) -> Resolve:
