@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,6 +43,16 @@ WAN = {
     "freq_dim": 64,
     "ffn_dim": 1024,
     "num_layers": 5,
+}
+QWEN = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 6,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 256,
+    "axes_dims_rope": (16, 24, 24),
 }
 UNET = {
     "sample_size": 32,
@@ -75,6 +89,18 @@ def wan_loss(model: Any, batch: int) -> torch.Tensor:
     return nn.functional.mse_loss(found.float(), torch.randn(batch, 16, 5, 16, 16))
 
 
+def qwen_loss(model: Any, batch: int) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    found = model(
+        hidden_states=torch.randn(batch, 256, 64, dtype=dtype),
+        encoder_hidden_states=torch.randn(batch, 32, 256, dtype=dtype),
+        encoder_hidden_states_mask=None,
+        timestep=torch.rand(batch, dtype=dtype),
+        img_shapes=[[(1, 16, 16)]] * batch,
+    ).sample
+    return nn.functional.mse_loss(found.float(), torch.randn(batch, 256, 64))
+
+
 def unet_loss(model: Any, batch: int) -> torch.Tensor:
     dtype = next(model.parameters()).dtype
     found = model(
@@ -88,15 +114,23 @@ def unet_loss(model: Any, batch: int) -> torch.Tensor:
 KINDS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "flux": (diffusers.FluxTransformer2DModel, FLUX, flux_loss),
     "wan": (diffusers.WanTransformer3DModel, WAN, wan_loss),
+    "long flux": (diffusers.FluxTransformer2DModel, FLUX | {"num_single_layers": 12}, flux_loss),
+    "qwen-image": (diffusers.QwenImageTransformer2DModel, QWEN, qwen_loss),
     "unet": (diffusers.UNet2DConditionModel, UNET, unet_loss),
 }
 
 
 def tracked(kind: str, ranks: int, training: sw.TrainingSpec) -> int:
-    """Peak bytes of a step without the parameters, by ``FSDPMemTracker`` under fake tensors."""
+    """Peak bytes of a step without the parameters, by ``FSDPMemTracker`` under fake tensors.
+
+    Its hooks keep the gradients of a module's inputs until all are there. Blocks of these models share an input, whose gradient is there
+    at the end: so the hooks may fire at the first.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools import mod_tracker
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
+    at_the_first = partial(mod_tracker.register_multi_grad_hook, mode="any")
     made, config, loss = KINDS[kind]
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
@@ -110,7 +144,11 @@ def tracked(kind: str, ranks: int, training: sw.TrainingSpec) -> int:
             sw.shard(model, mesh)
             own: int = sum(p.to_local().nbytes for p in model.parameters())
             tracker = FSDPMemTracker(model)
-            with tracker, warnings.catch_warnings():
+            with (
+                tracker,
+                mock.patch.object(mod_tracker, "register_multi_grad_hook", at_the_first),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 model.train()
                 loss(model, training.batch_size).backward()
@@ -126,7 +164,15 @@ def tracked(kind: str, ranks: int, training: sw.TrainingSpec) -> int:
     [
         ("flux", 2, False),
         ("wan", 2, True),
-        *nightly_rows(("flux", 4, True), ("wan", 2, False), ("unet", 2, False)),
+        ("qwen-image", 1, False),
+        *nightly_rows(
+            ("flux", 4, True),
+            ("long flux", 1, True),
+            ("long flux", 4, True),
+            ("qwen-image", 2, True),
+            ("wan", 2, False),
+            ("unet", 2, False),
+        ),
     ],
 )
 def test_steps_of_diffusers_models_take_what_torch_tracks(kind: str, batch: int, checkpointing: bool) -> None:
@@ -135,7 +181,7 @@ def test_steps_of_diffusers_models_take_what_torch_tracks(kind: str, batch: int,
     with sw.meta_init():
         model = made(**config)
     step = step_of(model.to(torch.bfloat16), sw.ShardPolicy(), 4, training)
-    assert step.peak.total_bytes == pytest.approx(tracked(kind, 4, training), rel=0.1)
+    assert step.peak.total_bytes == pytest.approx(tracked(kind, 4, training), rel=0.07)
 
 
 class Halving(nn.Module):
@@ -147,24 +193,47 @@ class Halving(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         for block in self.blocks:
-            x = nn.functional.relu(block(x))
+            x = block(x)
         return x
 
 
-def test_blocks_that_change_the_shape_run_each() -> None:
+class InTurns(nn.Module):
+    """Blocks of one class that run in another order, and with two lengths."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for k in self.order:
+            x = self.blocks[k](x[:, : -1 if k == 2 else None])
+        return x
+
+
+@pytest.mark.parametrize("made", [Halving, lambda: InTurns((0, 1, 2, 3)), lambda: InTurns((3, 2, 1, 0))])
+def test_blocks_that_only_look_alike_run_each(made: Callable[[], nn.Module]) -> None:
     with sw.meta_init():
-        model = Halving()
-    policy = sw.ShardPolicy(block_classes=("Conv1d",))
-    lengths = []
+        model = made()
+    policy = sw.ShardPolicy(block_classes=(type(model.blocks[0]).__name__,))
 
     def loss(model: nn.Module, batch: int) -> torch.Tensor:
-        found = model(torch.randn(batch, 64, 128))
-        lengths.append(found.shape[-1])
-        return found.sum()
+        x: torch.Tensor = model(torch.randn(batch, 64, 64))
+        return x.sum()
 
     step = step_of(model, policy, 2, sw.TrainingSpec(loss=loss))
-    assert lengths[-1] == 128 // 2**5
-    assert "5 of 5 blocks run" in step.formula
+    blocks = len(model.blocks)
+    assert f"{blocks} of {blocks} blocks run" in step.formula
+
+
+def test_a_block_with_a_residual_in_another_dtype_is_measured() -> None:
+    """Mamba adds in fp32, so its block returns another dtype than it gets."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 3}
+    with sw.meta_init():
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    step = step_of(model.to(torch.bfloat16), sw.ShardPolicy(), 2, sw.TrainingSpec(sequence_length=16))
+    assert step.formula.startswith("measured with fake tensors")
+    assert step.error < 1
 
 
 @pytest.fixture
@@ -191,13 +260,42 @@ def test_a_plan_of_a_run_takes_the_callers_loss(flux: Path) -> None:
     assert any("batch size" in change.what for change in fitted.verdict.changes)
 
 
-def test_what_a_loss_must_not_do_is_named(flux: Path) -> None:
-    def looks(model: Any, batch: int) -> torch.Tensor:
-        loss = flux_loss(model, batch)
-        return loss if loss.item() > 0 else -loss
+def looks(model: Any, batch: int) -> torch.Tensor:
+    loss = flux_loss(model, batch)
+    return loss if loss.item() > 0 else -loss
 
-    with pytest.raises(ShardError, match=r"TrainingSpec\.loss failed .*must not look at their values"):
-        sw.plan(flux, ranks=2, training=sw.TrainingSpec(loss=looks))
+
+def on_meta(model: Any, batch: int) -> torch.Tensor:
+    return flux_loss(model, batch) + torch.ones(3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (looks, r"DataDependentOutputException: .*Neither it nor the model may look at values"),
+        (on_meta, r"on device|same device|expected a loss|devices"),
+        (lambda model, batch: None, "it returned NoneType; expected a loss: one number that has a gradient"),
+        (lambda model, batch: torch.ones(2, 3), r"it returned a tensor \[2, 3\] without a gradient"),
+    ],
+)
+def test_what_a_loss_must_not_do_is_named(flux: Path, loss: Any, text: str) -> None:
+    with pytest.raises(ShardError, match=rf"TrainingSpec\.loss failed .*({text})"):
+        sw.plan(flux, ranks=2, training=sw.TrainingSpec(loss=loss))
+
+
+def test_a_run_whose_inputs_are_not_known(flux: Path) -> None:
     with pytest.raises(ShardError, match=r"plan doesn't know the inputs of FluxTransformer2DModel"):
         sw.plan(flux, ranks=2, training=sw.TrainingSpec())
     assert sw.plan(flux, ranks=2).run is None
+    with pytest.raises(TypeError, match="loss must be a function"):
+        sw.TrainingSpec(loss=3)  # type: ignore[arg-type]
+
+
+def test_checkpointing_that_a_model_has_not() -> None:
+    with sw.meta_init():
+        model = Halving()
+    training = sw.TrainingSpec(
+        loss=lambda model, batch: model(torch.randn(batch, 64, 64)).sum(), checkpointing=True
+    )
+    with pytest.raises(ShardError, match="Halving has no method that turns on checkpointing"):
+        step_of(model, sw.ShardPolicy(), 2, training)

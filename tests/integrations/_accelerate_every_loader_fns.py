@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import (
@@ -43,6 +44,16 @@ class Noisy(Rows):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return index + torch.rand(()) / 10
+
+
+class SeededRows(Rows):
+    """Augments with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.drawn = np.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index + self.drawn.random() / 10)
 
 
 class Streamed(IterableDataset[torch.Tensor]):
@@ -93,6 +104,17 @@ class SelfSeeded(BatchSampler):
         batches = [*super().__iter__()]
         self.generator.shuffle(batches)
         return iter(batches)
+
+
+class Within(BatchSampler):
+    """Hands on the batches of another sampler."""
+
+    def __init__(self, inner: BatchSampler) -> None:
+        super().__init__(inner.sampler, inner.batch_size, inner.drop_last)
+        self.batch_sampler = inner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
 
 
 def generator() -> torch.Generator:
@@ -159,6 +181,10 @@ def kinds() -> dict[str, Kind]:
         "own batches": Kind(own_batches, STATEFUL),
         "reshuffled": Kind(lambda: DataLoader(Rows(), batch_sampler=Reshuffled()), STATEFUL),
         "plain reshuffled": Kind(lambda: DataLoader(Rows(), batch_sampler=Reshuffled())),
+        "self-seeded": Kind(lambda: DataLoader(Rows(), batch_sampler=SelfSeeded()), STATEFUL),
+        "nested self-seeded": Kind(lambda: DataLoader(Rows(), batch_sampler=Within(SelfSeeded())), STATEFUL),
+        "seeded rows": Kind(sampled(weighted, SeededRows()), STATEFUL),
+        "plain seeded rows": Kind(sampled(weighted, SeededRows())),
         "plain self-seeded": Kind(lambda: DataLoader(Rows(), batch_sampler=SelfSeeded())),
         "noisy": Kind(sampled(weighted, Noisy()), STATEFUL),
         "workers": Kind(shuffled(num_workers=1), STATEFUL),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from shardwise.errors import StateError
 from shardwise.integrations import accelerate as swa
@@ -131,6 +132,12 @@ class _Counted(torch.utils.data.IterableDataset):
         return iter(range(SAMPLES))
 
 
+class SelfSeeded(BatchSampler):
+    """With a generator of its own."""
+
+    generator = random.Random(3)
+
+
 def caveats_of_others() -> dict[str, Any]:
     """By name: the message for a position inside an epoch, after two batches, taken with other loaders and settings."""
     from accelerate.utils import DataLoaderConfiguration
@@ -169,6 +176,17 @@ def caveats_of_others() -> dict[str, Any]:
     found["own batches"] = saved_and_taken_up(
         numbers, batch_size=1, batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13]]
     )
+    with _loaders(stateful=False) as accelerator:
+        own = accelerator.prepare(
+            DataLoader(numbers, batch_sampler=SelfSeeded(range(SAMPLES), PER_RANK, False))
+        )
+        positions = LoaderPositions([own])
+        state = positions.state_dict()
+        positions.load_state_dict(state)
+        found["own generator"] = positions.caveats
+        del state["loaders"][0]["own_generators"]  # as before they were stored
+        positions.load_state_dict(state)
+        found["older"] = positions.caveats
     with _loaders(stateful=False) as accelerator:
         loader = accelerator.prepare(DataLoader(numbers, batch_size=PER_RANK, shuffle=True))
         rest = iter(accelerator.skip_first_batches(loader, 2))

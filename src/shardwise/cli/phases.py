@@ -95,10 +95,9 @@ def planned_lines(report: PlanReport, *, is_own_dtype: bool) -> list[str]:
     setup = report.run.setup
     trained = f", trained {', '.join(setup.trained)}" if setup.trained != setup.parameters else ""
     states = ", ".join(setup.optimizer_states) or "none"
-    tokens = "" if setup.sequence_length is None else f" x {setup.sequence_length} tokens"
     lines = [
         f"Planned: {setup.optimizer}; parameters {', '.join(setup.parameters)}{trained}{own}, compute {setup.compute}, reductions "
-        f"{setup.reductions}, optimizer states {states}; {setup.batch_size}{tokens or ' samples'} per rank; storage at "
+        f"{setup.reductions}, optimizer states {states}; {setup.batch_size} x {setup.sequence_length} tokens per rank; storage at "
         f"{setup.bytes_per_s / 1e9:g} GB/s"
     ]
     if is_own_dtype and {"bfloat16", "float16"}.issuperset(setup.trained):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import ShardError
 from ..internals.fsdp import lazy_chunks
+from ..internals.torch import reads_values
 from ..internals.trainers import ep_by_plan, own_parts, parallel_plans, put_parameter, tp_by_plan
 from ..internals.transformers import is_transformers_model
 from ..objects import frozen
 from ..sharding.fsdp import ShardPolicy, shard, shard_with_experts
 from .groups import Products, StepGroup, groups_of, products_of, text_config, whole_step, workspaces_of
 from .records import Flow, TrainingSpec, Variant
-from .step import Measured, StepPeak, alike, measure, peak_of
+from .step import Measured, NotAlike, StepPeak, alike, measure, peak_of, without_adapters
 
 # ----------------------------------------------------------------------------------------------------
 # The peak of a training step: measured on tensors without memory, or, where the model's code can't run so, by a formula.
@@ -48,9 +50,9 @@ class Step:
     workspace_bytes: int | None
     """What MKL keeps after the products in fp32, on the CPU. None: not known."""
     called: frozenset[int]
-    """The groups whose forward runs with text alone."""
+    """The groups whose forward runs."""
     reached: frozenset[str] | None
-    """Names of the parameters that get a gradient with text alone. None: not known."""
+    """Names of the parameters that get a gradient. None: not known."""
     activation_bytes: int | None
     """The most bytes of activations at one instant, whatever FSDP2 holds then. None: not known."""
     assumptions: tuple[str, ...]
@@ -73,7 +75,7 @@ def step_of(
     ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
 
     ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure`. ``known``: measurements of this model, with
-    other numbers of ranks or another optimizer; a new one is added. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
+    other numbers of ranks or another optimizer; a new one is added. Takes the memory of the model's buffers; 0.1 to 1 s, or more if blocks aren't alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
@@ -82,22 +84,31 @@ def step_of(
         what = f"TrainingSpec.loss with a batch of {training.batch_size}"
     # neither ranks nor optimizer: every rank computes the same
     asked = (
-        *(training.loss, training.batch_size, training.sequence_length, training.checkpointing),
+        *(id(training.loss), training.batch_size, training.sequence_length, training.checkpointing),
         *(training.device, compute),
     )
     known = {} if known is None else known
     try:
         if asked not in known:
-            known[asked] = _measured(model, groups, training, compute, whole_gradients)
+            mixed = policy.mixed_precision
+            casts = (
+                training.loss is not None
+                and compute is not None
+                and mixed is not None
+                and mixed.cast_forward_inputs
+            )
+            known[asked] = _measured(model, groups, training, compute, casts, whole_gradients)
         measured, how = known[asked]
     except MemoryError:
         raise
     except Exception as error:  # a model's own code, which looks at values, may raise anything
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
         if training.loss is not None:
+            hint = ". Neither it nor the model may look at values, as .item() does" * reads_values(
+                error
+            ) + ". Make all inputs on the CPU" * ("on device" in reason or "same device" in reason)
             raise ShardError(
-                f"TrainingSpec.loss failed with tensors that have shapes but no data: {type(error).__name__}: {reason}; "
-                "it must not look at their values, as .item() does"
+                f"TrainingSpec.loss failed with tensors that have shapes but no data: {type(error).__name__}: {reason}{hint}"
             ) from error
         _log.info("the model can't run with fake tensors: %s: %s", type(error).__name__, reason)
         return _by_formula(model, groups, compute, training, f"{type(error).__name__}: {reason}")
@@ -150,19 +161,29 @@ def _measured(
     groups: Sequence[StepGroup],
     training: TrainingSpec,
     compute: torch.dtype | None,
+    casts: bool,
     whole_gradients: Mapping[str, int] | None,
 ) -> tuple[Measured, str]:
     """A run on tensors without memory, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
     first = alike(groups)
     run = partial(measure, model, groups, training, whole_gradients=whole_gradients)
+
+    def tried(compute: torch.dtype | None, casts: bool, widen: bool = False) -> Measured:
+        try:
+            return run(compute, first, casts=casts, widen=widen)
+        except NotAlike:
+            return run(compute, {index: index for index in first}, casts=casts, widen=widen)
+
     try:
-        return run(compute, first), ""
-    except RuntimeError:
-        if training.loss is not None:  # maybe blocks that can't stand for each other
-            return run(compute, {index: index for index in first}), ""
+        return tried(compute, casts), ""
+    except RuntimeError as error:
         if compute is not None or next(model.parameters()).dtype != torch.float32:
             raise
-    return run(torch.bfloat16, first, widen=True), " in bfloat16, whose tensors count double"
+        try:
+            measured = tried(torch.bfloat16, training.loss is not None, widen=True)
+        except Exception:  # no kernels were missing
+            raise error from None
+    return measured, " in bfloat16, whose tensors count double"
 
 
 #: The error bar of activations that are counted by a formula.
@@ -181,8 +202,8 @@ def _by_formula(
 ) -> Step:
     """A step whose activations are counted by block, with a wide error bar."""
     settings = text_config(model)
-    hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 0)
-    if not hidden:
+    hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 1024)
+    if "input_ids" not in inspect.signature(without_adapters(model).forward).parameters:
         raise ShardError(
             f"plan doesn't know the inputs of {type(model).__name__} ({reason}). Pass its forward pass: "
             "training=TrainingSpec(loss=lambda model, batch_size: …); or plan the load alone, without training"

@@ -404,15 +404,15 @@ class TrainingSpec:
     batch_size: int = 1
     """Samples per rank in one forward pass."""
     sequence_length: int = 2048
-    """Tokens per sample. Ignored with ``loss``."""
+    """Tokens per sample. With ``loss``, only counted for the matrix products of experts on CPUs."""
     loss: Callable[[Any, int], torch.Tensor] | None = None
-    """The forward pass of your loop, for models that don't read text: a function of the model and the batch size that makes its inputs and
-    returns the loss. It's called once, with tensors that have shapes but no data. None: tokens through the model's own loss."""
+    """The forward pass of your loop, for models that don't read text: a function of the model and the batch size that makes the inputs, on the
+    CPU, and returns the loss. It runs with tensors that have shapes but no data, maybe several times. None: tokens through the model's own loss."""
     optimizer: Optimizer = "adamw"
     """``adamw``: two moments in the parameter's dtype. ``adamw8bit``: torchao's, with one byte per element and a scale per block of 256.
     ``sgd``: no state. ``momentum``: SGD with one state."""
     checkpointing: bool = False
-    """Activation checkpointing of each block, as with ``gradient_checkpointing_enable``."""
+    """Activation checkpointing of each block, by the model's own method (``gradient_checkpointing_enable`` in transformers)."""
     device: Device = "cuda"
     """Where the shards are. ``unified``: a device that shares the host's memory (GB10, Grace). ``cpu``: no device."""
     max_staging_bytes: int | None = None
@@ -428,6 +428,8 @@ class TrainingSpec:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_staging_bytes is not None and self.max_staging_bytes < 1:
             raise ValueError(f"max_staging_bytes must be at least 1 or None, got {self.max_staging_bytes}")
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(f"loss must be a function of the model and the batch size, got {self.loss!r}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         if self.device not in ("cuda", "unified", "cpu"):
@@ -452,7 +454,7 @@ class Held:
     gradients: int
     optimizer: int
     unreached_gradients: int
-    """Of gradients, and below of optimizer state: what belongs to parameters that text alone does not reach."""
+    """Of gradients, and below of optimizer state: what belongs to parameters that the forward pass doesn't reach."""
     unreached_optimizer: int
     largest_trained: int
     """The largest trained parameter."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from ..internals.diffusers import is_diffusers_model
 from ..internals.torch import (
@@ -342,7 +343,15 @@ def _signature(module: nn.Module) -> Any:
         for key, value in sorted(vars(module).items())
         if isinstance(value, str | int | float | bool) and "idx" not in key and not key.startswith("_")
     )
-    parts = tuple((type(m), getattr(m, "sliding_window", None), m.training) for m in module.modules())
+    parts = tuple(
+        (
+            type(m),
+            getattr(m, "sliding_window", None),
+            m.training,
+            type(m).__module__.startswith("torch.nn.") and m.extra_repr(),
+        )
+        for m in module.modules()
+    )
     shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters())
     return settings, parts, shapes
 
@@ -354,12 +363,14 @@ def measure(
     compute: torch.dtype | None,
     first: Mapping[int, int],
     *,
+    casts: bool = False,
     widen: bool = False,
     whole_gradients: Mapping[str, int] | None = None,
 ) -> Measured:
     """One forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
 
-    ``groups``: those that FSDP2 would make. ``first``: for each block, the one that runs for it, as :func:`alike`. ``widen``: count what is in bfloat16 as float32. ``whole_gradients``: how many times as large the
+    ``groups``: those that FSDP2 would make. ``first``: for each block, the one that runs for it, as :func:`alike`.
+    ``casts``: what goes into a group is cast to ``compute``. ``widen``: count what is in bfloat16 as float32. ``whole_gradients``: how many times as large the
     gradients of some parameters are as these, by name. Raises whatever the model's own code raises where it looks at values. Leaves
     the model as it was; takes the memory of its buffers.
     """
@@ -378,12 +389,16 @@ def measure(
         for index, rep in passed_over.items():
             stack.enter_context(_passing_on(groups[index].module, rep, outputs))
         tracker = LiveBytes(iter(parameters.values()), widen=widen)
-        if compute is not None:
+        if casts:
             stack.enter_context(_cast_inputs(groups, compute))
         _hook(stack, groups, tracker, outputs, set(passed_over.values()), parameters, reached, times)
         loss_of = training.loss or _loss_of_text(training.sequence_length, training.batch_size)
         with tracker:
             loss = loss_of(model, training.batch_size)
+            if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+                raise TypeError(
+                    f"it returned {_described(loss)}; expected a loss: one number that has a gradient"
+                )
             tracker.note("loss", -1)
             tracker.is_backward = True
             loss.backward()
@@ -433,6 +448,10 @@ def _switch_checkpointing(model: Any, on: bool) -> None:
         (model.enable_gradient_checkpointing if on else model.disable_gradient_checkpointing)()
         return
     named = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if not hasattr(model, f"{named}_checkpointing_enable"):
+        raise TypeError(
+            f"{type(model).__name__} has no method that turns on checkpointing; leave checkpointing out"
+        )
     if on:
         options = {f"{named}_checkpointing_kwargs": {"use_reentrant": False}}
         getattr(model, f"{named}_checkpointing_enable")(**options)
@@ -466,20 +485,26 @@ def _fake_parameters(
 
 
 @contextmanager
-def _cast_inputs(groups: Sequence[StepGroup], compute: torch.dtype) -> Iterator[None]:
-    """What goes into each group is cast, as FSDP2's mixed precision does."""
+def _cast_inputs(groups: Sequence[StepGroup], compute: torch.dtype | None) -> Iterator[None]:
+    """What goes into each group but experts is cast, as FSDP2's mixed precision does with the groups of ``shard``."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(
             torch.Tensor, lambda t: t.to(compute) if t.is_floating_point() else t, (args, kwargs)
         )
 
-    handles = [g.module.register_forward_pre_hook(hook, with_kwargs=True) for g in groups]
+    handles = [
+        g.module.register_forward_pre_hook(hook, with_kwargs=True) for g in groups if g.kind != "experts"
+    ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+class NotAlike(Exception):
+    """A block can't stand for those that look alike."""
 
 
 #: Shape and dtype of a tensor.
@@ -491,6 +516,7 @@ class _HandedOn:
     """A tensor that a block returns in the form of one of its inputs."""
 
     form: _Form
+    is_trained: bool
 
 
 def _by_form(values: Any) -> dict[_Form, list[torch.Tensor]]:
@@ -503,7 +529,7 @@ def _by_form(values: Any) -> dict[_Form, list[torch.Tensor]]:
 
 
 def _form_of(output: Any, inputs: dict[_Form, list[torch.Tensor]]) -> Any:
-    """What a block returned, without the tensors that have the form of an input. Raises :class:`RuntimeError` if there are none."""
+    """What a block returned, without the tensors that have the form of an input. Raises :class:`NotAlike` if there are none."""
     is_handed_on = False
 
     def of(leaf: Any) -> Any:
@@ -511,13 +537,13 @@ def _form_of(output: Any, inputs: dict[_Form, list[torch.Tensor]]) -> Any:
         form = (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
         if form is None or not inputs.get(form):
             return leaf
-        inputs[form].pop(0)
+        inputs[form].pop()
         is_handed_on = True
-        return _HandedOn(form)
+        return _HandedOn(form, leaf.requires_grad)
 
     found = tree_map(of, output)
     if not is_handed_on:
-        raise RuntimeError("a block returns no tensor with the shape and dtype of one of its inputs")
+        raise NotAlike
     return found
 
 
@@ -531,9 +557,14 @@ def _passing_on(module: nn.Module, rep: int, outputs: dict[int, Any]) -> Iterato
         def output(like: Any) -> Any:
             if not isinstance(like, _HandedOn):
                 return like
-            tensor = inputs[like.form].pop(0)
+            if not (left := inputs.get(like.form)):
+                raise NotAlike
+            tensor = next((t for t in left if t.requires_grad == like.is_trained), left[0])
+            inputs[like.form] = [t for t in left if t is not tensor]
             return tensor.view_as(tensor)
 
+        if rep not in outputs:
+            raise NotAlike
         return tree_map(output, outputs[rep])
 
     module.forward = forward  # on the object, for this run
@@ -558,11 +589,9 @@ def _hook(
     def enter(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             tracker.note("enter", index)
-            for leaf in tree_leaves((args, kwargs)):
-                # A block that is recomputed gets its input a second time.
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not tracker.is_backward:
-                    leaf.register_hook(lambda _: tracker.note("done", index))
-                    break
+            # A block that is recomputed gets its input a second time.
+            if not tracker.is_backward and (leaves := _trained((args, kwargs))):
+                register_multi_grad_hook(leaves, lambda _: tracker.note("done", index), mode="any")
 
         return hook
 
@@ -571,10 +600,8 @@ def _hook(
             tracker.note("exit", index)
             if index in copied and index not in outputs:  # the first time; checkpointing runs it again
                 outputs[index] = _form_of(output, _by_form((args, kwargs)))
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: tracker.note("back", index))
-                    break
+            if leaves := _trained(output):
+                register_multi_grad_hook(leaves, lambda _: tracker.note("back", index), mode="any")
 
         return hook
 
@@ -601,12 +628,28 @@ def _hook(
                 fake.register_post_accumulate_grad_hook(gradient(group.index, id(original)))
 
 
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"a tensor {list(value.shape)}" + " without a gradient" * (not value.requires_grad)
+
+
+def _trained(values: Any) -> list[torch.Tensor]:
+    """The tensors that get a gradient."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that PEFT has wrapped, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _loss_of_text(tokens: int, batch_size: int) -> Callable[[Any, int], torch.Tensor]:
     """A loss as trainers compute it: the model's own where it takes labels of the input's shape, else a mean."""
     ids = torch.zeros(batch_size, tokens, dtype=torch.int64)
 
     def loss_of(model: Any, _: int) -> torch.Tensor:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = without_adapters(model)
         accepts = inspect.signature(base.forward).parameters
         given: dict[str, Any] = {"input_ids": ids}
         if "use_cache" in accepts:

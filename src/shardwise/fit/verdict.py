@@ -65,7 +65,7 @@ def _up_to(what: str, where: Where, nbytes: int, formula: str) -> Amount:
 def _less(what: str, where: Where, nbytes: int, missed: int, error: float, formula: str) -> Amount:
     """An amount of which a part is there only if images come, too."""
     if missed:
-        formula += f"; without {missed} bytes for parameters that text alone does not reach"
+        formula += f"; without {missed} bytes for parameters that the forward pass doesn't reach"
     return Amount(what, where, nbytes - missed, math.ceil(nbytes * (1 + error)), formula)
 
 

@@ -27,9 +27,11 @@ from ..state.data import make_iterator
 from ..state.parts import (
     equal,
     generator_states,
+    inner_parts,
     own_orders,
     put_generator_states,
     put_own_orders,
+    unfit_states,
     unknown_orders,
     watch_orders,
 )
@@ -172,6 +174,15 @@ def _parts(loader: Any) -> dict[str, Any]:
     return {"batch_sampler": batches, "sampler": sampler}
 
 
+def _holders(loader: Any) -> dict[str, Any]:
+    """:func:`_parts`, the samplers in them, the dataset and the collator: what may hold generators."""
+    found = _parts(loader)
+    for name, part in tuple(found.items()):
+        inner_parts(part, found, ("sampler", "batch_sampler"), f"{name}.")
+    found |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    return {path: part for path, part in found.items() if type(part) is not RecordedSampler}
+
+
 def _can_draw_again(sampler: Any) -> bool:
     """Whether a sampler is known to repeat its order: it draws only before its first sample, or has its own generator."""
     return type(sampler) in _AT_ONCE or isinstance(getattr(sampler, "generator", None), torch.Generator)
@@ -287,7 +298,7 @@ def _position(loader: Any) -> dict[str, Any]:
     record(loader)
     if orders := own_orders(_parts(loader)):
         position["orders"] = orders
-    if states := generator_states(_parts(loader)):
+    if states := generator_states(_holders(loader), _generators(loader).values()):
         position["own_generators"] = states
     if unknown := unknown_orders(_parts(loader)):
         position["unknown_orders"] = unknown
@@ -335,7 +346,7 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
     record(loader)
     if not position["inside"]:
         put_own_orders(_parts(loader), position.get("orders", {}))
-        put_generator_states(_parts(loader), position.get("own_generators", {}))
+        put_generator_states(_holders(loader), position.get("own_generators", {}))
     repeats = not position["inside"] or _draw_again(loader, position)
     if "state" in position:
         loader.load_state_dict(position["state"])
@@ -348,6 +359,8 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
         live = _generators(loader)
         for name in live.keys() & position["generators"].keys():
             live[name].set_state(position["generators"][name])
+    if not position["inside"]:  # the iterator may have drawn
+        put_generator_states(_holders(loader), position.get("own_generators", {}))
     _LOADED[loader] = dict(position)
     return repeats
 
@@ -409,6 +422,12 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             else f"it isn't known when a {type(unknown).__name__} draws random numbers. "
             "DataLoaderConfiguration(use_seedable_sampler=True) resumes exactly, with shuffle=True"
         )
+    stored, known_ones = position.get("own_generators", {}), _generators(loader).values()
+    if unfit := unfit_states(_holders(loader), stored, known_ones):
+        yield f"{', '.join(unfit)}: the checkpoint and the loader don't hold the same random generators, so the order of batches may differ"
+    items = [path for path in stored if path.startswith(("dataset", "collate_fn"))]
+    if inside and items and not loader.num_workers:
+        yield f"{', '.join(items)}: the prefetched batch is drawn again, so it may differ, and so may random draws after it"
     for kind in position.get("unknown_orders", ()):
         yield f"a {kind} may keep an order of its own, which isn't in the checkpoint: {_RECORD}"
     if inside and known and order and order["dataset_draws"] and not loader.num_workers:

@@ -55,6 +55,7 @@ __all__ = [
     "sibling_meshes",
     "spec_key",
     "stand_in",
+    "reads_values",
     "storage_key",
     "swappable_weights",
     "tree_leaves",
@@ -160,6 +161,17 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         log.removeFilter(quiet)
+
+
+def reads_values(error: Exception) -> bool:
+    """Whether code has failed because it asked a fake tensor for its values, or for a shape that depends on them.
+
+    torch 2.9-2.14: two exceptions of ``fake_tensor``. Without it, the error of a plan couldn't say what to change.
+    """
+    from torch._subclasses import fake_tensor
+
+    kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+    return isinstance(error, kinds)
 
 
 def fake_device_or_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"loader": loader, "dataset": loader.dataset}
     if isinstance(loader.dataset, IterableDataset):
         return found  # its sampler is a dummy of torch
-    return _walk(loader, found, ("sampler", "batch_sampler"))
+    return inner_parts(loader, found, ("sampler", "batch_sampler"))
 
 
 def all_parts(loader: Any) -> dict[str, Any]:
@@ -43,13 +43,16 @@ def all_parts(loader: Any) -> dict[str, Any]:
         return {"loader": loader}
     found = parts_of(loader)
     if isinstance(loader.dataset, IterableDataset):
-        _walk(loader.dataset, found, ("dataset",), "dataset.")
+        inner_parts(loader.dataset, found, ("dataset",), "dataset.")
     if (collator := getattr(loader, "collate_fn", None)) is not None:
         found["collate_fn"] = collator
     return found
 
 
-def _walk(owner: Any, found: dict[str, Any], names: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+def inner_parts(
+    owner: Any, found: dict[str, Any], names: tuple[str, ...], prefix: str = ""
+) -> dict[str, Any]:
+    """Add the parts that ``owner`` has under these names, and those in them, to ``found``, without repeats."""
     waiting = [(prefix, owner)]
     while waiting:
         path, owner = waiting.pop(0)
@@ -94,13 +97,13 @@ def put_own_states(loader: Any, states: Mapping[str, Any], later: Mapping[str, A
             parts[path].set_epoch(epoch)
 
 
-def generator_states(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """States of the generators that parts hold, by path; for typed JSON."""
-    return {path: _kinds()[type(g)][0](g) for path, g in _generators(parts)}
+def generator_states(parts: Mapping[str, Any], beside: Iterable[Any] = ()) -> dict[str, Any]:
+    """States of the generators that parts hold, but for those in ``beside``, by path; for typed JSON."""
+    return {path: _kinds()[type(g)][0](g) for path, g in _generators(parts, beside)}
 
 
 def put_generator_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Give parts the result of :func:`generator_states`. Skips states that no part takes."""
+    """Give parts the result of :func:`generator_states`. Skips states that no part takes (:func:`unfit_states`)."""
     live = dict(_generators(parts))
     for path, state in states.items():
         if path in live and takes(live[path], state):
@@ -116,8 +119,15 @@ def put_seeds(loader: Any, seeds: Mapping[str, Any]) -> None:
 
 
 def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
+    """:func:`unfit_states` of the loader's parts."""
+    return unfit_states(all_parts(loader), states["generators"])
+
+
+def unfit_states(
+    parts: Mapping[str, Any], stored: Mapping[str, Any], beside: Iterable[Any] = ()
+) -> list[str]:
     """Paths of generators that are only stored, only live, or do not take their stored state."""
-    live, stored = dict(_generators(all_parts(loader))), states["generators"]
+    live = dict(_generators(parts, beside))
     both = live.keys() & stored.keys()
     return sorted(
         {*(live.keys() ^ stored.keys()), *(path for path in both if not takes(live[path], stored[path]))}
@@ -152,8 +162,8 @@ def _described(value: Any) -> str:
         return kind
 
 
-def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    seen: list[Any] = []
+def _generators(parts: Mapping[str, Any], beside: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
+    seen: list[Any] = list(beside)
     for path, part in parts.items():
         if hasattr(part, "initial_seed"):
             continue
