@@ -268,7 +268,7 @@ def write_images(folder: Path) -> None:
     (folder / "metadata.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def launch(program: Path, folder: Path, out: str, options: tuple[str, ...]) -> None:
+def launch(program: Path, folder: Path, out: str, options: tuple[str, ...]) -> str:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "tests.diffusion.their_scripts", "--rank", str(program)),
@@ -282,6 +282,7 @@ def launch(program: Path, folder: Path, out: str, options: tuple[str, ...]) -> N
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
+    return done.stdout + done.stderr
 
 
 #: torchvision is imported, and none of its operators is called: those of a release for GPUs can't be loaded here.
@@ -304,6 +305,10 @@ def are_equal(folder: Path, left: str, right: str) -> bool:
     a, b = (
         load_file(next(path for name in WEIGHTS if (path := folder / out / name).exists()))
         for out in (left, right)
+    )
+    assert a, "nothing was saved"
+    assert all(bool(t.any()) for name, t in a.items() if name.endswith("lora_B.weight")), (
+        "nothing was trained"
     )
     is_equal = a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     print(
@@ -341,7 +346,9 @@ def compare(program: Path) -> bool:
             (run := folder / f"{out}.py").write_text(text)
             launch(run, folder, out, script.options)
             shutil.copytree(folder / out / "checkpoint-2", folder / f"{out}-resumed" / "checkpoint-2")
-            launch(run, folder, f"{out}-resumed", (*script.options, "--resume_from_checkpoint", "latest"))
+            resumed = (*script.options, "--resume_from_checkpoint", "latest")
+            printed = launch(run, folder, f"{out}-resumed", resumed)
+            assert "Resuming from checkpoint checkpoint-2" in printed, printed
         same = are_equal(folder, "unchanged", "changed")
         are_equal(folder, "unchanged", "unchanged-resumed")
         same &= are_equal(folder, "changed", "changed-resumed")
