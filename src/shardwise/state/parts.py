@@ -97,9 +97,9 @@ def put_own_states(loader: Any, states: Mapping[str, Any], later: Mapping[str, A
             parts[path].set_epoch(epoch)
 
 
-def generator_states(parts: Mapping[str, Any], beside: Iterable[Any] = ()) -> dict[str, Any]:
-    """States of the generators that parts hold, but for those in ``beside``, by path; for typed JSON."""
-    return {path: _kinds()[type(g)][0](g) for path, g in _generators(parts, beside)}
+def generator_states(parts: Mapping[str, Any], known: Iterable[Any] = ()) -> dict[str, Any]:
+    """States of the generators that parts hold, but for ``known`` ones, by path; for typed JSON."""
+    return {path: _kinds()[type(g)][0](g) for path, g in _generators(parts, known)}
 
 
 def put_generator_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
@@ -124,10 +124,10 @@ def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def unfit_states(
-    parts: Mapping[str, Any], stored: Mapping[str, Any], beside: Iterable[Any] = ()
+    parts: Mapping[str, Any], stored: Mapping[str, Any], known: Iterable[Any] = ()
 ) -> list[str]:
     """Paths of generators that are only stored, only live, or do not take their stored state."""
-    live = dict(_generators(parts, beside))
+    live = dict(_generators(parts, known))
     both = live.keys() & stored.keys()
     return sorted(
         {*(live.keys() ^ stored.keys()), *(path for path in both if not takes(live[path], stored[path]))}
@@ -162,8 +162,8 @@ def _described(value: Any) -> str:
         return kind
 
 
-def _generators(parts: Mapping[str, Any], beside: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
-    seen: list[Any] = list(beside)
+def _generators(parts: Mapping[str, Any], known: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
+    seen: list[Any] = list(known)
     for path, part in parts.items():
         if hasattr(part, "initial_seed"):
             continue
