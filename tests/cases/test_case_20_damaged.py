@@ -138,7 +138,7 @@ DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
     pickled_compressed: (FormatError, TORCH, "compressed"),
     pickled_under_any_name: (SourceError, "", "give the path of the one"),
     pickled_into_chunks: (FormatError, ".metadata", "rejected: its pickle asks for"),
-    pickled_under_another_name: (FormatError, SINGLE, "header claims"),
+    pickled_under_another_name: (FormatError, SINGLE, "isn't a safetensors file"),
     pickled_beside_an_index: (FormatError, "x.bin", "header"),
     index_leaves_the_directory: (FormatError, INDEX, "not a plain file name"),
     header_bomb: (FormatError, SINGLE, "the limit is"),

@@ -74,6 +74,38 @@ FILES: dict[str, list[tuple[str, bytes]]] = {
 }
 
 
+#: Content of a file that is named like weights in a folder, and words of the refusal.
+CONTENTS = {
+    "GGUF": b"GGUF\x03" + b"\0" * 99,
+    "TensorFlow": b"\x89HDF\r\n\x1a\n" + b"\0" * 99,
+    "is a torch.save file, not safetensors: rename it": b"PK\x03\x04" + b"x" * 99,
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "a web page": b"<!DOCTYPE html>\n<html>" + b" " * 99,
+}
+
+
+#: A file of torch.save is read as such, if it's given itself.
+NAMED_LIKE = [
+    (words, name, folder)
+    for words in CONTENTS
+    for name in ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+    for folder in (True, False)
+    if "torch.save" not in words or (folder and name.endswith(".safetensors"))
+]
+
+
+@pytest.mark.parametrize(("words", "name", "folder"), NAMED_LIKE)
+def test_a_file_that_is_not_what_its_name_says(tmp_path: Path, words: str, name: str, folder: bool) -> None:
+    file = tmp_path / name
+    file.write_bytes(CONTENTS[words])
+    for call in (CALLS["catalog"], CALLS["load"], CALLS["diff"], CALLS["convert"]):
+        with pytest.raises(SourceError) as raised:
+            call(tmp_path if folder else file, tmp_path / "out")
+        assert words in str(raised.value)
+        assert str(file) in str(raised.value)
+        assert "header" not in str(raised.value)
+
+
 def make(root: Path, names: list[str]) -> Path:
     root.mkdir()
     for name in names:

@@ -130,8 +130,16 @@ def test_trained_and_exported(pipelines: Path, tmp_path: Path) -> None:
             sw.export_hf(live, folder / kind)
         with pytest.raises(SourceError, match=r"has no component 'unet'"):
             sw.export_hf({"unet": models[shard[0]]}, folder / "other", pipeline=pipelines / kind)
-        with pytest.raises(ValueError, match=r"pipeline= names the pipeline"):
+        with pytest.raises(ValueError, match=r"a dict of models needs pipeline="):
             sw.export_hf(models, folder / "other")
+        # What the live pipeline lacks comes from the original.
+        left_out = {next(name for name in live.components if name.startswith("text_encoder")): None}
+        part = sw.load_pipeline(pipelines / kind, mesh, shard=shard[:1], components=left_out)
+        sw.export_hf(part, folder / f"{kind}-filled", pipeline=pipelines / kind)
+        filled = diffusers.DiffusionPipeline.from_pretrained(str(folder / f"{kind}-filled"))
+        assert_alike(
+            sample(filled), sample(diffusers.DiffusionPipeline.from_pretrained(str(pipelines / kind)))
+        )
     assert not (folder / "other").exists()
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import replace
 
-from ..errors import SourceError
+from ..errors import FormatError, SourceError
 from ..format.header import describe_steps
 from ..limits import brief
 from ..ranks.ranks import Ranks
@@ -23,6 +23,7 @@ from .records import (
     megatron_folder,
     rank_files_in,
     refuse_below,
+    refuse_content,
     refuse_foreign,
     refuse_named,
     zero_folder,
@@ -47,7 +48,11 @@ def open_catalog(path: str | os.PathLike[str], model: str | None = None, *, choi
     them. Raises :class:`SourceError`, by its name for what another program wrote and can't be read (:mod:`.records`).
     """
     with looking_once(os.fspath(path)):
-        found = with_quantization(_plain(_open(os.fspath(path), model, choice)))
+        try:
+            found = with_quantization(_plain(_open(os.fspath(path), model, choice)))
+        except FormatError as error:
+            refuse_content(error)
+            raise
     if Ranks.current().rank == 0:
         _warn(found)
     return found

@@ -323,8 +323,8 @@ class Kind:
     """Patterns: in a directory of this kind each one matches some name."""
     file: str = ""
     """A pattern of the name of a single file of this kind."""
-    first: bytes = b""
-    """The first bytes of a single file of this kind."""
+    first: tuple[bytes, ...] = ()
+    """The first bytes of a single file of this kind, one of these."""
     works: str = ""
     """What can be done with it; empty for a kind that is refused."""
     instead: str
@@ -485,7 +485,7 @@ KINDS: tuple[Kind, ...] = (
         name="a GGUF model (llama.cpp)",
         marks=(r".*\.gguf",),
         file=r".*\.gguf",
-        first=b"GGUF",
+        first=(b"GGUF",),
         instead="Use the model's safetensors. If there are none, convert it with transformers: "
         "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT), or with diffusers: model = "
         "CLASS.from_single_file(FILE, config=DIR, quantization_config=GGUFQuantizationConfig(compute_dtype=torch.bfloat16)); "
@@ -502,7 +502,7 @@ KINDS: tuple[Kind, ...] = (
         name="a TensorFlow model",
         marks=(r"tf_model.*\.h5.*|saved_model\.pb|.*\.data-\d{5}-of-\d{5}",),
         file=r".*\.(h5|pb|keras)|.*\.data-\d{5}-of-\d{5}|.*ckpt.*\.(index|meta)",
-        first=b"\x89HDF\r\n\x1a\n",
+        first=(b"\x89HDF\r\n\x1a\n",),
         instead="Use the model's safetensors, or convert it with transformers 4: "
         "AutoModel.from_pretrained(DIR, from_tf=True).save_pretrained(OUT); then give OUT",
     ),
@@ -513,6 +513,16 @@ KINDS: tuple[Kind, ...] = (
         instead="It is a graph for inference: use the safetensors of the model that it was exported from",
     ),
     Kind(
+        name="a pointer of Git LFS, without the file's content",
+        first=(b"version ",),
+        instead="Run git lfs pull in its directory, or download the file again: hf download REPOSITORY",
+    ),
+    Kind(
+        name="a web page",
+        first=(b"<!DOCTYP", b"<!doctyp", b"<html"),
+        instead="Download the file again; for a model of the Hub: hf download REPOSITORY",
+    ),
+    Kind(
         name="a single file of a DCP checkpoint (torch.distributed.checkpoint)",
         file=r".*\.distcp|\.metadata",
         instead="Give its directory: {folder}",
@@ -520,7 +530,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="a torch.save file",
         file=r".*\.(bin|pt|pth|ckpt)",
-        first=b"PK\x03\x04",
+        first=(b"PK\x03\x04",),
         works=_LOADED,
         instead="You can read its weights with sw.load(model, '{path}'); convert it first if you need a checkpoint: shardwise convert {path} OUT "
         "--to checkpoint",
@@ -694,6 +704,20 @@ def kind_below(path: str) -> tuple[str, Kind] | None:
         if kind is not None:
             return name, kind
     return None
+
+
+def refuse_content(error: FormatError) -> None:
+    """Refuse a local file whose name promises weights, by the kind that its first bytes tell. Raises :class:`SourceError`."""
+    path = error.path or ""
+    kind = _kind_of_file("", _first_bytes(path))
+    if kind is None or (kind.works and not path.endswith(".safetensors")):
+        return
+    what = (
+        f"is {kind.name}, not safetensors: rename it so that it ends in .bin"
+        if kind.works
+        else kind.refusal(path)
+    )
+    raise SourceError(what, path=path) from error
 
 
 def refuse_named(path: str) -> None:

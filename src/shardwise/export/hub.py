@@ -97,8 +97,8 @@ def export_hf(
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
         model_name: the model to export from a checkpoint with several. With ``pipeline``, None exports all of them, and the only model of a
             checkpoint needs the name of its component here: ``"transformer"``, or ``"transformer=ema"`` for an extra with sharded tensors.
-        pipeline: for stored models, or a dict of models: the pipeline whose components they are, a directory or Hub ID. Everything else is copied
-            from there.
+        pipeline: for stored models, a dict of models, or a live pipeline: the pipeline whose components they are, a directory or Hub ID. Everything
+            that isn't one of these models is copied from there.
         config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a
             config, the tensors keep their names.
         dtype: dtype of floating-point tensors in the output. Default: unchanged.

@@ -99,9 +99,13 @@ def write_pipeline(
             raise ValueError(
                 f"a pipeline is exported into a local directory; export its models to {final} one by one"
             )
-        if (in_modules or is_pipeline(parts)) is (source is not None):
+        if source is None and not (in_modules or is_pipeline(parts)):
             raise ValueError(
-                "pipeline= names the pipeline that a dict of models belongs to; a live pipeline has all of its components itself"
+                "a dict of models needs pipeline=, the pipeline that everything else is copied from"
+            )
+        if source is not None and in_modules:
+            raise ValueError(
+                f"pipeline= doesn't apply to a {type(parts).__name__}, which has all of its parts itself"
             )
         if not models:
             raise ValueError(f"there is no model among {list(parts)}")

@@ -169,7 +169,10 @@ def _raw_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int, pa
         raise FormatError(f"truncated: {file_bytes} bytes, a safetensors file has at least 8", path=path)
     (length,) = struct.unpack("<Q", prefix)
     if length > MAX_HEADER_BYTES:
-        raise FormatError(f"header claims {length} bytes, the limit is {MAX_HEADER_BYTES}", path=path)
+        raise FormatError(
+            f"isn't a safetensors file: its header would have {length} bytes, the limit is {MAX_HEADER_BYTES}",
+            path=path,
+        )
     if 8 + length > file_bytes:
         raise FormatError(
             f"header claims {length} bytes, but the file has {file_bytes}: truncated", path=path

@@ -123,9 +123,7 @@ def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
     return unfit_states(all_parts(loader), states["generators"])
 
 
-def unfit_states(
-    parts: Mapping[str, Any], stored: Mapping[str, Any], known: Iterable[Any] = ()
-) -> list[str]:
+def unfit_states(parts: Mapping[str, Any], stored: Mapping[str, Any], known: Iterable[Any] = ()) -> list[str]:
     """Paths of generators that are only stored, only live, or do not take their stored state."""
     live = dict(_generators(parts, known))
     both = live.keys() & stored.keys()
