@@ -322,6 +322,19 @@ def test_export_of_one_of_several_models(step: tuple[Path, Any], tmp_path: Path)
     check_paragraph(run("export", path, tmp_path / "out"), "transformer_2")
 
 
+def test_export_of_a_component(pipelines: Path, tmp_path: Path) -> None:
+    for name in ("transformer_2", "text_encoder"):
+        result = run("export", pipelines / "wan", tmp_path / name, "--model", name)
+        assert result.exit_code == 0, result.output
+        own, expected = _files(tmp_path / name), theirs(pipelines / "wan")[name].state_dict()
+        (weights,) = (file for file in own if file.endswith(".safetensors"))
+        found = load_file(tmp_path / name / weights)
+        assert found.keys() <= expected.keys()
+        assert "config.json" in own
+        assert all(torch.equal(tensor, expected[one]) for one, tensor in found.items())
+    check_paragraph(run("export", pipelines / "wan", tmp_path / "out", "--model", "scheduler"), "scheduler")
+
+
 def test_export_into_a_pipeline(pipelines: Path, step: tuple[Path, Any], tmp_path: Path) -> None:
     """All models of a step, one of them, and the only one of a step, each by the name of its component."""
     path, live = step

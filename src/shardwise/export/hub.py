@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..catalog.records import PIPELINE_NAME
 from ..digests import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError, StateError
@@ -27,7 +28,7 @@ from ..operations.printed import Printed
 from ..planning.plan import IOOptions
 from ..planning.proof import Cast, casts_of, rounded_between
 from ..ranks.ranks import Ranks, device_where_ranks_sum
-from ..storage import absolute
+from ..storage import absolute, is_file, join
 from ..storage.records import is_url
 from ..tensors.live import LiveModel, describe, is_declared
 from ..tensors.tiles import Tile
@@ -95,7 +96,7 @@ def export_hf(
             pipeline, or a dict of models of one: each model is written into the folder of its name. A ``SentenceTransformer`` is written whole.
         out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
-        model_name: the model to export from a checkpoint with several. With ``pipeline``, None exports all of them, and the only model of a
+        model_name: the model to export from a checkpoint with several, or from a pipeline's folder. With ``pipeline``, None exports all of them, and the only model of a
             checkpoint needs the name of its component here: ``"transformer"``, or ``"transformer=ema"`` for an extra with sharded tensors.
         pipeline: for stored models, a dict of models, or a live pipeline: the pipeline whose components they are, a directory or Hub ID. Everything
             that isn't one of these models is copied from there.
@@ -183,6 +184,8 @@ def export_hf(
             raise ValueError("model_name= and config= apply to stored models, not to a live one")
         if adapters is not None and isinstance(model_or_path, nn.Module) and not has_adapters(model_or_path):
             raise ValueError("adapters= needs a model with PEFT adapters; this one has none")
+        if model_name is not None and is_file(join(str(model_or_path), PIPELINE_NAME)):
+            model_or_path, model_name = join(str(model_or_path), model_name), None
         code = dtype_code(dtype)
         job: Job
         if quantize is not None or source is not None:
