@@ -1,8 +1,9 @@
-"""From a pipeline's folder to shards, three steps, a stop, a resume on other ranks, an export, and diffusers' own pipeline again."""
+"""From a pipeline's folder to shards, three steps, a stop, a resume on as many and on other ranks, an export, and diffusers' own pipeline again."""
 
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,19 @@ def test_round_trips(ranks: RankPool, tmp_path: Path, runs: tuple[Run, ...]) -> 
         write_pipeline(kind, tmp_path / kind)
     ranks.run_ranks(2, train_and_export, str(tmp_path), runs, timeout_s=240)
     ranks.run_ranks(3, resume_elsewhere, str(tmp_path), runs, timeout_s=240)
-    for kind, lora in runs:
+    for (kind, lora), count in product(runs, (2, 3)):
         out = tmp_path / f"{kind}-{lora}"
-        live = torch.load(out / "live")
+        exported, live = out / f"export-{count}", torch.load(out / f"live-{count}")
         base = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / kind))
         before = sample(base)
         if lora:
-            base.load_lora_weights(out / "export")
+            base.load_lora_weights(exported)
             found = {name: base.components[name] for name in PIPELINES[kind]}
             opened = base
         else:
-            opened = diffusers.DiffusionPipeline.from_pretrained(str(out / "export"))
+            opened = diffusers.DiffusionPipeline.from_pretrained(str(exported))
             for name, of in PIPELINES[kind].items():
-                alone = ZOO[of].cls.from_pretrained(out / "export" / name)
+                alone = ZOO[of].cls.from_pretrained(exported / name)
                 assert same(tensors_of(alone), live["tensors"][name]), (kind, name)
             found = {name: opened.components[name] for name in PIPELINES[kind]}
             for name in found:  # the live weights in one process
@@ -82,35 +83,42 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 def train_and_export(root: str, runs: tuple[Run, ...]) -> None:
     for kind, lora in runs:
         out = Path(root) / f"{kind}-{lora}"
-        pipeline, state = load(Path(root), kind, lora)
+        _, state = load(Path(root), kind, lora)
         steps(kind, state, 3)
         sw.save(state, out / "step")
-        live = {"sample": sample(pipeline), "tensors": gathered(state)}
-        sw.export_hf(state.model["transformer"] if lora else pipeline, out / "export")
         steps(kind, state, 1)
-        _, again = load(Path(root), kind, lora, seed=1)
+        resumed, again = load(Path(root), kind, lora, seed=1)
         assert sw.restore(again, out / "step").exact, (kind, lora)
         steps(kind, again, 1)
         last = gathered(state)
-        for name, tensors in gathered(again).items():
+        for name, tensors in export(resumed, again, out, lora).items():
             assert same(tensors, last[name]), (kind, lora, name)
         if dist.get_rank() == 0:
-            torch.save(live, out / "live")
             torch.save(last, out / "last")
 
 
 def resume_elsewhere(root: str, runs: tuple[Run, ...]) -> None:
     for kind, lora in runs:
         out = Path(root) / f"{kind}-{lora}"
-        _, state = load(Path(root), kind, lora, seed=1)
+        pipeline, state = load(Path(root), kind, lora, seed=1)
         sw.restore(state, out / "step")
         steps(kind, state, 1)
         expected = torch.load(out / "last")
-        for name, tensors in gathered(state).items():
+        for name, tensors in export(pipeline, state, out, lora).items():
             for tensor, value in tensors.items():
                 torch.testing.assert_close(
                     value, expected[name][tensor], atol=1e-6, rtol=0, msg=f"{kind} {lora} {name}.{tensor}"
                 )
+
+
+def export(pipeline: Any, state: sw.TrainState, out: Path, lora: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Export a resumed pipeline, or its adapters, and keep a sample and the tensors. Returns these."""
+    count, tensors = dist.get_world_size(), gathered(state)
+    live = {"sample": sample(pipeline), "tensors": tensors}
+    sw.export_hf(state.model["transformer"] if lora else pipeline, out / f"export-{count}")
+    if dist.get_rank() == 0:
+        torch.save(live, out / f"live-{count}")
+    return tensors
 
 
 def load(root: Path, kind: str, lora: bool, seed: int = 0) -> tuple[Any, sw.TrainState]:

@@ -341,8 +341,8 @@ COME_ALONG = {"packaging", "pyyaml", "tokenizers"}
 #: Packages that are imported under another name.
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
-#: Other loaders, which benchmarks/store.py measures where a developer has installed them.
-PEERS_IF_INSTALLED = {"s3torchconnector", "runai_model_streamer"}
+#: Other loaders, which benchmarks/store.py and benchmarks/pipeline.py measure where a developer has installed them.
+PEERS_IF_INSTALLED = {"s3torchconnector", "runai_model_streamer", "nemo_automodel"}
 #: Packages with environments of their own, as tests/launchers/install_ray.sh, `make engines` and the matrix make them.
 ELSEWHERE = {"lerobot", "ray", "torchtune", "vllm"}
 

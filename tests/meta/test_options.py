@@ -81,7 +81,9 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "options": "the model is built; a source is a local path",
         },
         {
-            "names": "replaces the class's renames; load_pretrained has a class",
+            **dict.fromkeys(
+                ("names", "converter"), "replaces the class's renames; load_pretrained has a class"
+            ),
             "allow_plain": "load_pretrained shards the model itself: policy.exclude",
         },
     ),

@@ -57,6 +57,7 @@ from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..models.hub import FromPretrained, Pretrained
 from ..models.meta import meta_init
+from ..planning.hub_rules import Converter
 from ..planning.match import GrowRule
 from ..planning.plan import IOOptions
 from ..publish.places import delete_sealed, set_aside, target_of
@@ -462,6 +463,7 @@ def load(
     source: str | os.PathLike[str],
     *,
     names: Names | None = None,
+    converter: Converter | None = None,
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
@@ -486,6 +488,7 @@ def load(
         model,
         source,
         names=names,
+        converter=converter,
         key_mapping=key_mapping,
         allow_unused=allow_unused,
         allow_missing=allow_missing,
