@@ -513,7 +513,7 @@ KINDS: tuple[Kind, ...] = (
         instead="It is a graph for inference: use the safetensors of the model that it was exported from",
     ),
     Kind(
-        name="a pointer of Git LFS, without the file's content",
+        name="a Git LFS pointer, without the file's content",
         first=(b"version ",),
         instead="Run git lfs pull in its directory, or download the file again: hf download REPOSITORY",
     ),

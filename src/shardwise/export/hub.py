@@ -96,8 +96,9 @@ def export_hf(
             pipeline, or a dict of models of one: each model is written into the folder of its name. A ``SentenceTransformer`` is written whole.
         out: a directory or a URL that must not exist or must be empty, unless ``overwrite`` is set. It appears complete or not at all. In a
             store, each rank writes complete files, the config and the index come last, and a failure deletes what was written.
-        model_name: the model to export from a checkpoint with several, or from a pipeline's folder. With ``pipeline``, None exports all of them, and the only model of a
-            checkpoint needs the name of its component here: ``"transformer"``, or ``"transformer=ema"`` for an extra with sharded tensors.
+        model_name: the model to export from a checkpoint with several, or from a pipeline's folder. With ``pipeline``, None exports all of them,
+            and the only model of a checkpoint needs the name of its component here: ``"transformer"``, or ``"transformer=ema"`` for an extra
+            with sharded tensors.
         pipeline: for stored models, a dict of models, or a live pipeline: the pipeline whose components they are, a directory or Hub ID. Everything
             that isn't one of these models is copied from there.
         config: directory with the config.json (and tokenizer and custom code), for a source without one, such as a DCP checkpoint. Without a

@@ -78,7 +78,8 @@ def step_of(
     other numbers of ranks or another optimizer; a new one is added. Takes the memory of the model's buffers; 0.1 to 1 s, or more if blocks aren't alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)
-    compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
+    mixed = policy.mixed_precision
+    compute = mixed.param_dtype if mixed is not None else None
     what = f"{training.batch_size} x {training.sequence_length} tokens"
     if training.loss is not None:
         what = f"TrainingSpec.loss with a batch of {training.batch_size}"
@@ -90,13 +91,8 @@ def step_of(
     known = {} if known is None else known
     try:
         if asked not in known:
-            mixed = policy.mixed_precision
-            casts = (
-                training.loss is not None
-                and compute is not None
-                and mixed is not None
-                and mixed.cast_forward_inputs
-            )
+            casts = mixed is not None and compute is not None and mixed.cast_forward_inputs
+            casts = casts and training.loss is not None
             known[asked] = _measured(model, groups, training, compute, casts, whole_gradients)
         measured, how = known[asked]
     except MemoryError:
@@ -104,9 +100,11 @@ def step_of(
     except Exception as error:  # a model's own code, which looks at values, may raise anything
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
         if training.loss is not None:
-            hint = ". Neither it nor the model may look at values, as .item() does" * reads_values(
-                error
-            ) + ". Make all inputs on the CPU" * ("on device" in reason or "same device" in reason)
+            hint = ""
+            if reads_values(error):
+                hint = ". Neither it nor the model may look at values, as .item() does"
+            elif "on device" in reason or "same device" in reason:
+                hint = ". Make all inputs on the CPU"
             raise ShardError(
                 f"TrainingSpec.loss failed with tensors that have shapes but no data: {type(error).__name__}: {reason}{hint}"
             ) from error

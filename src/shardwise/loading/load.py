@@ -443,9 +443,9 @@ def load(
         source: a safetensors file or directory, or a shardwise checkpoint; a local path, or a URL in an object store.
         names: stored name → module name, as a mapping (names that aren't in it stay unchanged) or a function. Default: the transformers
             renames of the model's class (for a model wrapped by PEFT, those of the base), or none for other modules.
-        converter: a function that makes the module's state dict from the stored one, as other libraries have them for models from the Hub. It's
-            called once, with tensors that have shapes but no data, so that each rank still reads only its own bytes: it may rename, split, join,
-            reorder, and drop tensors. Only one of ``names``, ``converter``, and ``key_mapping`` can be given.
+        converter: a function that turns the stored state dict into the module's, such as another library's own function for models from the
+            Hub. It's called once, with tensors that have shapes but no data, so each rank still reads only its own bytes. It may rename, split,
+            join, reorder, and drop tensors. Only one of ``names``, ``converter``, and ``key_mapping`` can be given.
         key_mapping: regex → replacement, applied before the renames of the model's class, as in ``from_pretrained``. No effect on a
             checkpoint, which stores the module's names.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
@@ -500,21 +500,18 @@ def load(
         catalog = dequantized(opened, lambda: live.tensors)
         if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
             forget_quantization(live.base.config)  # of a model that was built from the config of the source
-        if (
-            names is None and converter is None and not catalog.has_module_names
-        ):  # a checkpoint's are the module's
+
+        def declared(stored: str, name: str) -> str | None:
+            if matches_any(stored, unused):
+                return "caller"
+            return "converter" if converter is not None and not name else None
+
+        # The names of a checkpoint are the module's.
+        if names is None and converter is None and not catalog.has_module_names:
             hub = automatic_rules(live, key_mapping)
         rules = Rules(
-            by_converter(converter)
-            if converter is not None
-            else resolve_names(live, catalog, names, key_mapping, hub),
-            allow_unused=lambda stored, name: (
-                "caller"
-                if matches_any(stored, unused)
-                else None
-                if name or converter is None
-                else "converter"
-            ),
+            resolve_names(live, catalog, names, key_mapping, hub, converter),
+            allow_unused=declared,
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             grow=rule_of,
             caller_declares=True,
@@ -725,8 +722,11 @@ def resolve_names(
     names: Names | None,
     key_mapping: Mapping[str, str] | None,
     hub: HubRules | None,
+    converter: Converter | None = None,
 ) -> Resolve:
     """From stored tensors to module names, as the caller says, or as the model's class does."""
+    if converter is not None:
+        return by_converter(converter)
     if callable(names):
         return renamed(lambda stored: {n: names(n) for n in stored})
     if names is not None:
