@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from shardwise.catalog import Catalog, Chunk, StoredFile, StoredTensor
 from shardwise.dtypes import itemsize, torch_dtype
-from shardwise.engine.engine import Destination, FileFiller, Staging, compare, execute, fill, write_back
+from shardwise.engine.engine import Destination, Staging, compare, execute, fill, write_back
 from shardwise.engine.files import FileReader
 from shardwise.errors import CheckpointError, IntegrityError, PlanError
 from shardwise.planning import plan as records
 from shardwise.planning.match import Matched, Recipe
 from shardwise.planning.plan import IOOptions, Plan, build_plan
+from shardwise.publish.write import FileFiller
 from shardwise.tensors.boxes import Box, Layout, LocalBox, Wanted, whole, whole_tensor
 from shardwise.tensors.placements import Cut, Geometry, cut_boxes, local_shape
 from shardwise.tensors.tiles import Loop, Tile, identity

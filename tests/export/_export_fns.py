@@ -84,7 +84,7 @@ def export_both_ways(source: str, out: str, options: dict[str, Any]) -> dict[str
 
 def export_fails(source: str, out: str, failing_rank: int) -> tuple[str, str]:
     """One rank fails to write: an error on all, and nothing is left."""
-    from shardwise.engine.engine import FileFiller
+    from shardwise.publish.write import FileFiller
 
     model = sw.load_pretrained(source, _mesh())
     own = FileFiller.write_at

@@ -16,10 +16,10 @@ import transformers
 
 import shardwise as sw
 from shardwise.demo.course import default_model
-from shardwise.engine.engine import FileFiller
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, SourceError
 from shardwise.export.write import lay_out
 from shardwise.publish.places import discard, published_steps
+from shardwise.publish.write import FileFiller
 from shardwise.tensors.boxes import TensorSpec
 from tests.export import _export_fns as fns
 from tests.harness.pool import RankPool

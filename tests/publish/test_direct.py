@@ -1,9 +1,11 @@
-"""Files that a thread writes past the page cache: the same bytes as any, and every error."""
+"""Files that are written past the page cache: the same bytes as any, and every error."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from shardwise.errors import CheckpointError
 from shardwise.publish import write as direct
-from shardwise.publish.write import DirectWriter
+from shardwise.publish.write import DirectWriter, FileFiller
 from tests.harness.open_files import open_below
 
 BUFFER = 3 * 4096
@@ -68,8 +70,6 @@ def test_bytes_arrive(
 
 def test_goes_past_the_page_cache_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks with O_DIRECT, from aligned memory; only the end of the file without."""
-    import fcntl
-
     seen: list[tuple[bool, int]] = []
     own = os.write
 
@@ -170,3 +170,106 @@ def test_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "write", failing(2, errno.ENOSPC))
     with pytest.raises(CheckpointError, match="No space"), DirectWriter(str(tmp_path / "full")) as file:
         file.write(content)
+
+
+# --- files that several ranks fill -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each write past the page cache, of fills that have two blocks or more."""
+    monkeypatch.setattr(direct, "_LEAST_DIRECT_BYTES", 1)
+    seen: list[int] = []
+    own = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        count = own(fd, data, at)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            assert at % 4096 == 0
+            seen.append(count)
+        return count
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return seen
+
+
+def fill_in_turns(folder: Path, content: bytes, seed: int) -> int:
+    """Two fillers write the ranges of a file in turns, in any order; returns how many bytes they say they wrote."""
+    draw = random.Random(seed)
+    cuts = sorted({0, len(content), *(draw.randrange(len(content)) for _ in range(draw.randrange(12)))})
+    ranges = list(zip(cuts[:-1], cuts[1:], strict=True))
+    draw.shuffle(ranges)
+    (folder / "file").touch()
+    os.truncate(folder / "file", len(content))
+    told: list[int] = []
+    fillers = [FileFiller(str(folder), told.append) for _ in range(2)]
+    with fillers[0], fillers[1]:
+        for k, (start, stop) in enumerate(ranges):
+            fillers[k % 2].write_at("file", start, memoryview(content)[start:stop])
+    assert sum(told) == sum(filler.bytes_written for filler in fillers)
+    return sum(told)
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "buffered"])
+def test_ranges_that_share_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_blocks: list[int], is_direct: bool
+) -> None:
+    """Ranges that begin and end anywhere leave each other's bytes alone, whichever way each of their blocks is written."""
+    if not is_direct:
+        monkeypatch.setattr(direct, "_O_DIRECT", 0)
+    for seed in range(60):
+        content = random.Random(seed).randbytes(20 * 4096 + seed)
+        assert fill_in_turns(tmp_path, content, seed) == len(content)
+        assert (tmp_path / "file").read_bytes() == content
+        (tmp_path / "file").unlink()
+    if is_direct and not whole_blocks:
+        pytest.skip("the file system of the temporary directory takes no O_DIRECT")
+    assert (sum(whole_blocks) > 30 * 20 * 4096) is is_direct
+    assert set(whole_blocks) <= {4096, 2 * 4096, BUFFER}
+
+
+@pytest.mark.parametrize(("code", "named"), [(errno.EINVAL, ""), (errno.ENOSPC, "No space")])
+def test_blocks_that_can_not_be_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_blocks: list[int], code: int, named: str
+) -> None:
+    """What refuses only the way is written the other way; anything else is an error."""
+    own = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and at > BUFFER:
+            raise OSError(code, os.strerror(code))
+        return own(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    content = os.urandom(5 * BUFFER + 3)
+    if named:
+        with pytest.raises(CheckpointError, match=f"file: write failed: {named}"):
+            fill_in_turns(tmp_path, content, 0)
+    else:
+        assert fill_in_turns(tmp_path, content, 0) == len(content)
+        assert (tmp_path / "file").read_bytes() == content
+    assert open_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("took", [1000, 4096, 5000])
+def test_short_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_blocks: list[int], took: int
+) -> None:
+    own = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: own(fd, data[: took // 512 * 512], at))
+    content = os.urandom(2 * BUFFER + 77)
+    assert fill_in_turns(tmp_path, content, 1) == len(content)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("block", [1024**2, 3 * 4096, 5 * 4096])
+def test_blocks_of_network_file_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_blocks: list[int], block: int
+) -> None:
+    """Whole ones of theirs alone, since a client may read the rest of one to write a part."""
+    monkeypatch.setattr(direct, "_block_bytes", lambda fd: 0 if BUFFER % block else block)
+    content = os.urandom(40 * 4096)
+    for seed in range(10):
+        fill_in_turns(tmp_path, content, seed)
+        assert (tmp_path / "file").read_bytes() == content
+    assert set(whole_blocks) <= ({block} if BUFFER % block == 0 else set())

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.engine.engine import FileFiller
 from shardwise.errors import CheckpointError
 from shardwise.publish import write as direct
 from shardwise.publish import write as write_module
-from shardwise.publish.write import DirectWriter, FileWriter
+from shardwise.publish.write import DirectWriter, FileFiller, FileWriter
 from shardwise.ranks import ranks as patience
 from shardwise.ranks.ranks import Watch, patiently, remove_tree, watched, write_behind
 

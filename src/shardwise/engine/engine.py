@@ -13,19 +13,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
 from ..catalog.records import StoredTensor
 from ..dtypes import itemsize, torch_dtype
-from ..errors import CheckpointError, PlanError, SourceError
+from ..errors import PlanError, SourceError
 from ..host import copies_late
 from ..planning.match import HostConversion, Recipe
 from ..planning.plan import IOOptions, StridedLoop, Transfer, transfers_of
 from ..planning.proof import Span
-from ..ranks.ranks import PIECE_BYTES, current_watch, patiently, watched, write_behind
+from ..ranks.ranks import current_watch, patiently, watched
 from ..tensors.boxes import Box, LocalBox, Wanted, contiguous_strides
 from ..tensors.live import LEAST_BYTES, HostMemory
 from ..tensors.tiles import Tile
@@ -428,63 +427,6 @@ class Filler(Protocol):
 
     def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
         """Write bytes at an offset of a file."""
-
-
-class FileFiller:
-    """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
-
-    Bytes go to disk on the way, which leaves little for fsync. Rank-local; several ranks may fill disjoint ranges of
-    one file. Raises :class:`CheckpointError`.
-    """
-
-    def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
-        self.bytes_written = 0
-        self._root = root
-        self._fds: dict[str, int] = {}
-        self._cached_bytes: dict[str, int] = {}  # by file, since the kernel was last told to write
-        self._on_progress = on_progress
-
-    def __enter__(self) -> FileFiller:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            for name, fd in self._fds.items():
-                if kind is None:
-                    try:
-                        patiently(os.fsync, fd)
-                    except OSError as failure:
-                        raise CheckpointError(
-                            f"{self._root}/{name}: fsync failed: {failure.strerror}"
-                        ) from failure
-        finally:
-            while self._fds:
-                patiently(os.close, self._fds.popitem()[1])
-
-    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
-        """Write bytes at an offset of a file."""
-        try:
-            if name not in self._fds:
-                path = os.path.join(self._root, name)
-                self._fds[name] = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
-            fd, done = self._fds[name], 0
-            while done < view.nbytes:
-                count = patiently(os.pwrite, fd, view[done : done + _WRITE_BYTES], offset_bytes + done)
-                done += count
-                self.bytes_written += count
-                self._cached_bytes[name] = self._cached_bytes.get(name, 0) + count
-                if self._cached_bytes[name] >= PIECE_BYTES:
-                    self._cached_bytes[name] = 0
-                    patiently(write_behind, fd)
-                if self._on_progress is not None:
-                    self._on_progress(count)
-        except OSError as error:
-            raise CheckpointError(f"{self._root}/{name}: write failed: {error.strerror}") from error
-
-
-_WRITE_BYTES = 16 * 1024**2
 
 
 def write_back(

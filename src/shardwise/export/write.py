@@ -22,7 +22,7 @@ from ..catalog.records import Chunk, StoredTensor
 from ..catalog.safetensors import catalog_of_weights
 from ..catalog.weights import Choice, Weights, WrittenNames
 from ..dtypes import itemsize
-from ..engine.engine import Destination, FileFiller, Filler, Staging, write_back
+from ..engine.engine import Destination, Filler, Staging, write_back
 from ..errors import CheckpointError, FormatError, SourceError
 from ..format.header import read_headers
 from ..format.manifest import MANIFEST_NAME
@@ -45,6 +45,7 @@ from ..publish.copy import LAST
 from ..publish.lock import NOTE_NAME, mark, remove_ours, unmark
 from ..publish.places import make_temporary
 from ..publish.write import (
+    FileFiller,
     ObjectWriter,
     claim,
     discard_in_store,

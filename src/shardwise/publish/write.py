@@ -479,6 +479,107 @@ def _switch(fd: int, *, on: bool) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
+# Fills files that several ranks write to at once.
+
+#: Fewer whole blocks at once are faster through the page cache, which gathers them.
+_LEAST_DIRECT_BYTES = 256 * 1024
+
+
+class FileFiller:
+    """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
+
+    Of a large range the whole blocks go past the page cache, as :class:`DirectWriter` writes them; its ends, which share blocks with other
+    ranges, go through it. Rank-local; several ranks may fill disjoint ranges of one file. Memory: a buffer of 8 MiB. Raises
+    :class:`CheckpointError`.
+    """
+
+    def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
+        self.bytes_written = 0
+        self._root = root
+        self._fds: dict[str, int] = {}
+        self._blocks: dict[str, int] = {}  # by file: bytes of a block; 0 if nothing goes past the page cache
+        self._cached_bytes: dict[str, int] = {}  # by file, since the kernel was last told to write
+        self._buffer: NDArray[np.uint8] | None = None
+        self._on_progress = on_progress
+
+    def __enter__(self) -> FileFiller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for name, fd in self._fds.items():
+                if kind is None:
+                    try:
+                        patiently(os.fsync, fd)
+                    except OSError as failure:
+                        raise CheckpointError(
+                            f"{self._root}/{name}: fsync failed: {failure.strerror}"
+                        ) from failure
+        finally:
+            while self._fds:
+                patiently(os.close, self._fds.popitem()[1])
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        """Write bytes at an offset of a file."""
+        try:
+            if name not in self._fds:
+                path = os.path.join(self._root, name)
+                self._fds[name] = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+                self._blocks[name] = _block_bytes(self._fds[name])
+            done = 0
+            while done < view.nbytes:
+                count = self._write(name, offset_bytes + done, view[done:], view.nbytes)
+                done += count
+                self.bytes_written += count
+                if self._on_progress is not None:
+                    self._on_progress(count)
+        except OSError as error:
+            raise CheckpointError(f"{self._root}/{name}: write failed: {error.strerror}") from error
+
+    def _write(self, name: str, at: int, rest: memoryview, of_bytes: int) -> int:
+        """Write the first bytes of the rest of a range of ``of_bytes``. Returns how many."""
+        fd, block = self._fds[name], self._blocks[name]
+        if block and of_bytes >= max(_LEAST_DIRECT_BYTES, 2 * block):
+            before = -at % block
+            if before:
+                rest = rest[:before]
+            elif rest.nbytes >= block and (count := self._write_blocks(name, at, rest)):
+                return count
+        count = patiently(os.pwrite, fd, rest[:_WRITE_PIECE_BYTES], at)
+        self._cached_bytes[name] = self._cached_bytes.get(name, 0) + count
+        if self._cached_bytes[name] >= PIECE_BYTES:
+            self._cached_bytes[name] = 0
+            patiently(write_behind, fd)
+        return count
+
+    def _write_blocks(self, name: str, at: int, rest: memoryview) -> int:
+        """Write whole blocks past the page cache. Returns how many bytes; 0, now and later, if the file system can't."""
+        fd, block = self._fds[name], self._blocks[name]
+        if self._buffer is None:
+            self._buffer = _buffer()
+        count = min(BUFFER_BYTES, rest.nbytes) // block * block
+        self._buffer[:count] = np.frombuffer(rest[:count], dtype=np.uint8)
+        try:
+            if _switch(fd, on=True):
+                return patiently(os.pwrite, fd, self._buffer.data[:count], at)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+        finally:
+            _switch(fd, on=False)
+        self._blocks[name] = 0
+        return 0
+
+
+def _block_bytes(fd: int) -> int:
+    """Bytes that a file's system reads and writes together, so that writes past the page cache and through it don't share them; 0: too many."""
+    block = max(_ALIGNMENT, mmap.PAGESIZE, os.fstat(fd).st_blksize)
+    return 0 if BUFFER_BYTES % block else block
+
+
+# ----------------------------------------------------------------------------------------------------
 # Writes one slice file: straight from the tensors, checksummed on the way, synced to disk.
 
 #: Files of this size or more get a thread of their own.
