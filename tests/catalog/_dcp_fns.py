@@ -19,7 +19,6 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from tests.checkpoint._reshard_fns import held_bytes
 from tests.harness.models import Block, Mixed
-from tests.harness.versions import quiet_dcp
 from tests.integrations._accelerate_fns import accelerator_with
 
 
@@ -59,8 +58,7 @@ def save_with_torch(folder: str, kind: str, dtype: str) -> dict[str, torch.Tenso
         of_model, of_optimizer = get_state_dict(model, optimizer)
         state = {"model": of_model, "optim": of_optimizer, "step": 7, "rng": torch.get_rng_state()}
         state = {"app": state} if kind == "app" else state
-    with quiet_dcp():
-        dcp.save(state, checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=folder)
     return whole(model)
 
 
@@ -224,8 +222,7 @@ def restores_nested(root: str, flat_optimizer: bool) -> dict[str, Any]:
         of_model, of_optimizer = get_state_dict(
             model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
         )
-        with quiet_dcp():
-            dcp.save({"model": of_model, "optimizer": of_optimizer, "step": 7}, checkpoint_id=root)
+        dcp.save({"model": of_model, "optimizer": of_optimizer, "step": 7}, checkpoint_id=root)
     model = sharded(2)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
     report = sw.restore(sw.TrainState(model=model, optimizer=optimizer), root)
@@ -265,8 +262,7 @@ def another_optimizer(root: str) -> dict[str, str]:
     apart.step()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     of_model, of_optimizer = get_state_dict(model, apart, options=options)
-    with quiet_dcp():
-        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{root}-apart")
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{root}-apart")
     together = torch.optim.AdamW(parameters, lr=0.1)
     report = None
     try:

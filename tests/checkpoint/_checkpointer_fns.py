@@ -25,7 +25,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.publish.lock import mark
 from tests.checkpoint._resume_fns import assert_same_bits, bits, listing
 from tests.harness.logged import warnings_logged
-from tests.harness.versions import quiet_dcp
 
 MIB = 1024**2
 
@@ -184,8 +183,7 @@ def resumes_among_dcp(root: str, name: str) -> tuple[str, str]:
     """A root that holds what DCP saved."""
     from torch.distributed import checkpoint as dcp
 
-    with quiet_dcp():
-        dcp.save(state_at(7).models["model"].state_dict(), checkpoint_id=f"{root}/{name}")
+    dcp.save(state_at(7).models["model"].state_dict(), checkpoint_id=f"{root}/{name}")
     with sw.Checkpointer(root) as checkpoints:
         return failure(lambda: checkpoints.resume(state_at(7)))
 

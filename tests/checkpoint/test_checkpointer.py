@@ -17,7 +17,6 @@ from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.harness.small_disks import small_disk_at
 from tests.harness.tiers import nightly
-from tests.harness.versions import quiet_dcp
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +76,8 @@ def test_dcp_directories_are_named(ranks: RankPool, tmp_path: Path, name: str) -
 def test_dcp_directories_of_other_names_are_pointed_to(tmp_path: Path) -> None:
     """They may be there for another purpose: a run that begins is no error."""
     state = fns.state_at(7)
-    with quiet_dcp():
-        for number in (9, 10):
-            dcp.save(state.models["model"].state_dict(), checkpoint_id=tmp_path / f"checkpoint-{number}")
+    for number in (9, 10):
+        dcp.save(state.models["model"].state_dict(), checkpoint_id=tmp_path / f"checkpoint-{number}")
     with warnings_logged() as lines:
         assert sw.Checkpointer(tmp_path).resume(state) is None
     if dist.get_rank() != 0:

@@ -34,7 +34,6 @@ from shardwise.doctor.rules import RULES
 from shardwise.operations.host_budget import host_budget
 from tests.harness.command import runner
 from tests.harness.models import sparse_file
-from tests.harness.versions import quiet_dcp
 from tests.loading.test_plan_promises import make_model
 
 SCRIPT = Path(sys.executable).with_name("shardwise")
@@ -478,8 +477,7 @@ def test_verify(saved: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_verify_of_dcp_directories(tmp_path: Path) -> None:
-    with quiet_dcp():
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-7")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-7")
     check_paragraph(run("verify", tmp_path), "DCP directories", "shardwise convert", status=(1,))
 
 
@@ -597,8 +595,7 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
 def test_what_a_dcp_directory_lacks_is_said(model: Path, tmp_path: Path) -> None:
     """No config.json, and no step."""
     live = load_pretrained(model)
-    with quiet_dcp():
-        dcp.save(live.state_dict(), checkpoint_id=tmp_path / "dcp")
+    dcp.save(live.state_dict(), checkpoint_id=tmp_path / "dcp")
     lines = {
         name: " ".join(run(*words).stdout.split())
         for name, words in {

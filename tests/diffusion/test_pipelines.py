@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -20,6 +21,8 @@ from tests.diffusion.models import sample, write_pipeline
 from tests.harness.on_ranks import on_ranks
 from tests.loading._load_fns import bits, tensors_of, whole
 
+#: What ``from_pretrained`` calls it.
+DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
 SHARDED = {"flux": ("transformer", "text_encoder_2"), "wan": ("transformer", "transformer_2")}
 
 
@@ -51,9 +54,8 @@ def test_as_diffusers_loads_it(pipelines: Path) -> None:
     for kind, shard in SHARDED.items():
         for suffix, options in ASKED:
             source = pipelines / f"{kind}{suffix}"
-            theirs = diffusers.DiffusionPipeline.from_pretrained(
-                str(source), dtype=options.get("dtype"), variant=options.get("variant")
-            )
+            given = {DTYPE if name == "dtype" else name: value for name, value in options.items()}
+            theirs = diffusers.DiffusionPipeline.from_pretrained(str(source), **given)
             ours = sw.load_pipeline(source, mesh, shard=shard, **options)
             assert type(ours) is type(theirs)
             assert json.loads(ours.to_json_string()) == json.loads(theirs.to_json_string())

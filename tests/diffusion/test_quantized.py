@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,6 @@ def quanto(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.filterwarnings("ignore:.*Quanto:FutureWarning")
 @on_ranks(2)
 def test_quanto(quanto: dict[str, Path]) -> None:
-    import warnings
-
     warnings.filterwarnings("ignore", ".*Quanto", FutureWarning)
     for name in ("int8", "float8"):
         check(quanto[name])
@@ -107,31 +106,64 @@ def test_quanto(quanto: dict[str, Path]) -> None:
         sw.load_pretrained(quanto["int4"], mesh)
 
 
-@on_ranks(2)
-def test_bitsandbytes_int8(tmp_path: Path) -> None:
-    """diffusers quantizes on GPUs only, so bitsandbytes' own layers in diffusers' model do it here."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    from diffusers.quantizers.bitsandbytes.utils import dequantize_bnb_weight, replace_with_bnb_linear
+def quantize_here(model: nn.Module, weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Quantize a model whose layers are bitsandbytes' as diffusers does on a GPU. Returns its parameters as diffusers dequantizes them."""
+    import bitsandbytes
+    from diffusers.quantizers.bitsandbytes.utils import dequantize_bnb_weight
 
-    config = diffusers.BitsAndBytesConfig(load_in_8bit=True)
-    torch.manual_seed(0)
-    plain = FLUX(**CONFIG).half()
-    model = replace_with_bnb_linear(
-        FLUX(**CONFIG).half(), modules_to_not_convert=[], quantization_config=config
-    )
-    model.load_state_dict(plain.state_dict(), strict=False, assign=True)
-    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    expected = dict(weights)
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            codes, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(expected[f"{name}.weight"])
+            codes, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(weights[f"{name}.weight"])
             module.weight = bitsandbytes.nn.Int8Params(
                 codes, requires_grad=False, has_fp16_weights=False, SCB=scales
             )
             expected[f"{name}.weight"] = dequantize_bnb_weight(module.weight, module.state, torch.float16)
-    model.register_to_config(quantization_config=config)
-    folder = tmp_path / "folder"
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder)
-    dist.barrier()
-    ours = sw.load_pretrained(folder, init_device_mesh("cpu", (2,)), dtype=torch.float16)
-    assert all(torch.equal(p.full_tensor(), expected[name]) for name, p in ours.named_parameters())
+        elif isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.weight = bitsandbytes.nn.Params4bit(
+                weights[f"{name}.weight"],
+                requires_grad=False,
+                quant_type=config.bnb_4bit_quant_type,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                module=module,
+            ).to("cpu")
+            expected[f"{name}.weight"] = dequantize_bnb_weight(module.weight, dtype=torch.float16)
+    return expected
+
+
+@on_ranks(2)
+def test_bitsandbytes(tmp_path: Path) -> None:
+    """diffusers quantizes on GPUs only, so bitsandbytes' own layers in diffusers' model do it here."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
+
+    layers = {"load_in_8bit": bitsandbytes.nn.Linear8bitLt, "load_in_4bit": bitsandbytes.nn.Linear4bit}
+    mesh = init_device_mesh("cpu", (2,))
+    for k, options in enumerate(
+        (
+            {"load_in_8bit": True},
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        )
+    ):
+        config = diffusers.BitsAndBytesConfig(**options)
+        torch.manual_seed(0)
+        plain = FLUX(**CONFIG).half()
+        model = replace_with_bnb_linear(
+            FLUX(**CONFIG).half(), modules_to_not_convert=[], quantization_config=config
+        )
+        model.load_state_dict(plain.state_dict(), strict=False, assign=True)
+        weights = {name: p.detach() for name, p in plain.named_parameters()}
+        expected = quantize_here(model, weights, config)
+        kind = layers[next(iter(options))]
+        assert sum(isinstance(module, kind) for module in model.modules()) > 40
+        assert sum(not torch.equal(expected[name], weights[name]) for name in weights) > 40
+        model.register_to_config(quantization_config=config)
+        folder = tmp_path / str(k)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        ours = sw.load_pretrained(folder, mesh, dtype=torch.float16)
+        for name, p in ours.named_parameters():
+            assert torch.equal(p.full_tensor(), expected[name]), f"{options} {name}"

@@ -89,7 +89,6 @@ RAISED: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch before 2.11, in DCP
 @pytest.mark.parametrize("rule", RAISED)
 def test_the_traceback_of_a_real_failure(rule: str, tmp_path: Path, here: set[str]) -> None:
     log = tmp_path / "run.log"

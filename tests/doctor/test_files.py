@@ -286,7 +286,6 @@ CHECKPOINTS: dict[tuple[str, ...], Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch before 2.11, in DCP
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("rules", CHECKPOINTS, ids="+".join)
 def test_a_checkpoint(rules: tuple[str, ...], steps: Path, tmp_path: Path, here: set[str]) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 
 from packaging.requirements import Requirement
 
 from shardwise.gates import GATES
 
-__all__ = ["is_open", "lacking", "quiet_dcp"]
+__all__ = ["is_open", "lacking"]
 
 
 def is_open(gate: str) -> bool:
@@ -35,11 +32,3 @@ def lacking(needs: str, why: str = "") -> str | None:
     if requirement.specifier.contains(installed, prereleases=True):
         return None
     return f"{text}; needs {requirement}, and {installed} is installed"
-
-
-@contextmanager
-def quiet_dcp() -> Iterator[None]:
-    """Inside, torch's DCP may save on a rank: up to 2.10 it warns of its own use of ``TypedStorage``."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-        yield

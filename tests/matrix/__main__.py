@@ -39,7 +39,17 @@ PYTEST = (
     "-q",
 )
 #: Folders whose tests start ranks: what touches torch's and transformers' own classes.
-RANKS = ("loading", "sharding", "tensors", "export", "checkpoint", "integrations", "cases", "others")
+RANKS = (
+    "loading",
+    "sharding",
+    "tensors",
+    "export",
+    "checkpoint",
+    "integrations",
+    "cases",
+    "diffusion",
+    "others",
+)
 SHAPE = ("imports", "exports", "internals", "mutations")
 
 

@@ -1402,7 +1402,7 @@ MUTATIONS = (
         "a tensor within a storage is filled at its start",
     ),
     Mutation(
-        "engine/engine.py",
+        "publish/write.py",
         "                        patiently(os.fsync, fd)\n",
         "                        pass\n",
         ("tests/ranks/test_patience.py::test_fsync_finds_little_to_write",),

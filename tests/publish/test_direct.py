@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def fill_in_turns(folder: Path, content: bytes, seed: int) -> int:
     """Two fillers write the ranges of a file in turns, in any order; returns how many bytes they say they wrote."""
     draw = random.Random(seed)
     cuts = sorted({0, len(content), *(draw.randrange(len(content)) for _ in range(draw.randrange(12)))})
-    ranges = list(zip(cuts[:-1], cuts[1:], strict=True))
+    ranges = list(pairwise(cuts))
     draw.shuffle(ranges)
     (folder / "file").touch()
     os.truncate(folder / "file", len(content))

@@ -19,8 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.harness.versions import quiet_dcp
-
 Tensors = dict[str, torch.Tensor]
 
 _NAMES = {
@@ -167,7 +165,7 @@ def write(
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 100, "optimizer": optimizer}
     state |= {"common_state/shard_0_1": [common]} if is_newer else {}
     state["rng_state/shard_0_1"] = [{"numpy": 1}]
-    with quiet_dcp(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(state, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}

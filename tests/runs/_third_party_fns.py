@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import MultiStepLR
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from tests.catalog._dcp_fns import Lines, batch, whole
-from tests.harness.versions import quiet_dcp
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -62,17 +61,16 @@ def titan_saves(folder: str) -> list[float]:
     state = run_of(0)
     train(state, 0, 3)
     model, optimizer = state.models["model"], state.optimizers["optimizer"]
-    with quiet_dcp():
-        dcp.save(
-            {
-                **get_model_state_dict(model),
-                "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-                "lr_scheduler": state.scheduler.state_dict(),
-                "dataloader": {"dp_rank_0": b"somebody's pickle", "world_size": dist.get_world_size()},
-                "train_state": {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(9)},
-            },
-            checkpoint_id=folder,
-        )
+    dcp.save(
+        {
+            **get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+            "lr_scheduler": state.scheduler.state_dict(),
+            "dataloader": {"dp_rank_0": b"somebody's pickle", "world_size": dist.get_world_size()},
+            "train_state": {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(9)},
+        },
+        checkpoint_id=folder,
+    )
     return train(state, 3, 5)
 
 
@@ -159,8 +157,7 @@ def asks_too_much_of_dcp(folder: str) -> dict[str, Any]:
     train(state, 0, 1)
     model, optimizer = state.models["model"], state.optimizers["optimizer"]
     content = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    with quiet_dcp():
-        dcp.save({name: found.state_dict() for name, found in content.items()}, checkpoint_id=folder)
+    dcp.save({name: found.state_dict() for name, found in content.items()}, checkpoint_id=folder)
     other = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
     asked = {"optimizer": {"optimizer": other}, "scheduler": {"scheduler": state.scheduler}, "model": {}}
     found: dict[str, Any] = {}
