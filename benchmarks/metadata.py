@@ -320,7 +320,7 @@ def plan_resume(
     facts_of(planned, fingerprint(planned.plan, {}), in_words(planned.plan, {}))
     part = trained_by("optimizer", state.optimizers["optimizer"], {"model": described})
     states = OptimizerInCheckpoint(part, stored_settings(path, manifest)).states()
-    given = states.filling(described, tensors, HostMemory(), io)
+    given = states.filling(described, tensors, HostMemory(), io, grow=lambda *_: None)
     return planned.plan, plan_load(given.live, given.catalog, given.rules, io=io).plan
 
 

@@ -27,6 +27,7 @@ def _run(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProc
     # 1: measured, and a bound on seconds does not hold, which says nothing at this size.
     fine = (0, 1) if script in JUDGES_SECONDS else (0,)
     assert done.returncode in fine, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return done
 
 
