@@ -35,7 +35,13 @@ _AXES = re.compile(r"axes_dims?|^rope_(axes_dim|dim|dim_list)$|mrope_section")
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """The arguments of a class that have defaults, as in its signature, and those that must be given."""
+    """The arguments of a class that have defaults, as in its signature, and those that must be given.
+
+    Raises ValueError if diffusers doesn't register them, so that no config holds them.
+    """
+    if not hasattr(kind.__init__, "__wrapped__"):
+        names = ", ".join(inspect.signature(kind).parameters)
+        raise ValueError(f"a wrapper for other models ({names}); it has no config, and each of them has a folder")
     fields = {
         name: copy.deepcopy(parameter.default)
         for name, parameter in inspect.signature(kind.__init__).parameters.items()
