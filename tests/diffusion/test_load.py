@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -69,20 +70,25 @@ def test_each_rank_reads_its_own_bytes(zoo: Path) -> None:
 
 
 def test_blocks_become_groups(zoo: Path) -> None:
-    """The repeated blocks of a model, which its class names, too."""
+    """Those that a class calls repeated, and those that it doesn't split: none is cut by the border of a group."""
     from shardwise.sharding.fsdp import ShardPolicy, find_wrapping
 
-    for kind in ("flux", "wan", "qwen-image", "ltx", "sd3", "hunyuan-video"):
+    named = Counter[str]()
+    for kind in ZOO:
         with sw.meta_init():
             model = ZOO[kind].cls(**ZOO[kind].config)
         groups = {candidate.path for candidate, _ in find_wrapping(model, ShardPolicy()).groups}
-        repeated = {
-            path
-            for path, module in model.named_modules()
-            if type(module).__name__ in (type(model)._repeated_blocks or ())
-        }
-        assert repeated or not type(model)._repeated_blocks, kind
-        assert repeated <= groups, kind
+        for path, module in model.named_modules():
+            name = type(module).__name__
+            holds = any(group.startswith(f"{path}.") for group in groups)
+            inside = any(path.startswith(f"{group}.") for group in groups if group)
+            if name in (type(model)._repeated_blocks or ()):
+                assert path in groups or inside, (kind, path)
+                named[kind] += 1
+            elif name in (type(model)._no_split_modules or ()) and list(module.parameters()):
+                assert path in groups or inside or holds, (kind, path)
+                named[kind] += 1
+    assert set(named) == set(ZOO)
 
 
 #: What may be in a folder: one value is in each, which says which file was read.
