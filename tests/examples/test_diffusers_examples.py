@@ -96,6 +96,8 @@ def opened(kind: str, base: Path, export: Path, lora: bool) -> Any:
             ("diffusers_loop", "wan", False),
             ("diffusers_loop", "flux", True),
             ("diffusers_accelerate", "wan", False),
+            ("diffusers_accelerate", "flux", False),
+            ("diffusers_accelerate", "wan", True),
         ),
     ],
 )
