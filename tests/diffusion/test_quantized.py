@@ -68,12 +68,14 @@ def check(folder: Path) -> None:
     assert "quantization_config" not in ours.config
 
 
+@pytest.mark.needs("diffusers>=0.39", "saves torchao's tensors by pickle only")
 @on_ranks(2)
 def test_torchao(torchao: dict[str, Path]) -> None:
     for name in ("int8", "fp8"):
         check(torchao[name])
 
 
+@pytest.mark.needs("diffusers>=0.39", "saves torchao's tensors by pickle only")
 @on_ranks(1)
 def test_others_of_torchao_are_refused_by_name(torchao: dict[str, Path]) -> None:
     mesh = init_device_mesh("cpu", (1,))
