@@ -41,7 +41,9 @@ def defaults(kind: Any) -> dict[str, Any]:
     """
     if not hasattr(kind.__init__, "__wrapped__"):
         names = ", ".join(inspect.signature(kind).parameters)
-        raise ValueError(f"a wrapper for other models ({names}); it has no config, and each of them has a folder")
+        raise ValueError(
+            f"a wrapper for other models ({names}); it has no config, and each of them has a folder"
+        )
     fields = {
         name: copy.deepcopy(parameter.default)
         for name, parameter in inspect.signature(kind.__init__).parameters.items()

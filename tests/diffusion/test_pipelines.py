@@ -99,6 +99,8 @@ def test_saved_without_a_component(pipelines: Path, tmp_path: Path) -> None:
     again = sw.load_pipeline(tmp_path / "out", mesh, shard=("transformer",), components=none)
     assert again.text_encoder is None
     assert_alike(sample(again), sample(pipeline))
+    with pytest.raises(SourceError, match=r"components=\{'text_encoder': None, 'tokenizer': None\}"):
+        sw.load_pipeline(tmp_path / "out", mesh, shard=("transformer",))
     with pytest.raises(SourceError, match=r"has no component 'text_encoder'; it has scheduler, transformer"):
         sw.load_pipeline(tmp_path / "out", mesh, shard=("text_encoder",))
     with pytest.raises(SourceError, match=r"has no component 'text_encoder'"):
@@ -158,6 +160,12 @@ def test_what_is_refused(pipelines: Path, tmp_path: Path) -> None:
         sw.load_pipeline(flux, shard=("unet",))
     with pytest.raises(TypeError, match=r"shard=\('transformer',\)"):
         sw.load_pipeline(flux, shard="transformer")
+    with pytest.raises(SourceError, match=r"has no component 'vea'; it has scheduler"):
+        sw.load_pipeline(
+            flux, shard=("transformer",), dtype={"default": torch.bfloat16, "vea": torch.float32}
+        )
+    with pytest.raises(TypeError, match=r"is a str; expected a dict .*adapter=\{'transformer': …\}"):
+        sw.load_pipeline(flux, shard=("transformer",), adapter="lora")
     with pytest.raises(ValueError, match=r"adapter= names \['vae'\]"):
         sw.load_pipeline(flux, shard=("transformer",), adapter={"vae": "x"})
     with pytest.raises(SourceError, match=r"no model_index.json, which a diffusers pipeline has"):

@@ -66,7 +66,8 @@ REASONS = {
     "doctor/files.py::look_at_place shutil.rmtree": "the folder that mkdtemp made for this call",
     "models/classes.py::_write_header .truncate": "a file that the line above made (x)",
     "models/classes.py::_write_header open": "a new file (x) in the temporary directory of a plan",
-    "export/write.py::ToDirectory._make os.truncate": "a file that was just written in this export's own temporary directory",
+    "publish/write.py::enlarge os.open": "a file that was just written in an export's own temporary directory",
+    "publish/write.py::enlarge os.ftruncate": "the same file, to more than it has",
     "export/write.py::ToDirectory._make remove_ours": "the temporary directory that this call made",
     "export/write.py::ToDirectory.discard remove_ours": "the temporary directory that this export made",
     "export/write.py::publish_directory os.rename x2": "the temporary directory that this export made; rename replaces no directory with content",
@@ -146,7 +147,7 @@ REASONS = {
     "publish/places.py::DirectoryTarget._discard remove_ours": "the temporary directory that this save made",
     "publish/places.py::ObjectTarget._discard discard_in_store": "below a prefix that was empty when this save claimed it",
     "publish/write.py::FileWriter.__enter__ os.open": "a new file (O_EXCL)",
-    "publish/write.py::FileFiller.write_at os.open": "a file of this export's own temporary directory; nothing is truncated",
+    "publish/write.py::_opened os.open": "a file of this export's own temporary directory; nothing is truncated",
     "engine/shared.py::NodeReader._map os.open": "memory that a rank of this load shares",
     "engine/shared.py::NodeReader._share os.ftruncate": "memory that this load made (memfd)",
 }

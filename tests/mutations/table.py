@@ -1403,10 +1403,17 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/write.py",
-        "                        patiently(os.fsync, fd)\n",
+        "                        patiently(os.fsync, file.cached)\n",
         "                        pass\n",
         ("tests/ranks/test_patience.py::test_fsync_finds_little_to_write",),
         "an export is not synced",
+    ),
+    Mutation(
+        "publish/write.py",
+        "            start = -offset_bytes % file.block\n",
+        "            start = 0\n",
+        ("tests/publish/test_direct.py::test_ranges_that_share_blocks",),
+        "an export's ranges go past the page cache with blocks that they share with other ranges",
     ),
     # ------------------------------------------------------------------------------------- loading
     Mutation(
@@ -1755,8 +1762,8 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/write.py",
-        "            if kind is None and self._failure is not None:",
-        "            if kind is not None and self._failure is not None:",
+        "        if error is None and self._failure is not None:",
+        "        if error is not None and self._failure is not None:",
         DIRECT,
         "the writing thread's error is swallowed",
     ),

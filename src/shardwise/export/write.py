@@ -49,6 +49,7 @@ from ..publish.write import (
     ObjectWriter,
     claim,
     discard_in_store,
+    enlarge,
     fsync_directory,
     make_directories,
     release,
@@ -462,7 +463,7 @@ class ToDirectory:
         try:
             for file, header in self._output.headers.items():
                 write_file(os.path.join(path, file), header)
-                patiently(os.truncate, os.path.join(path, file), self._output.sizes[file])
+                enlarge(os.path.join(path, file), self._output.sizes[file])
         except (OSError, CheckpointError) as error:
             remove_ours(path)
             reason = error.strerror if isinstance(error, OSError) else error

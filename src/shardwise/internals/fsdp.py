@@ -141,6 +141,18 @@ def fsdp_unreduced_ids(modules: Iterable[FSDPModule]) -> set[int]:
     return found
 
 
+def fsdp_gathered_ids(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the parameters that FSDP2 gathers into for a forward pass, and that no optimizer may hold.
+
+    torch 2.9-2.14: each group's ``_unsharded_param``, which the root module has in place of its shards after a forward without gradients. Without
+    it, an optimizer made then would train parameters that the model no longer reads, silently.
+    """
+    found = (
+        getattr(p, "_unsharded_param", None) for group in _all_groups(modules) for p in group.fsdp_params
+    )
+    return {id(p) for p in found if p is not None}
+
+
 def _all_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
     """The groups of these modules, as FSDP2 has them."""
     return (one.group for module in modules for one in fsdp_groups(module))

@@ -73,10 +73,15 @@ def load_pipeline(
             raise TypeError(
                 "load_pipeline takes no subfolder=, attn_implementation= or experts_implementation="
             )
+        if adapter is not None and not isinstance(adapter, Mapping):
+            raise TypeError(
+                f"adapter is a {type(adapter).__name__}; expected a dict of components in shard=: adapter={{{sharded[0]!r}: …}}"
+            )
         if unknown := {*(adapter or {})} - {*sharded}:
             raise ValueError(f"adapter= names {sorted(unknown)}, and only components in shard= can have one")
     hub = asked.hub
-    directory, listed = find_pipeline(path, hub, given, ranks, needed=sharded)
+    needed = (*sharded, *(n for n in dtype if n != "default")) if isinstance(dtype, Mapping) else sharded
+    directory, listed = find_pipeline(path, hub, given, ranks, needed=needed)
     with ranks.agree("choose the variants"):
         variants = {name: listed[name].variant(hub.variant) for name in sharded}
     for name in sharded:
@@ -95,7 +100,18 @@ def load_pipeline(
         )
     with ranks.agree("load the other components"):
         files = {"variant": hub.variant, "use_safetensors": hub.use_safetensors}
-        pipeline = assembled(directory, given, dict(dtype) if isinstance(dtype, Mapping) else dtype, files)
+        try:
+            pipeline = assembled(
+                directory, given, dict(dtype) if isinstance(dtype, Mapping) else dtype, files
+            )
+        except ValueError as error:
+            if not (empty := {*pipeline_in(directory).without} - given.keys()):
+                raise
+            left_out = ", ".join(f"{name!r}: None" for name in sorted(empty))
+            raise SourceError(
+                f"{error} The folder holds no {', '.join(sorted(empty))}: pass your own, or components={{{left_out}}}",
+                path=directory,
+            ) from error
         if lost := [name for name in sharded if getattr(pipeline, name) is not given[name]]:
             raise SourceError(
                 f"{type(pipeline).__name__} doesn't take its {lost[0]!r} from a caller; leave it out of shard=",

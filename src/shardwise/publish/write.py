@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import functools
 import json
 import logging
 import mmap
@@ -14,7 +16,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -354,6 +358,60 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
+W = TypeVar("W")
+
+
+class _Buffers(Generic[W]):
+    """Two buffers of 8 MiB: a thread passes one to ``write`` while the caller fills the other. A later call raises the error of a write."""
+
+    def __init__(self, write: Callable[[W, memoryview], None]) -> None:
+        self.filling = _buffer()
+        self._write = write
+        self._failure: BaseException | None = None
+        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        self._free.put(_buffer())
+        self._full: queue.SimpleQueue[tuple[W, NDArray[np.uint8], int] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._watch = current_watch()  # the thread does this thread's work
+        self._has_thread = True
+        try:
+            # A daemon: the caller waits for it, and after an interrupt it must not keep the process alive.
+            threading.Thread(target=self._write_each, name="shardwise-write", daemon=True).start()
+        except RuntimeError:  # Python starts no thread while a process ends or when the system has none left
+            self._has_thread = False
+
+    def hand_over(self, where: W, nbytes: int) -> None:
+        """Let the first bytes of :attr:`filling` be written, and take the other buffer as soon as it is free."""
+        if self._failure is not None:
+            raise self._failure
+        if self._has_thread:
+            self._full.put((where, self.filling, nbytes))
+            self.filling = self._free.get()
+        else:
+            self._write(where, self.filling.data[:nbytes])
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait until all is written, and raise the error of a write. With an error of the caller's, nothing more is written or raised."""
+        self._failure = self._failure or error
+        self._full.put(None)
+        if self._has_thread:
+            self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
+        if error is None and self._failure is not None:
+            raise self._failure
+
+    def _write_each(self) -> None:
+        with watched(self._watch):
+            while (found := self._full.get()) is not None:
+                where, buffer, nbytes = found
+                try:
+                    if self._failure is None:
+                        self._write(where, buffer.data[:nbytes])
+                except BaseException as error:
+                    self._failure = error
+                self._free.put(buffer)
+        self._ended.set()
+
+
 class DirectWriter(FileWriter):
     """A :class:`FileWriter` with a thread that writes while the caller makes the next bytes.
 
@@ -363,24 +421,12 @@ class DirectWriter(FileWriter):
     """
 
     def __enter__(self) -> DirectWriter:
-        self._buffer = _buffer()
         self._used = 0
-        self._failure: BaseException | None = None
-        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        self._free.put(_buffer())
-        self._full: queue.SimpleQueue[tuple[NDArray[np.uint8], int] | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
         super().__enter__()
-        self._watch = current_watch()  # the thread does this thread's work
-        self._has_thread = True
         try:
             self._is_direct = _switch(self._fd, on=True)
-            # A daemon: the caller waits for it, and after an interrupt it must not keep the process alive.
-            threading.Thread(target=self._write_buffers, name="shardwise-write", daemon=True).start()
-        except RuntimeError:  # Python starts no thread while a process ends or when the system has none left
-            self._has_thread = False
+            self._buffers = _Buffers[None](lambda _, view: self._write_out(view))
         except BaseException:
-            self._full.put(None)
             self._close(has_failed=True)
             raise
         return self
@@ -391,7 +437,7 @@ class DirectWriter(FileWriter):
         done = 0
         while done < len(source):
             count = min(len(source) - done, BUFFER_BYTES - self._used)
-            self._buffer[self._used : self._used + count] = source[done : done + count]
+            self._buffers.filling[self._used : self._used + count] = source[done : done + count]
             self._used += count
             done += count
             if self._used == BUFFER_BYTES:
@@ -400,47 +446,27 @@ class DirectWriter(FileWriter):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._failure = self._failure or error  # the waiting buffers are not needed any more
         try:
-            if self._used and self._failure is None:
-                self._hand_over()
-        finally:
-            self._full.put(None)
-            if self._has_thread:
-                self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
-            if kind is None and self._failure is not None:
-                self._close(has_failed=True)
-                raise self._failure
-            super().__exit__(kind, error, trace)
+            try:
+                if self._used and kind is None:
+                    self._hand_over()
+            except BaseException as failure:
+                self._buffers.close(failure)
+                raise
+            self._buffers.close(error)
+        except BaseException:
+            self._close(has_failed=True)
+            raise
+        super().__exit__(kind, error, trace)
 
     def _hand_over(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._has_thread:
-            self._full.put((self._buffer, self._used))
-            self._buffer = self._free.get()
-        else:
-            self._write_out(self._buffer.data[: self._used])
+        self._buffers.hand_over(None, self._used)
         if self._on_progress is not None:
             self._on_progress(self._used)
         self._used = 0
 
-    # -- the thread --------------------------------------------------------------------------------------
-
-    def _write_buffers(self) -> None:
-        with watched(self._watch):
-            while (found := self._full.get()) is not None:
-                buffer, used = found
-                try:
-                    if self._failure is None:
-                        self._write_out(buffer.data[:used])
-                except BaseException as error:
-                    self._failure = error
-                self._free.put(buffer)
-        self._ended.set()
-
     def _write_out(self, view: memoryview) -> None:
+        """On the thread."""
         aligned = view.nbytes // _ALIGNMENT * _ALIGNMENT if self._is_direct else view.nbytes
         done = 0
         while done < view.nbytes:
@@ -485,21 +511,32 @@ def _switch(fd: int, *, on: bool) -> bool:
 _LEAST_DIRECT_BYTES = 256 * 1024
 
 
-class FileFiller:
-    """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
+@dataclass
+class _Filled:
+    """An open file: for writes past the page cache, of whole blocks, if it can, and for those through it."""
 
-    Of a large range the whole blocks go past the page cache, as :class:`DirectWriter` writes them; its ends, which share blocks with other
-    ranges, go through it. Rank-local; several ranks may fill disjoint ranges of one file. Memory: a buffer of 8 MiB. Raises
-    :class:`CheckpointError`.
+    path: str
+    cached: int
+    direct: int | None
+    block: int
+    cached_bytes: int = 0  # since the kernel was last told to write
+
+
+class FileFiller:
+    """Writes byte ranges into existing files of a directory; leaving the block without an error syncs them.
+
+    Of a large range, the whole blocks go past the page cache, as :class:`DirectWriter` writes them. Its ends, which share blocks with other
+    ranges, and small ranges go through the cache, many at a time: each waits until no rank is writing to that file. Rank-local;
+    several ranks may fill disjoint ranges of one file. Memory: 24 MiB. Raises :class:`CheckpointError`.
     """
 
     def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
         self.bytes_written = 0
         self._root = root
-        self._fds: dict[str, int] = {}
-        self._blocks: dict[str, int] = {}  # by file: bytes of a block; 0 if nothing goes past the page cache
-        self._cached_bytes: dict[str, int] = {}  # by file, since the kernel was last told to write
-        self._buffer: NDArray[np.uint8] | None = None
+        self._files: dict[str, _Filled] = {}
+        self._buffers: _Buffers[tuple[_Filled, int]] | None = None
+        self._small: list[tuple[str, int, bytes]] = []  # file, offset, content
+        self._small_bytes = 0
         self._on_progress = on_progress
 
     def __enter__(self) -> FileFiller:
@@ -509,74 +546,145 @@ class FileFiller:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            for name, fd in self._fds.items():
-                if kind is None:
-                    try:
-                        patiently(os.fsync, fd)
-                    except OSError as failure:
-                        raise CheckpointError(
-                            f"{self._root}/{name}: fsync failed: {failure.strerror}"
-                        ) from failure
+            if self._buffers is not None:
+                self._buffers.close(error)
+            if kind is None:
+                self._write_small()
+                for file in self._files.values():
+                    with _failing(file.path, "fsync"):
+                        patiently(os.fsync, file.cached)
         finally:
-            while self._fds:
-                patiently(os.close, self._fds.popitem()[1])
+            while self._files:
+                file = self._files.popitem()[1]
+                for fd in (file.cached, file.direct):
+                    if fd is not None:
+                        patiently(os.close, fd)
 
     def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
-        """Write bytes at an offset of a file."""
-        try:
-            if name not in self._fds:
-                path = os.path.join(self._root, name)
-                self._fds[name] = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
-                self._blocks[name] = _block_bytes(self._fds[name])
-            done = 0
-            while done < view.nbytes:
-                count = self._write(name, offset_bytes + done, view[done:], view.nbytes)
-                done += count
-                self.bytes_written += count
-                if self._on_progress is not None:
-                    self._on_progress(count)
-        except OSError as error:
-            raise CheckpointError(f"{self._root}/{name}: write failed: {error.strerror}") from error
+        """Write bytes at an offset of a file; they are there when the block is left."""
+        file = self._files.get(name)
+        if file is None:
+            path = os.path.join(self._root, name)
+            with _failing(path, "write"):
+                file = self._files[name] = _opened(path)
+        start = stop = 0
+        if file.direct is not None and view.nbytes >= max(_LEAST_DIRECT_BYTES, 2 * file.block):
+            start = -offset_bytes % file.block
+            stop = start + (view.nbytes - start) // file.block * file.block
+            self._write_behind(file, offset_bytes + start, view[start:stop])
+        for at, part in ((0, view[:start]), (stop, view[stop:])):
+            if part.nbytes < _LEAST_DIRECT_BYTES:
+                self._small.append((name, offset_bytes + at, bytes(part)))
+                self._small_bytes += part.nbytes
+                self._count(part.nbytes)
+                continue
+            for done in range(0, part.nbytes, BUFFER_BYTES):
+                piece = part[done : done + BUFFER_BYTES]
+                _write_through(file, offset_bytes + at + done, piece)
+                self._count(piece.nbytes)
+        if self._small_bytes >= BUFFER_BYTES:
+            self._write_small()
 
-    def _write(self, name: str, at: int, rest: memoryview, of_bytes: int) -> int:
-        """Write the first bytes of the rest of a range of ``of_bytes``. Returns how many."""
-        fd, block = self._fds[name], self._blocks[name]
-        if block and of_bytes >= max(_LEAST_DIRECT_BYTES, 2 * block):
-            before = -at % block
-            if before:
-                rest = rest[:before]
-            elif rest.nbytes >= block and (count := self._write_blocks(name, at, rest)):
-                return count
-        count = patiently(os.pwrite, fd, rest[:_WRITE_PIECE_BYTES], at)
-        self._cached_bytes[name] = self._cached_bytes.get(name, 0) + count
-        if self._cached_bytes[name] >= PIECE_BYTES:
-            self._cached_bytes[name] = 0
-            patiently(write_behind, fd)
-        return count
+    def _write_behind(self, file: _Filled, offset_bytes: int, view: memoryview) -> None:
+        """Let a thread write whole blocks past the page cache."""
+        if self._buffers is None:
+            self._buffers = _Buffers(lambda where, part: _write_blocks(*where, part))
+        for done in range(0, view.nbytes, BUFFER_BYTES):
+            part = view[done : done + BUFFER_BYTES]
+            self._buffers.filling[: part.nbytes] = np.frombuffer(part, dtype=np.uint8)
+            self._buffers.hand_over((file, offset_bytes + done), part.nbytes)
+            self._count(part.nbytes)
 
-    def _write_blocks(self, name: str, at: int, rest: memoryview) -> int:
-        """Write whole blocks past the page cache. Returns how many bytes; 0, now and later, if the file system can't."""
-        fd, block = self._fds[name], self._blocks[name]
-        if self._buffer is None:
-            self._buffer = _buffer()
-        count = min(BUFFER_BYTES, rest.nbytes) // block * block
-        self._buffer[:count] = np.frombuffer(rest[:count], dtype=np.uint8)
-        try:
-            if _switch(fd, on=True):
-                return patiently(os.pwrite, fd, self._buffer.data[:count], at)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-        finally:
-            _switch(fd, on=False)
-        self._blocks[name] = 0
-        return 0
+    def _count(self, nbytes: int) -> None:
+        self.bytes_written += nbytes
+        if nbytes and self._on_progress is not None:
+            self._on_progress(nbytes)
+
+    def _write_small(self) -> None:
+        """Write the small ranges, each file from front to back."""
+        for name, offset, content in sorted(self._small):
+            _write_through(self._files[name], offset, memoryview(content))
+        self._small.clear()
+        self._small_bytes = 0
+
+
+def _opened(path: str) -> _Filled:
+    cached = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+    direct, block = None, _block_bytes(cached)
+    if _O_DIRECT and block:
+        with contextlib.suppress(OSError):  # a file system that knows no such writes
+            direct = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC | _O_DIRECT)
+    return _Filled(path, cached, direct, block)
+
+
+def _write_blocks(file: _Filled, offset_bytes: int, view: memoryview) -> None:
+    """Past the page cache; through it where the file system refuses, or has taken a part of a block."""
+    done = 0
+    with _failing(file.path, "write"):
+        while done < view.nbytes and done % file.block == 0:
+            assert file.direct is not None
+            try:
+                done += patiently(os.pwrite, file.direct, view[done:], offset_bytes + done)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                break
+    _write_through(file, offset_bytes + done, view[done:])
+
+
+def _write_through(file: _Filled, offset_bytes: int, view: memoryview) -> None:
+    done = 0
+    with _failing(file.path, "write"):
+        while done < view.nbytes:
+            count = patiently(
+                os.pwrite, file.cached, view[done : done + _WRITE_PIECE_BYTES], offset_bytes + done
+            )
+            done += count
+            file.cached_bytes += count
+            if file.cached_bytes >= PIECE_BYTES:
+                file.cached_bytes = 0
+                patiently(write_behind, file.cached)
+
+
+@contextlib.contextmanager
+def _failing(path: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {what} failed: {error.strerror}") from error
 
 
 def _block_bytes(fd: int) -> int:
     """Bytes that a file's system reads and writes together, so that writes past the page cache and through it don't share them; 0: too many."""
     block = max(_ALIGNMENT, mmap.PAGESIZE, os.fstat(fd).st_blksize)
     return 0 if BUFFER_BYTES % block else block
+
+
+def enlarge(path: str, nbytes: int) -> None:
+    """Give a file its size, and room on the disk for all of it, without which ranks that write past the page cache wait for each other.
+
+    On file systems without ``fallocate`` (Linux), the room is only taken as bytes are written. Raises ``OSError``.
+    """
+    fallocate = _fallocate()
+    fd = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        while fallocate is not None and patiently(fallocate, fd, 0, 0, nbytes):
+            if (code := ctypes.get_errno()) in (errno.EOPNOTSUPP, errno.ENOSYS):
+                fallocate = None
+            elif code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+        if fallocate is None:
+            patiently(os.ftruncate, fd, nbytes)
+    finally:
+        patiently(os.close, fd)
+
+
+@functools.cache
+def _fallocate() -> Callable[..., int] | None:
+    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------

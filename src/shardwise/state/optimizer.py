@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..format.manifest import GRADIENT
 from ..host import to_host
-from ..internals.fsdp import fsdp_unreduced_ids
+from ..internals.fsdp import fsdp_gathered_ids, fsdp_unreduced_ids
 from ..internals.torch import keeps_flat_history, local_tensor, storage_key, version_of
 from ..limits import brief, is_word
 from ..names import NamedTensor
@@ -583,7 +584,7 @@ class TrainState:
     accepted. See docs/state.md.
 
     A rank can create one on its own, but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
-    model wrapped by FSDP1, for an object of the wrong type, and for names with characters other than letters, digits, ``_`` and ``-``,
+    model wrapped by FSDP1, for an optimizer of parameters that FSDP2 had gathered, for an object of the wrong type, and for names with characters other than letters, digits, ``_`` and ``-``,
     because names become folder names.
     """
 
@@ -617,6 +618,7 @@ class TrainState:
             raise StateError(f"frozen={self.frozen!r}: expected 'hold', 'refer' or 'auto'")
         for model in self.models.values():
             refuse_fsdp1(fsdp1_problem(model.named_modules()))
+        _refuse_gathered(self.models, self.optimizers)
         self.watch()
         warn_of_rounded_updates(self.optimizers)
 
@@ -652,6 +654,20 @@ class TrainState:
             return {}
         named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
         return _checked(named, "optimizer", Optimizer)
+
+
+def _refuse_gathered(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise :class:`StateError` for an optimizer that was made while FSDP2 had gathered parameters: it would train what nobody reads."""
+    modules = (m for model in models.values() for m in model.modules() if isinstance(m, FSDPModule))
+    gathered = fsdp_gathered_ids(modules)
+    for name, optimizer in optimizers.items():
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if found := [p for p in held if id(p) in gathered]:
+            raise StateError(
+                f"{name} was made after a forward pass without gradients: {len(found)} of its {len(held)} parameters are whole ones that FSDP2 had "
+                f"gathered for the pass, not the model's shards, so they would be trained to no effect. Call model.reshard() before you make the "
+                f"optimizer, or make it before the first forward pass"
+            )
 
 
 def _checked(given: Mapping[str, Any], what: str, cls: type) -> dict[str, Any]:
