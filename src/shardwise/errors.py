@@ -156,7 +156,9 @@ class RankError(ShardwiseError):
         lines += [f"  rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
         if missing:
             names = ", ".join(map(str, missing))
-            lines.append(f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped, or hanging)")
+            lines.append(
+                f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped, hanging, or not in this call, which every rank must make)"
+            )
         super().__init__("\n".join(lines))
 
     def _section(self) -> str:

@@ -353,3 +353,16 @@ def test_what_is_refused(zoo: Path, tmp_path: Path) -> None:
     model = sw.load_pretrained(zoo / "flux", adapter=zoo / "flux-lora")
     with pytest.raises(ValueError, match=re.escape("adapters are written without one")):
         sw.export_hf(model, tmp_path / "out", variant="bf16")
+
+
+@pytest.mark.parametrize("frozen", ["hold", "auto"])
+def test_adapters_on_one_side_alone(zoo: Path, tmp_path: Path, frozen: Any) -> None:
+    """A step and a model of which only one has adapters: said in a word, before the names."""
+    plain = sw.TrainState(model=sw.load_pretrained(zoo / "flux"))
+    adapted = sw.TrainState(model=sw.load_pretrained(zoo / "flux", adapter=config("flux")), frozen=frozen)
+    sw.save(plain, tmp_path / "plain")
+    sw.save(adapted, tmp_path / "adapted")
+    with pytest.raises(sw.errors.PlanError, match="The model has adapters, and the checkpoint has none"):
+        sw.restore(adapted, tmp_path / "plain")
+    with pytest.raises(sw.errors.ShardwiseError, match="The checkpoint has adapters, and the model has none"):
+        sw.restore(plain, tmp_path / "adapted")

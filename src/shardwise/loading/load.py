@@ -69,7 +69,7 @@ from ..planning.match import (
     same_names,
 )
 from ..planning.plan import LEAST_STAGING_BYTES, IOOptions, Plan, build_plan
-from ..planning.proof import Cast, casts_of
+from ..planning.proof import Cast, adapters_of_one, casts_of
 from ..quantized.open import Dequantized, dequantized, described
 from ..ranks.ranks import Ranks
 from ..storage.records import Requests, counting, is_url
@@ -807,7 +807,7 @@ def compare_referred(catalog: Catalog, live: LiveModel, ranks: Ranks) -> Collect
             for name, entry in expected.items()
             if _held(named.get(name), live) != f"{entry.dtype} {list(entry.shape)}"
         ]
-        _refuse(unlike, path)
+        _refuse(unlike, path, adapters_of_one(expected, named))
     from ..digests import differing_digests
 
     digests = {name: entry.digest for name, entry in expected.items()}
@@ -836,10 +836,10 @@ def _held(named: NamedTensor | None, live: LiveModel) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _refuse(unlike: list[str], path: str) -> None:
+def _refuse(unlike: list[str], path: str, adapters: str = "") -> None:
     if unlike:
+        advice = adapters or ". Load the base that the saved run began with, quantized the same way, first"
         raise StateError(
             f"{path}: holds only digests of its base, which is not the one of this run: {'; '.join(unlike[:5])}"
-            f"{f'; and {len(unlike) - 5} more' if len(unlike) > 5 else ''}. Load the base that the saved run began with, "
-            f"quantized the same way, first"
+            f"{f'; and {len(unlike) - 5} more' if len(unlike) > 5 else ''}{advice}"
         )

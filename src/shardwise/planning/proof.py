@@ -352,9 +352,27 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
                 else:
                     proved[key] = tiles, shapes  # which keeps the objects, and so their ids
     if problems:
-        raise PlanError(
-            f"{catalog.root} can't fill this model completely: {len(problems)} problems", tuple(problems)
+        names = (wanted.name for wanted in layout.wanted)
+        because = any(".base_layer." in problem for problem in problems) and adapters_of_one(
+            catalog.tensors, names
         )
+        raise PlanError(
+            f"{catalog.root} can't fill this model completely: {len(problems)} problems{because or ''}",
+            tuple(problems),
+        )
+
+
+def adapters_of_one(stored: Iterable[str], model: Iterable[str]) -> str:
+    """Of names of tensors: whether only one of the two has adapters, in words that continue a sentence; else empty.
+
+    PEFT 0.18-0.21 puts what it adapts below ``base_layer``.
+    """
+    has = [any(".base_layer." in name for name in names) for names in (stored, model)]
+    if has == [False, True]:
+        return ". The model has adapters, and the checkpoint has none: restore into a model without, or load the weights and add the adapters then"
+    if has == [True, False]:
+        return ". The checkpoint has adapters, and the model has none: load the model with adapter= first"
+    return ""
 
 
 def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) -> list[str]:
