@@ -96,7 +96,7 @@ def _commands(server: HubServer, home: Path, *commands: list[str], offline: bool
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # each change runs test_pipelines_of_the_hub
 def test_a_plan_downloads_no_weights(server: HubServer, repositories: Path, tmp_path: Path) -> None:
     """``plan`` reads configs, indexes and headers, and offline the configs that the cache has."""
     home, main = tmp_path / "home", str(repositories / "tiny" / "wan" / "main")

@@ -19,6 +19,7 @@ from shardwise.cli import main
 from tests.docs.blocks import ROOT, blocks
 from tests.docs.shown import run_and_check, values
 from tests.harness.command import runner
+from tests.harness.tiers import nightly_but
 
 pytestmark = pytest.mark.slow
 
@@ -164,7 +165,7 @@ def test_values_in_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pag
 
 
 @pytest.mark.timeout(480)  # four launches, each with its own imports
-@pytest.mark.parametrize("page", ["README.md", *LOOPS])
+@pytest.mark.parametrize("page", nightly_but(["README.md", *LOOPS], "README.md", "docs/howto/preemption.md"))
 def test_run_again_and_after_a_kill(tmp_path: Path, page: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):

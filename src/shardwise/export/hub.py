@@ -123,8 +123,8 @@ def export_hf(
     Every rank of the default process group must call it. Each writes its own bytes at precomputed offsets in the final files. For a store, the
     ranks first gather a live model's tensors over the default process group. Tensors read from a checkpoint are checked against its
     recorded digests before any output appears. All files of a checkpoint are opened at the start, so it doesn't matter if a run deletes it during
-    the export (:class:`CheckpointError` if the process may not open that many files). Memory: staging only; for a store,
-    also two windows of 32 MiB and four parts of 8 MiB. Raises :class:`CheckpointError`, :class:`SourceError`
+    the export (:class:`CheckpointError` if the process may not open that many files). Memory: staging and 24 MiB; for a store, staging,
+    two windows of 32 MiB, and four parts of 8 MiB. Raises :class:`CheckpointError`, :class:`SourceError`
     (:class:`IntegrityError` if content differs) or :class:`RankError` on every rank.
     """
     started = time.perf_counter()
