@@ -147,6 +147,7 @@ REASONS = {
     "publish/places.py::DirectoryTarget._discard remove_ours": "the temporary directory that this save made",
     "publish/places.py::ObjectTarget._discard discard_in_store": "below a prefix that was empty when this save claimed it",
     "publish/write.py::FileWriter.__enter__ os.open": "a new file (O_EXCL)",
+    "publish/write.py::FileFiller._direct_fd os.open": "the same; nothing is truncated",
     "publish/write.py::_opened os.open": "a file of this export's own temporary directory; nothing is truncated",
     "engine/shared.py::NodeReader._map os.open": "memory that a rank of this load shares",
     "engine/shared.py::NodeReader._share os.ftruncate": "memory that this load made (memfd)",

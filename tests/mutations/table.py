@@ -1403,7 +1403,7 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/write.py",
-        "                        patiently(os.fsync, file.cached)\n",
+        "                        patiently(os.fsync, file.fd)\n",
         "                        pass\n",
         ("tests/ranks/test_patience.py::test_fsync_finds_little_to_write",),
         "an export is not synced",
@@ -1414,6 +1414,13 @@ MUTATIONS = (
         "            start = 0\n",
         ("tests/publish/test_direct.py::test_ranges_that_share_blocks",),
         "an export's ranges go past the page cache with blocks that they share with other ranges",
+    ),
+    Mutation(
+        "publish/write.py",
+        "            if self._buffers is None or self._buffers.has_ended:\n",
+        "            if True:\n",
+        ("tests/publish/test_direct.py::test_an_interrupt_of_the_last_wait",),
+        "after an interrupt, an export goes into other files of the process",
     ),
     # ------------------------------------------------------------------------------------- loading
     Mutation(

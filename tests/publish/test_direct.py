@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -274,3 +275,76 @@ def test_blocks_of_network_file_systems(
         fill_in_turns(tmp_path, content, seed)
         assert (tmp_path / "file").read_bytes() == content
     assert set(whole_blocks) <= ({block} if BUFFER % block == 0 else set())
+
+
+def test_small_ranges_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also ranges of two bytes, and empty ones."""
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", 100_000)
+    with FileFiller(str(tmp_path)) as filler:
+        for at in range(0, 100_000, 2):
+            filler.write_at("file", at, memoryview(at.to_bytes(4, "little")[:2]))
+            filler.write_at("file", at, memoryview(b""))
+            assert len(filler._small) <= BUFFER // 256 + 1
+    expected = b"".join(at.to_bytes(4, "little")[:2] for at in range(0, 100_000, 2))
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, whole_blocks: list[int]) -> None:
+    """One descriptor for each file, and one more."""
+    names = [f"file-{k}" for k in range(20)]
+    with FileFiller(str(tmp_path)) as filler:
+        for name in names:
+            (tmp_path / name).touch()
+            os.truncate(tmp_path / name, 3 * BUFFER)
+            filler.write_at(name, 0, memoryview(bytes(3 * BUFFER)))
+        assert len(open_below(tmp_path)) <= len(names) + 1
+    assert open_below(tmp_path) == []
+
+
+def fill_some(folder: Path) -> None:
+    (folder / "file").touch()
+    with FileFiller(str(folder)) as filler:
+        filler.write_at("file", 0, memoryview(bytes(BUFFER)))
+
+
+def write_some(folder: Path) -> None:
+    with DirectWriter(str(folder / "file")) as file:
+        file.write(bytes(BUFFER))
+
+
+@pytest.mark.parametrize("work", [fill_some, write_some])
+def test_an_interrupt_of_the_last_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_blocks: list[int], work: Callable[[Path], None]
+) -> None:
+    """What the thread is still writing goes to no other file, though one may be opened at once."""
+    ends = [threading.Event()]
+    goes_on = threading.Event()
+    own_write, own_pwrite, own_wait = os.write, os.pwrite, threading.Event.wait
+
+    def held(own: Callable[..., int]) -> Callable[..., int]:
+        def write(*args: Any) -> int:
+            if threading.current_thread().name == "shardwise-write":
+                own_wait(goes_on, 60)
+            return own(*args)
+
+        return write
+
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if sys._getframe(1).f_code.co_name == "close":
+            ends[0] = event
+            raise KeyboardInterrupt
+        return own_wait(event, timeout)
+
+    monkeypatch.setattr(os, "write", held(own_write))
+    monkeypatch.setattr(os, "pwrite", held(own_pwrite))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            work(tmp_path)
+    victims = [os.open(tmp_path / f"victim-{k}", os.O_WRONLY | os.O_CREAT) for k in range(8)]
+    goes_on.set()
+    assert ends[0].wait(60)
+    assert [os.fstat(fd).st_size for fd in victims] == [0] * 8
+    for fd in victims:
+        os.close(fd)

@@ -75,13 +75,13 @@ def load_pipeline(
             )
         if adapter is not None and not isinstance(adapter, Mapping):
             raise TypeError(
-                f"adapter is a {type(adapter).__name__}; expected a dict of components in shard=: adapter={{{sharded[0]!r}: …}}"
+                f"adapter is a {type(adapter).__name__}; expected a dict of components in shard=: adapter={{{next(iter(sharded), 'transformer')!r}: …}}"
             )
         if unknown := {*(adapter or {})} - {*sharded}:
             raise ValueError(f"adapter= names {sorted(unknown)}, and only components in shard= can have one")
     hub = asked.hub
-    needed = (*sharded, *(n for n in dtype if n != "default")) if isinstance(dtype, Mapping) else sharded
-    directory, listed = find_pipeline(path, hub, given, ranks, needed=needed)
+    named = [*given, *(n for n in dtype if n != "default")] if isinstance(dtype, Mapping) else [*given]
+    directory, listed = find_pipeline(path, hub, given, ranks, needed=sharded, named=named)
     with ranks.agree("choose the variants"):
         variants = {name: listed[name].variant(hub.variant) for name in sharded}
     for name in sharded:
@@ -131,11 +131,12 @@ def find_pipeline(
     ranks: Ranks,
     *,
     needed: Collection[str] = (),
+    named: Collection[str] = (),
 ) -> tuple[str, Mapping[str, Component]]:
     """The local directory of a pipeline and its components. From the Hub without the weights of components ``left_out``.
 
-    Every rank must call it. Raises :class:`SourceError` for a component, left out or ``needed``, that it doesn't have, and for a
-    directory that some ranks lack.
+    Every rank must call it. Raises :class:`SourceError` for a ``needed`` component that it doesn't have, for a ``named`` one that it has no
+    place for, and for a directory that some ranks lack.
     """
     found = find_for_all(path, options, ranks, download=partial(_download, os.fspath(path), tuple(left_out)))
     with ranks.agree("read the pipeline"):
@@ -152,9 +153,9 @@ def find_pipeline(
             )
         pipeline = pipeline_in(found.directory)
         listed = pipeline.components
-        if unknown := ({*left_out} - {*listed, *pipeline.without}) | ({*needed} - listed.keys()):
+        if unknown := ({*named} - {*listed, *pipeline.without}) | ({*needed} - listed.keys()):
             raise SourceError(
-                f"has no component {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(listed)}",
+                f"has no component {', '.join(sorted(map(repr, unknown)))}; it has {', '.join(listed)}",
                 path=os.fspath(path),
             )
     return found.directory, listed

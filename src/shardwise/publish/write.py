@@ -29,7 +29,7 @@ from ..format.manifest import MANIFEST_NAME, Checksums, FileEntry, Manifest, par
 from ..format.slices import Slice, header_bytes
 from ..host import dense_parts, flat_bytes
 from ..limits import MAX_HEADER_BYTES, brief, read_json
-from ..ranks.ranks import PIECE_BYTES, current_watch, patiently, watched, write_behind
+from ..ranks.ranks import PIECE_BYTES, Watch, current_watch, patiently, watched, write_behind
 from ..storage import exists, files_below, is_file
 from ..storage.records import is_url, join, place_of
 from ..storage.stores import store_of
@@ -370,22 +370,33 @@ class _Buffers(Generic[W]):
         self._failure: BaseException | None = None
         self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
         self._free.put(_buffer())
-        self._full: queue.SimpleQueue[tuple[W, NDArray[np.uint8], int] | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[W, NDArray[np.uint8], int, Watch | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._ended = threading.Event()
-        self._watch = current_watch()  # the thread does this thread's work
         self._has_thread = True
         try:
             # A daemon: the caller waits for it, and after an interrupt it must not keep the process alive.
             threading.Thread(target=self._write_each, name="shardwise-write", daemon=True).start()
         except RuntimeError:  # Python starts no thread while a process ends or when the system has none left
             self._has_thread = False
+        except BaseException:
+            self._full.put(None)
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is written any more, so that files can be closed. False after :meth:`close` only if an interrupt ended its wait."""
+        return self._ended.is_set() or not self._has_thread
 
     def hand_over(self, where: W, nbytes: int) -> None:
         """Let the first bytes of :attr:`filling` be written, and take the other buffer as soon as it is free."""
         if self._failure is not None:
             raise self._failure
         if self._has_thread:
-            self._full.put((where, self.filling, nbytes))
+            self._full.put(
+                (where, self.filling, nbytes, current_watch())
+            )  # the thread does this thread's work
             self.filling = self._free.get()
         else:
             self._write(where, self.filling.data[:nbytes])
@@ -394,21 +405,25 @@ class _Buffers(Generic[W]):
         """Wait until all is written, and raise the error of a write. With an error of the caller's, nothing more is written or raised."""
         self._failure = self._failure or error
         self._full.put(None)
-        if self._has_thread:
-            self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
+        try:
+            if self._has_thread:
+                self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
+        except BaseException as interrupt:
+            self._failure = self._failure or interrupt
+            raise
         if error is None and self._failure is not None:
             raise self._failure
 
     def _write_each(self) -> None:
-        with watched(self._watch):
-            while (found := self._full.get()) is not None:
-                where, buffer, nbytes = found
-                try:
-                    if self._failure is None:
+        while (found := self._full.get()) is not None:
+            where, buffer, nbytes, watch = found
+            try:
+                if self._failure is None:
+                    with watched(watch):
                         self._write(where, buffer.data[:nbytes])
-                except BaseException as error:
-                    self._failure = error
-                self._free.put(buffer)
+            except BaseException as error:
+                self._failure = error
+            self._free.put(buffer)
         self._ended.set()
 
 
@@ -455,7 +470,8 @@ class DirectWriter(FileWriter):
                 raise
             self._buffers.close(error)
         except BaseException:
-            self._close(has_failed=True)
+            if self._buffers.has_ended:  # else the thread may still write to the file's number
+                self._close(has_failed=True)
             raise
         super().__exit__(kind, error, trace)
 
@@ -509,15 +525,16 @@ def _switch(fd: int, *, on: bool) -> bool:
 
 #: Fewer whole blocks at once are faster through the page cache, which gathers them.
 _LEAST_DIRECT_BYTES = 256 * 1024
+#: What a small range takes in memory in addition to its bytes.
+_ENTRY_BYTES = 256
 
 
 @dataclass
 class _Filled:
-    """An open file: for writes past the page cache, of whole blocks, if it can, and for those through it."""
+    """An open file. ``block``: bytes of a block; 0 if nothing goes past the page cache."""
 
     path: str
-    cached: int
-    direct: int | None
+    fd: int
     block: int
     cached_bytes: int = 0  # since the kernel was last told to write
 
@@ -525,9 +542,9 @@ class _Filled:
 class FileFiller:
     """Writes byte ranges into existing files of a directory; leaving the block without an error syncs them.
 
-    Of a large range, the whole blocks go past the page cache, as :class:`DirectWriter` writes them. Its ends, which share blocks with other
-    ranges, and small ranges go through the cache, many at a time: each waits until no rank is writing to that file. Rank-local;
-    several ranks may fill disjoint ranges of one file. Memory: 24 MiB. Raises :class:`CheckpointError`.
+    Of a large range, a thread writes the whole blocks past the page cache, as :class:`DirectWriter` does. Its ends, which share blocks with
+    other ranges, and small ranges go through the cache, many at a time: the kernel lets each wait for the large writes of all ranks to that
+    file. Rank-local; several ranks may fill disjoint ranges of one file. Memory: 24 MiB. Raises :class:`CheckpointError`.
     """
 
     def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
@@ -535,6 +552,9 @@ class FileFiller:
         self._root = root
         self._files: dict[str, _Filled] = {}
         self._buffers: _Buffers[tuple[_Filled, int]] | None = None
+        self._direct: tuple[_Filled, int] | None = (
+            None  # the thread's: a file, and where it is written past the page cache
+        )
         self._small: list[tuple[str, int, bytes]] = []  # file, offset, content
         self._small_bytes = 0
         self._on_progress = on_progress
@@ -552,13 +572,12 @@ class FileFiller:
                 self._write_small()
                 for file in self._files.values():
                     with _failing(file.path, "fsync"):
-                        patiently(os.fsync, file.cached)
+                        patiently(os.fsync, file.fd)
         finally:
-            while self._files:
-                file = self._files.popitem()[1]
-                for fd in (file.cached, file.direct):
-                    if fd is not None:
-                        patiently(os.close, fd)
+            if self._buffers is None or self._buffers.has_ended:
+                self._close_direct()
+                while self._files:
+                    patiently(os.close, self._files.popitem()[1].fd)
 
     def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
         """Write bytes at an offset of a file; they are there when the block is left."""
@@ -568,15 +587,16 @@ class FileFiller:
             with _failing(path, "write"):
                 file = self._files[name] = _opened(path)
         start = stop = 0
-        if file.direct is not None and view.nbytes >= max(_LEAST_DIRECT_BYTES, 2 * file.block):
+        if file.block and view.nbytes >= max(_LEAST_DIRECT_BYTES, 2 * file.block):
             start = -offset_bytes % file.block
             stop = start + (view.nbytes - start) // file.block * file.block
             self._write_behind(file, offset_bytes + start, view[start:stop])
         for at, part in ((0, view[:start]), (stop, view[stop:])):
             if part.nbytes < _LEAST_DIRECT_BYTES:
-                self._small.append((name, offset_bytes + at, bytes(part)))
-                self._small_bytes += part.nbytes
-                self._count(part.nbytes)
+                if part.nbytes:
+                    self._small.append((name, offset_bytes + at, bytes(part)))
+                    self._small_bytes += part.nbytes + _ENTRY_BYTES
+                    self._count(part.nbytes)
                 continue
             for done in range(0, part.nbytes, BUFFER_BYTES):
                 piece = part[done : done + BUFFER_BYTES]
@@ -588,7 +608,7 @@ class FileFiller:
     def _write_behind(self, file: _Filled, offset_bytes: int, view: memoryview) -> None:
         """Let a thread write whole blocks past the page cache."""
         if self._buffers is None:
-            self._buffers = _Buffers(lambda where, part: _write_blocks(*where, part))
+            self._buffers = _Buffers(self._write_blocks)
         for done in range(0, view.nbytes, BUFFER_BYTES):
             part = view[done : done + BUFFER_BYTES]
             self._buffers.filling[: part.nbytes] = np.frombuffer(part, dtype=np.uint8)
@@ -597,7 +617,7 @@ class FileFiller:
 
     def _count(self, nbytes: int) -> None:
         self.bytes_written += nbytes
-        if nbytes and self._on_progress is not None:
+        if self._on_progress is not None:
             self._on_progress(nbytes)
 
     def _write_small(self) -> None:
@@ -607,43 +627,52 @@ class FileFiller:
         self._small.clear()
         self._small_bytes = 0
 
+    def _write_blocks(self, where: tuple[_Filled, int], view: memoryview) -> None:
+        """On the thread: past the page cache; through it where the file system refuses, or has taken a part of a block."""
+        file, offset_bytes = where
+        block, done = file.block, 0
+        with _failing(file.path, "write"):
+            while done < view.nbytes and block and done % block == 0:
+                try:
+                    done += patiently(os.pwrite, self._direct_fd(file), view[done:], offset_bytes + done)
+                except OSError as error:
+                    if error.errno not in _REFUSALS:
+                        raise
+                    file.block = block = 0
+        _write_through(file, offset_bytes + done, view[done:])
+
+    def _direct_fd(self, file: _Filled) -> int:
+        """One at a time: ranges come file by file, and a process may open only so many."""
+        if self._direct is None or self._direct[0] is not file:
+            self._close_direct()
+            self._direct = file, patiently(os.open, file.path, os.O_WRONLY | os.O_CLOEXEC | _O_DIRECT)
+        return self._direct[1]
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            fd, self._direct = self._direct[1], None
+            patiently(os.close, fd)
+
 
 def _opened(path: str) -> _Filled:
-    cached = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
-    direct, block = None, _block_bytes(cached)
-    if _O_DIRECT and block:
-        with contextlib.suppress(OSError):  # a file system that knows no such writes
-            direct = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC | _O_DIRECT)
-    return _Filled(path, cached, direct, block)
-
-
-def _write_blocks(file: _Filled, offset_bytes: int, view: memoryview) -> None:
-    """Past the page cache; through it where the file system refuses, or has taken a part of a block."""
-    done = 0
-    with _failing(file.path, "write"):
-        while done < view.nbytes and done % file.block == 0:
-            assert file.direct is not None
-            try:
-                done += patiently(os.pwrite, file.direct, view[done:], offset_bytes + done)
-            except OSError as error:
-                if error.errno not in _REFUSALS:
-                    raise
-                break
-    _write_through(file, offset_bytes + done, view[done:])
+    fd = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        return _Filled(path, fd, _block_bytes(fd) if _O_DIRECT else 0)
+    except BaseException:
+        patiently(os.close, fd)
+        raise
 
 
 def _write_through(file: _Filled, offset_bytes: int, view: memoryview) -> None:
     done = 0
     with _failing(file.path, "write"):
         while done < view.nbytes:
-            count = patiently(
-                os.pwrite, file.cached, view[done : done + _WRITE_PIECE_BYTES], offset_bytes + done
-            )
+            count = patiently(os.pwrite, file.fd, view[done : done + _WRITE_PIECE_BYTES], offset_bytes + done)
             done += count
             file.cached_bytes += count
             if file.cached_bytes >= PIECE_BYTES:
                 file.cached_bytes = 0
-                patiently(write_behind, file.cached)
+                patiently(write_behind, file.fd)
 
 
 @contextlib.contextmanager
@@ -669,10 +698,10 @@ def enlarge(path: str, nbytes: int) -> None:
     fd = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         while fallocate is not None and patiently(fallocate, fd, 0, 0, nbytes):
-            if (code := ctypes.get_errno()) in (errno.EOPNOTSUPP, errno.ENOSYS):
-                fallocate = None
-            elif code != errno.EINTR:
+            if (code := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise OSError(code, os.strerror(code))
+            if code != errno.EINTR:
+                fallocate = None
         if fallocate is None:
             patiently(os.ftruncate, fd, nbytes)
     finally:

@@ -618,7 +618,6 @@ class TrainState:
             raise StateError(f"frozen={self.frozen!r}: expected 'hold', 'refer' or 'auto'")
         for model in self.models.values():
             refuse_fsdp1(fsdp1_problem(model.named_modules()))
-        _refuse_gathered(self.models, self.optimizers)
         self.watch()
         warn_of_rounded_updates(self.optimizers)
 
@@ -628,6 +627,7 @@ class TrainState:
         Registers a hook (``register_step_post_hook``). Creating the state does this, and so does each save and restore for
         optimizers that were added later.
         """
+        _refuse_gathered(self.models, self.optimizers)
         for optimizer in self.optimizers.values():
             watch_steps(optimizer)
 
@@ -665,8 +665,8 @@ def _refuse_gathered(models: Mapping[str, nn.Module], optimizers: Mapping[str, O
         if found := [p for p in held if id(p) in gathered]:
             raise StateError(
                 f"{name} was made after a forward pass without gradients: {len(found)} of its {len(held)} parameters are whole ones that FSDP2 had "
-                f"gathered for the pass, not the model's shards, so they would be trained to no effect. Call model.reshard() before you make the "
-                f"optimizer, or make it before the first forward pass"
+                f"gathered for the pass, not the model's shards, so they would be trained to no effect. Make it before the first forward pass, or call "
+                f"reshard() of every FSDPModule in model.modules() before you make it"
             )
 
 
