@@ -22,7 +22,7 @@ from ..internals.peft import active_adapters, adapted_model, has_adapters
 from ..models.classes import import_code, in_turn
 from ..models.homes import with_dtype
 from ..models.layers import blocks_in, kept_in
-from ..objects import frozen
+from ..objects import frozen, gc_paused
 from ..operations.operation import announced, this_operation
 from ..operations.printed import Printed
 from ..planning.plan import IOOptions
@@ -64,6 +64,7 @@ class ExportReport(Printed):
 
 
 @announced("export", "out")
+@gc_paused()
 def export_hf(
     model_or_path: Any,
     out: str | os.PathLike[str],
