@@ -357,7 +357,7 @@ def test_what_is_refused(zoo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("frozen", ["hold", "auto"])
 def test_adapters_on_one_side_alone(zoo: Path, tmp_path: Path, frozen: Any) -> None:
-    """A step and a model of which only one has adapters: said in a word, before the names."""
+    """A step and a model, one with adapters and one without: said in a word, before the names."""
     plain = sw.TrainState(model=sw.load_pretrained(zoo / "flux"))
     adapted = sw.TrainState(model=sw.load_pretrained(zoo / "flux", adapter=config("flux")), frozen=frozen)
     sw.save(plain, tmp_path / "plain")
