@@ -157,7 +157,7 @@ class RankError(ShardwiseError):
         if missing:
             names = ", ".join(map(str, missing))
             lines.append(
-                f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped, hanging, or not in this call, which every rank must make)"
+                f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped, hanging, or it never made this call; all ranks must)"
             )
         super().__init__("\n".join(lines))
 

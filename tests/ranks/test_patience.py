@@ -212,7 +212,7 @@ def test_an_error_of_writing_behind_is_raised(tmp_path: Path, monkeypatch: pytes
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(patience, "_sync_file_range", lambda: fails)
+    monkeypatch.setattr(patience, "libc_function", lambda *_: fails)
     monkeypatch.setattr(write_module, "PIECE_BYTES", 10)
     with (
         pytest.raises(CheckpointError, match="file: write failed after 0 bytes: Input/output error"),

@@ -142,7 +142,7 @@ def fsdp_unreduced_ids(modules: Iterable[FSDPModule]) -> set[int]:
 
 
 def fsdp_gathered_ids(modules: Iterable[FSDPModule]) -> set[int]:
-    """ids of the parameters that FSDP2 gathers into for a forward pass, and that no optimizer may hold.
+    """ids of the whole parameters that FSDP2 gathers for a forward pass. No optimizer may hold them.
 
     torch 2.9-2.14: each group's ``_unsharded_param``, which the root module has in place of its shards after a forward without gradients. Without
     it, an optimizer made then would train parameters that the model no longer reads, silently.

@@ -353,23 +353,22 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
                     proved[key] = tiles, shapes  # which keeps the objects, and so their ids
     if problems:
         names = (wanted.name for wanted in layout.wanted)
-        because = any(".base_layer." in problem for problem in problems) and adapters_of_one(
-            catalog.tensors, names
-        )
+        adapted = any(".base_layer." in problem for problem in problems)
+        because = adapters_of_one(catalog.tensors, names) if adapted else ""
         raise PlanError(
-            f"{catalog.root} can't fill this model completely: {len(problems)} problems{because or ''}",
+            f"{catalog.root} can't fill this model completely: {len(problems)} problems{because}",
             tuple(problems),
         )
 
 
 def adapters_of_one(stored: Iterable[str], model: Iterable[str]) -> str:
-    """Of names of tensors: whether only one of the two has adapters, in words that continue a sentence; else empty.
+    """Text to append to an error if either the stored tensors or the model's have adapters, but not both; otherwise empty.
 
     PEFT 0.18-0.21 puts what it adapts below ``base_layer``.
     """
     has = [any(".base_layer." in name for name in names) for names in (stored, model)]
     if has == [False, True]:
-        return ". The model has adapters, and the checkpoint has none: restore into a model without, or load the weights and add the adapters then"
+        return ". The model has adapters, and the checkpoint has none: restore into a model without adapters, or load the weights first and then add the adapters"
     if has == [True, False]:
         return ". The checkpoint has adapters, and the model has none: load the model with adapter= first"
     return ""

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import json
 import logging
 import mmap
@@ -29,7 +28,7 @@ from ..format.manifest import MANIFEST_NAME, Checksums, FileEntry, Manifest, par
 from ..format.slices import Slice, header_bytes
 from ..host import dense_parts, flat_bytes
 from ..limits import MAX_HEADER_BYTES, brief, read_json
-from ..ranks.ranks import PIECE_BYTES, Watch, current_watch, patiently, watched, write_behind
+from ..ranks.ranks import PIECE_BYTES, Watch, current_watch, libc_function, patiently, watched, write_behind
 from ..storage import exists, files_below, is_file
 from ..storage.records import is_url, join, place_of
 from ..storage.stores import store_of
@@ -386,7 +385,7 @@ class _Buffers(Generic[W]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is written any more, so that files can be closed. False after :meth:`close` only if an interrupt ended its wait."""
+        """Whether the thread has stopped writing, so that files can be closed. After :meth:`close`, it has, unless Ctrl-C interrupted the wait."""
         return self._ended.is_set() or not self._has_thread
 
     def hand_over(self, where: W, nbytes: int) -> None:
@@ -394,9 +393,8 @@ class _Buffers(Generic[W]):
         if self._failure is not None:
             raise self._failure
         if self._has_thread:
-            self._full.put(
-                (where, self.filling, nbytes, current_watch())
-            )  # the thread does this thread's work
+            watch = current_watch()  # the thread does this thread's work
+            self._full.put((where, self.filling, nbytes, watch))
             self.filling = self._free.get()
         else:
             self._write(where, self.filling.data[:nbytes])
@@ -542,9 +540,9 @@ class _Filled:
 class FileFiller:
     """Writes byte ranges into existing files of a directory; leaving the block without an error syncs them.
 
-    Of a large range, a thread writes the whole blocks past the page cache, as :class:`DirectWriter` does. Its ends, which share blocks with
-    other ranges, and small ranges go through the cache, many at a time: the kernel lets each wait for the large writes of all ranks to that
-    file. Rank-local; several ranks may fill disjoint ranges of one file. Memory: 24 MiB. Raises :class:`CheckpointError`.
+    Of a large range, a thread writes the whole blocks past the page cache, as :class:`DirectWriter` does. Small ranges, and its ends, which share blocks
+    with other ranges, go through the cache, many at a time, because the kernel makes each of them wait for all large writes to the file.
+    Rank-local; several ranks may fill disjoint ranges of one file. Memory: 24 MiB. Raises :class:`CheckpointError`.
     """
 
     def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
@@ -553,7 +551,7 @@ class FileFiller:
         self._files: dict[str, _Filled] = {}
         self._buffers: _Buffers[tuple[_Filled, int]] | None = None
         self._direct: tuple[_Filled, int] | None = (
-            None  # the thread's: a file, and where it is written past the page cache
+            None  # the thread's: a file, and a descriptor with O_DIRECT
         )
         self._small: list[tuple[str, int, bytes]] = []  # file, offset, content
         self._small_bytes = 0
@@ -690,11 +688,11 @@ def _block_bytes(fd: int) -> int:
 
 
 def enlarge(path: str, nbytes: int) -> None:
-    """Give a file its size, and room on the disk for all of it, without which ranks that write past the page cache wait for each other.
+    """Give a file its size, and reserve disk space for all of it. Without the space, ranks that write past the page cache wait for each other.
 
-    On file systems without ``fallocate`` (Linux), the room is only taken as bytes are written. Raises ``OSError``.
+    File systems without ``fallocate`` (Linux) reserve nothing: ``os.posix_fallocate`` would write to every block there. Raises ``OSError``.
     """
-    fallocate = _fallocate()
+    fallocate = libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     fd = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         while fallocate is not None and patiently(fallocate, fd, 0, 0, nbytes):
@@ -706,14 +704,6 @@ def enlarge(path: str, nbytes: int) -> None:
             patiently(os.ftruncate, fd, nbytes)
     finally:
         patiently(os.close, fd)
-
-
-@functools.cache
-def _fallocate() -> Callable[..., int] | None:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def write_behind(fd: int) -> None:
     Linux only (``sync_file_range``); elsewhere, and on file systems without it, nothing happens. Raises ``OSError``
     if bytes could not be written: a later fsync would not report it.
     """
-    function = _sync_file_range()
+    function = libc_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if function is not None and function(fd, 0, 0, _WAIT_BEFORE | _WRITE):
         code = ctypes.get_errno()
         if code not in _NOT_HERE:
@@ -191,10 +191,11 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.E
 
 
 @functools.cache
-def _sync_file_range() -> Callable[..., int] | None:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+def libc_function(name: str, *types: Any) -> Callable[..., int] | None:
+    """A function of the C library that Python doesn't have, with the types of its arguments; None where the system lacks it."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        found.argtypes = types
     return found
 
 

@@ -657,16 +657,16 @@ class TrainState:
 
 
 def _refuse_gathered(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise :class:`StateError` for an optimizer that was made while FSDP2 had gathered parameters: it would train what nobody reads."""
+    """Raise :class:`StateError` for an optimizer that was made while FSDP2 had its parameters gathered: the model wouldn't read what it trains."""
     modules = (m for model in models.values() for m in model.modules() if isinstance(m, FSDPModule))
     gathered = fsdp_gathered_ids(modules)
     for name, optimizer in optimizers.items():
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if found := [p for p in held if id(p) in gathered]:
             raise StateError(
-                f"{name} was made after a forward pass without gradients: {len(found)} of its {len(held)} parameters are whole ones that FSDP2 had "
-                f"gathered for the pass, not the model's shards, so they would be trained to no effect. Make it before the first forward pass, or call "
-                f"reshard() of every FSDPModule in model.modules() before you make it"
+                f"{name} was made after a forward pass without gradients: {len(found)} of its {len(held)} parameters are whole tensors that FSDP2 "
+                f"gathered for that pass, not the model's shards, so training them would have no effect. Make it before the first forward pass, or call "
+                f"reshard() on every FSDPModule in model.modules() before you make it"
             )
 
 
